@@ -1,0 +1,69 @@
+"""Errors of kvsim. Each message says what was found, what was expected and what to do.
+
+KvsimError
+├── TraceError (ValueError)            a trace is incomplete, damaged, newer than we know, or has wrong shapes
+│   ├── TraceNotFoundError (FileNotFoundError)
+│   └── TraceExistsError (FileExistsError)
+├── CaptureError (RuntimeError)        a model or prompt that cannot be recorded exactly
+├── PolicyError (ValueError)           an unknown policy or parameter, or a value outside its range
+│   ├── BudgetError                    a budget that the policy has no rule for
+│   └── NeedsError                     a policy or metric needs what the trace lacks
+├── ScoreError (FloatingPointError)    a scorer returned NaN for a live entry
+├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
+└── OutputError (FileExistsError)      an output path that exists or cannot be written
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvsimError(Exception):
+    """Base of every error that kvsim raises on purpose."""
+
+
+class TraceError(KvsimError, ValueError):
+    """A trace cannot be used: incomplete, damaged, a newer format, wrong shapes or NaN."""
+
+
+class TraceNotFoundError(TraceError, FileNotFoundError):
+    """No trace at the path."""
+
+
+class TraceExistsError(TraceError, FileExistsError):
+    """A trace would overwrite what is already at the path."""
+
+
+class CaptureError(KvsimError, RuntimeError):
+    """A model or a prompt that cannot be recorded exactly."""
+
+
+class PolicyError(KvsimError, ValueError):
+    """An unknown policy, preset or parameter, or a parameter outside its range."""
+
+
+class BudgetError(PolicyError):
+    """A budget for which the policy has no rule."""
+
+
+class NeedsError(PolicyError):
+    """A policy or a metric needs something that the trace does not hold."""
+
+
+class ScoreError(KvsimError, FloatingPointError):
+    """A scorer returned NaN for a live entry."""
+
+
+class MemoryLimitError(KvsimError, MemoryError):
+    """The memory budget does not hold what a single layer needs."""
+
+
+class OutputError(KvsimError, FileExistsError):
+    """An output path exists already or cannot be written."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest known name, or the empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,28 @@
+"""The words and numbers that every part of kvsim shares: axes, dtypes, the format version."""
+
+from __future__ import annotations
+
+#: `evicted_at` of an entry that never leaves: the int32 maximum.
+NEVER = 2**31 - 1
+
+#: Version of the trace format (docs/trace-format.md). A reader refuses a larger one.
+FORMAT_VERSION = 1
+
+#: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
+CHUNK = 256
+
+#: Reserved axis names, the same in memory, in zarr `dimension_names`, in tables and in figures.
+AXES = {
+    "q": ("layer", "qhead", "pos", "dim"),
+    "k": ("layer", "head", "pos", "dim"),
+    "v": ("layer", "head", "pos", "dim"),
+    "attn_out": ("layer", "qhead", "pos", "dim"),
+    "lse": ("layer", "qhead", "pos"),
+    "attention": ("layer", "qhead", "row", "pos"),
+    "tokens": ("pos",),
+    "token_text": ("pos",),
+    "evicted_at": ("layer", "head", "pos"),
+}
+
+#: How far a result can be trusted (architecture section 5).
+FIDELITY = ("exact", "open", "semi", "closed")
