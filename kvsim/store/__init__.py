@@ -1,0 +1,1 @@
+"""Traces on disk: zarr groups in the format of `docs/trace-format.md`."""

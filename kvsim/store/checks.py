@@ -1,0 +1,70 @@
+"""What every array of a trace must satisfy, in memory and on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvsim.errors import TraceError
+from kvsim.schema import AXES
+
+#: Names of the dtypes that an array of a trace may have in the model.
+DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+def stored_dtype(source: str) -> torch.dtype:
+    """The dtype in which an array of dtype `source` is stored: bfloat16 as float32, exactly."""
+    return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raise TraceError where the shapes of q, k, v, attn_out and lse do not fit together."""
+    for name, shape in shapes.items():
+        axes = AXES[name]
+        if len(shape) != len(axes) or 0 in shape:
+            raise TraceError(
+                f"{where}: {name} has shape {shape}, expected [{', '.join(axes)}], none of them 0"
+            )
+    layers, qheads, n_pos, dim = shapes["q"]
+    heads = shapes["k"][1]
+    expected = {
+        "k": (layers, heads, n_pos, dim),
+        "v": (layers, heads, n_pos, dim),
+        "attn_out": (layers, qheads, n_pos, dim),
+        "lse": (layers, qheads, n_pos),
+    }
+    for name, shape in shapes.items():
+        if name in expected and shape != expected[name]:
+            raise TraceError(
+                f"{where}: {name} has shape {shape}, expected {expected[name]} "
+                f"[{', '.join(AXES[name])}] to fit q {shapes['q']} and {heads} KV heads"
+            )
+    if qheads % heads:
+        raise TraceError(
+            f"{where}: {qheads} query heads and {heads} KV heads; expected a multiple, "
+            "as query head i belongs to KV head i // (qheads / heads)"
+        )
+
+
+def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int = 0) -> None:
+    """Raise TraceError at the first NaN or infinity of array [layer, head, pos, ...]."""
+    # A NaN or infinity survives in the sum, which costs one pass and no mask; a sum that is not
+    # finite may also have overflowed, so only the second look decides.
+    if math.isfinite(float(array.sum())):
+        return
+    bad = ~torch.isfinite(array)
+    if not bad.any():
+        return
+    place = bad.nonzero()[0].tolist()
+    raise TraceError(
+        f"{where}: {name} is {float(array[tuple(place)])} at layer {place[0] + layer}, "
+        f"head {place[1]}, pos {place[2] + pos}, expected finite numbers; record the trace again"
+    )

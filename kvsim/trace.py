@@ -1,0 +1,538 @@
+"""A trace: one token sequence through one model, as its attention saw it.
+
+`Trace` answers the same questions whether its arrays are in memory (`Trace.from_arrays`) or on disk
+(`open_trace`, format in `docs/trace-format.md`). Layers are counted 0, 1, 2, ... among those that
+the trace holds; `layer_ids` gives the model's numbers. Axes are those of `kvsim.schema.AXES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsim.attention import Rope, causal_attention
+from kvsim.errors import NeedsError, TraceError
+from kvsim.schema import AXES
+from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
+from kvsim.store.header import DIGESTED, ContentDigest, Header
+
+if TYPE_CHECKING:
+    import xarray
+
+__all__ = ["Trace", "open_trace"]
+
+ArrayLike = Tensor | np.ndarray[Any, Any]
+Positions = Sequence[int] | slice | Tensor
+
+_ALL = slice(None)
+
+
+class Source(Protocol):
+    """Where the arrays of a trace are."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each array that there is."""
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array; `layers` means nothing for arrays without a layer axis."""
+
+
+class _Memory:
+    """Arrays in memory; `read` gives views."""
+
+    def __init__(self, arrays: Mapping[str, Tensor]) -> None:
+        self.arrays = dict(arrays)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(array.shape) for name, array in self.arrays.items()}
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        array = self.arrays[name]
+        if AXES[name][0] != "layer":
+            return array[pos]
+        axis = AXES[name].index("pos")
+        return array[(layers, *[_ALL] * (axis - 1), pos)]
+
+
+class _PerQueryHead:
+    """Another trace with the keys and values of a KV head repeated for each of its queries."""
+
+    def __init__(self, base: Trace) -> None:
+        self.base = base
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = dict(self.base.source.shapes)
+        for name in ("k", "v"):
+            layers, heads, *rest = shapes[name]
+            shapes[name] = (layers, heads * self.base.group, *rest)
+        return shapes
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        part = self.base.source.read(name, layers, pos)
+        return part.repeat_interleave(self.base.group, dim=1) if name in ("k", "v") else part
+
+
+class Trace:
+    """One token sequence through one model: q, k, v after RoPE, and what is known about them.
+
+    Made by `Trace.from_arrays`, `open_trace` or `kvsim.capture`, not by hand. Immutable.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        header: Header,
+        *,
+        dtype: torch.dtype = torch.float32,
+        token_text: Sequence[str] | None = None,
+        digest: str | None = None,
+        path: Path | None = None,
+    ) -> None:
+        self.source, self._header, self._dtype = source, header, dtype
+        self._token_text = None if token_text is None else list(token_text)
+        self._digest, self._path = digest, path
+        # attention of in-memory traces without a recorded one, filled layer by layer
+        self._computed: tuple[Tensor, Tensor] | None = None
+        self._computed_layers: set[int] = set()
+
+    # --- making and saving ---
+
+    @classmethod
+    def from_arrays(
+        cls,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        prompt_len: int,
+        rope: Rope,
+        scale: float | None = None,
+        attn_out: ArrayLike | None = None,
+        lse: ArrayLike | None = None,
+        tokens: ArrayLike | Sequence[int] | None = None,
+        token_text: Sequence[str] | None = None,
+        name: str = "memory",
+        layer_ids: Sequence[int] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A trace of arrays in memory, used without a copy where the dtype is the compute dtype.
+
+        Args:
+            q: queries after RoPE [layer, qhead, pos, dim].
+            k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
+            v: values [layer, head, pos, dim].
+            prompt_len: number of rows of the prefill, 1 to pos.
+            rope: the rotary embedding that q and k went through.
+            scale: factor of the logits; dim ** -0.5 by default.
+            attn_out: attention output before the output projection, like q; computed if missing.
+            lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
+            tokens: token ids [pos].
+            token_text: the text of each token.
+            name: for tables and figures.
+            layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
+            meta: provenance, ready for JSON.
+
+        float64 arrays compute in float64, all others in float32.
+
+        Raises:
+            TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
+        """
+        given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse}
+        arrays = {key: _tensor(key, array) for key, array in given.items() if array is not None}
+        check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
+        n_layers, _, n_pos, dim = arrays["q"].shape
+        header = Header(
+            prompt_len=int(prompt_len),
+            scale=float(dim**-0.5 if scale is None else scale),
+            rope=rope,
+            layer_ids=tuple(range(n_layers) if layer_ids is None else map(int, layer_ids)),
+            name=name,
+            source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
+            meta=dict(meta or {}),
+        )
+        header.check(n_layers=n_layers, n_pos=n_pos, dim=dim, where=name)
+        double = any(arrays[key].dtype == torch.float64 for key in "qkv")
+        dtype = torch.float64 if double else torch.float32
+        arrays = {key: array.to(dtype) for key, array in arrays.items()}
+        for key, array in arrays.items():
+            check_finite(key, array, name)
+        if tokens is not None:
+            arrays["tokens"] = _tokens(tokens, n_pos, name)
+        if token_text is not None and len(token_text) != n_pos:
+            raise TraceError(
+                f"{name}: token_text has {len(token_text)} entries, expected {n_pos}, one per token"
+            )
+        return cls(_Memory(arrays), header, dtype=dtype, token_text=token_text)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the trace to `path` in the format of `docs/trace-format.md`; gives the path.
+
+        Stores what the trace has, attention output and log-sum-exp included if there are any.
+
+        Raises:
+            TraceExistsError: something is at `path`, and it is no trace or `overwrite` is False.
+        """
+        from kvsim.store.writer import write_trace  # noqa: PLC0415  the writer needs zarr
+
+        names = [key for key in DIGESTED if self.has(key)]
+
+        def read(key: str, layer: int) -> Tensor:
+            layers = slice(layer, layer + 1)
+            part = self.source.read(key, layers, _ALL)
+            return part if AXES[key][0] != "layer" else part[0]
+
+        return write_trace(
+            Path(path),
+            self._header,
+            shapes={key: self.source.shapes[key] for key in names},
+            compute_dtype=DTYPES[self._dtype],
+            read=read,
+            token_text=self._token_text,
+            overwrite=overwrite,
+        )
+
+    def per_query_head(self) -> Trace:
+        """The same trace with keys and values repeated, so that every query head has its own.
+
+        Nothing is copied before it is read.
+        """
+        if self.group == 1:
+            return self
+        return Trace(
+            _PerQueryHead(self),
+            self._header,
+            dtype=self._dtype,
+            token_text=self._token_text,
+            path=self._path,
+        )
+
+    # --- facts ---
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return self.source.shapes["q"][0]
+
+    @property
+    def n_qheads(self) -> int:
+        """Number of query heads."""
+        return self.source.shapes["q"][1]
+
+    @property
+    def n_heads(self) -> int:
+        """Number of KV heads."""
+        return self.source.shapes["k"][1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head; query head i belongs to KV head i // group."""
+        return self.n_qheads // self.n_heads
+
+    @property
+    def n_pos(self) -> int:
+        """Number of tokens, prompt and response."""
+        return self.source.shapes["q"][2]
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of a head."""
+        return self.source.shapes["q"][3]
+
+    @property
+    def prompt_len(self) -> int:
+        """Rows 0 to prompt_len - 1 are the prefill."""
+        return self._header.prompt_len
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits q . k."""
+        return self._header.scale
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding that q and k went through."""
+        return self._header.rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that `read` gives: float64 for float64 arrays, float32 for all others."""
+        return self._dtype
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The model's number of each layer."""
+        return self._header.layer_ids
+
+    @property
+    def name(self) -> str:
+        """A name for tables and figures."""
+        return self._header.name
+
+    @property
+    def path(self) -> Path | None:
+        """Where the trace is stored; None in memory."""
+        return self._path
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Provenance: model, text, generation settings, answer check, versions."""
+        return self._header.meta
+
+    @property
+    def source_dtypes(self) -> Mapping[str, str]:
+        """For each array, the dtype that it had in the model."""
+        return self._header.source_dtypes
+
+    @property
+    def token_text(self) -> list[str] | None:
+        """The text of each token, or None."""
+        return self._token_text
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, the same in memory and on disk (docs/trace-format.md)."""
+        if self._digest is None:
+            if isinstance(self.source, _PerQueryHead):
+                self._digest = f"{self.source.base.digest}/per_query_head"
+            else:
+                self._digest = self._compute_digest()
+        return self._digest
+
+    @property
+    def bytes_per_layer(self) -> int:
+        """Bytes of one layer's q, k, v, attn_out and lse in the compute dtype."""
+        entries = (2 * self.n_qheads + 2 * self.n_heads) * self.dim + self.n_qheads
+        return entries * self.n_pos * self._dtype.itemsize
+
+    def has(self, name: str) -> bool:
+        """Whether the array `name` is recorded; one that can be computed does not count."""
+        return name in self.source.shapes
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.name!r}, layers={self.n_layers}, qheads={self.n_qheads}, "
+            f"heads={self.n_heads}, pos={self.n_pos}, dim={self.dim}, prompt_len={self.prompt_len})"
+        )
+
+    # --- arrays ---
+
+    def read(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
+        """Part of an array in the compute dtype (`tokens`: int64); a view where it is in memory.
+
+        Args:
+            name: an array of `kvsim.schema.AXES` that the trace has.
+            layers: layers by their place in the trace, step 1.
+            pos: positions, step 1; for `attention`, rows.
+
+        Raises:
+            NeedsError: the trace has no such array.
+            TraceError: the stored array is damaged.
+        """
+        if not self.has(name):
+            raise NeedsError(
+                f"{self.name}: the trace has no array {name!r}, it has "
+                f"{', '.join(self.source.shapes)}; record it again with what is missing"
+            )
+        for part in (layers, pos):
+            if part.step not in (None, 1):
+                raise ValueError(f"step is {part.step}, expected 1")
+        array = self.source.read(name, layers, pos)
+        return array.to(torch.int64 if name == "tokens" else self._dtype)
+
+    @property
+    def q(self) -> Tensor:
+        """All queries after RoPE [layer, qhead, pos, dim]."""
+        return self.read("q")
+
+    @property
+    def k(self) -> Tensor:
+        """All keys after RoPE [layer, head, pos, dim]."""
+        return self.read("k")
+
+    @property
+    def v(self) -> Tensor:
+        """All values [layer, head, pos, dim]."""
+        return self.read("v")
+
+    @property
+    def attn_out(self) -> Tensor:
+        """Attention output before the output projection [layer, qhead, pos, dim]."""
+        return self.full(_ALL)[0]
+
+    @property
+    def lse(self) -> Tensor:
+        """Log-sum-exp of the logits of each row of full attention [layer, qhead, pos]."""
+        return self.full(_ALL)[1]
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Token ids [pos], int64, or None."""
+        return self.read("tokens") if self.has("tokens") else None
+
+    def full(self, layers: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """Full attention of `layers`: attn_out [layer, qhead, pos, dim], lse [layer, qhead, pos].
+
+        As recorded, else computed from q, k, v; what is computed stays in memory only for traces
+        that are in memory themselves.
+        """
+        if isinstance(self.source, _PerQueryHead):  # queries are the same, so is the output
+            return self.source.base.full(layers)
+        recorded = {name: self.read(name, layers) for name in ("attn_out", "lse") if self.has(name)}
+        if len(recorded) == 2:
+            return recorded["attn_out"], recorded["lse"]
+        out, lse = self._compute_full(range(*layers.indices(self.n_layers)))
+        return recorded.get("attn_out", out), recorded.get("lse", lse)
+
+    def _compute_full(self, wanted: range) -> tuple[Tensor, Tensor]:
+        stored = self._path is not None
+        if stored or self._computed is None:
+            shape = (len(wanted) if stored else self.n_layers, self.n_qheads, self.n_pos)
+            out = torch.empty((*shape, self.dim), dtype=self._dtype)
+            lse = torch.empty(shape, dtype=self._dtype)
+            if not stored:
+                self._computed = out, lse
+        else:
+            out, lse = self._computed
+        first = wanted.start if stored else 0
+        for layer in wanted:
+            if not stored and layer in self._computed_layers:
+                continue
+            one = slice(layer, layer + 1)
+            q, k, v = (self.read(name, one)[0] for name in "qkv")
+            out[layer - first], lse[layer - first] = causal_attention(q, k, v, self.scale)
+            if not stored:
+                self._computed_layers.add(layer)
+        return (out, lse) if stored else (out[_slice(wanted)], lse[_slice(wanted)])
+
+    def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
+        """Exact rows of full attention [qhead, row, pos], computed through the log-sum-exp.
+
+        Args:
+            layer: a layer by its place in the trace.
+            rows: query positions.
+            pos: key positions, all of them by default; later than the row gives 0.
+        """
+        at = _positions(rows, self.n_pos)
+        to = _positions(_ALL if pos is None else pos, self.n_pos)
+        if not len(at) or not len(to):
+            return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self._dtype)
+        layer = range(self.n_layers)[layer]
+        one = slice(layer, layer + 1)
+        q = self._pick("q", one, at)
+        k = self._pick("k", one, to)
+        if self.has("lse"):
+            lse = self._pick("lse", one, at)
+        else:
+            lse = self.full(one)[1][0].index_select(1, at)
+        logits = (q * self.scale).unflatten(0, (self.n_heads, -1)) @ k.unsqueeze(1).mT
+        weights = (logits.flatten(0, 1) - lse.unsqueeze(-1)).exp_()
+        return weights.masked_fill_(to > at.unsqueeze(-1), 0.0)
+
+    def _pick(self, name: str, layer: slice, at: Tensor) -> Tensor:
+        """Positions `at` of one layer, reading no more than from the first to the last of them."""
+        low, high = int(at.min()), int(at.max())
+        return self.read(name, layer, slice(low, high + 1))[0].index_select(1, at - low)
+
+    def to_xarray(self) -> xarray.Dataset:
+        """The arrays as an xarray Dataset with named dimensions; lazy for a stored trace.
+
+        Raises:
+            ImportError: xarray is not installed (`pip install kvsim[xarray]`).
+        """
+        import xarray as xr  # noqa: PLC0415  an optional extra
+
+        if self._path is not None and not isinstance(self.source, _PerQueryHead):
+            return xr.open_dataset(self._path, engine="zarr", consolidated=True)
+        data = {
+            name: (AXES[name], self.read(name).numpy())
+            for name in self.source.shapes
+            if name != "attention"
+        }
+        coordinates: dict[str, Any] = {"layer": list(self.layer_ids)}
+        if self._token_text is not None:
+            data["token_text"] = (AXES["token_text"], np.array(self._token_text))
+        return xr.Dataset(data, coords=coordinates, attrs=self._header.attributes())
+
+    def _compute_digest(self) -> str:
+        digest = ContentDigest()
+        shapes = dict(self.source.shapes)
+        for name in DIGESTED:
+            if name not in shapes:
+                continue
+            if name == "tokens":
+                digest.update_all(name, 0, self.tokens_int32(), axis=0)
+                continue
+            stored = stored_dtype(self.source_dtypes.get(name, DTYPES[self._dtype]))
+            for layer in range(self.n_layers):
+                part = self.source.read(name, slice(layer, layer + 1), _ALL)[0]
+                digest.update_all(name, layer, part.to(stored).numpy(), axis=1)
+        return digest.total(self._header, shapes)
+
+    def tokens_int32(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Token ids as they are stored."""
+        return self.read("tokens").numpy().astype(np.int32)
+
+
+def open_trace(path: str | Path) -> Trace:
+    """The trace stored at `path`; arrays are read when they are asked for.
+
+    Raises:
+        TraceNotFoundError: there is nothing at `path`.
+        TraceError: what is there is no trace, incomplete, damaged or of a newer format.
+    """
+    from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
+
+    stored = StoredTrace(Path(path))
+    return Trace(
+        stored,
+        stored.header,
+        dtype=stored.compute_dtype,
+        token_text=stored.token_text,
+        digest=stored.digest,
+        path=stored.path,
+    )
+
+
+# --- checks ---
+
+
+def _tensor(name: str, array: ArrayLike) -> Tensor:
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array.detach()
+    if tensor.dtype not in DTYPES:
+        raise TraceError(
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected one of "
+            f"{', '.join(DTYPES.values())}"
+        )
+    return tensor
+
+
+def _tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
+    ids = torch.as_tensor(tokens)
+    if tuple(ids.shape) != (n_pos,) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise TraceError(
+            f"{where}: tokens has shape {tuple(ids.shape)} and dtype "
+            f"{str(ids.dtype).removeprefix('torch.')}, expected {n_pos} integers"
+        )
+    return ids.to(torch.int64)
+
+
+def _positions(at: Positions, n_pos: int) -> Tensor:
+    if isinstance(at, slice):
+        return torch.arange(n_pos)[at]
+    index = torch.as_tensor(at, dtype=torch.int64)
+    index = torch.where(index < 0, index + n_pos, index)
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
+        raise IndexError(f"position out of range, expected 0 to {n_pos - 1}")
+    return index
+
+
+def _slice(wanted: range) -> slice:
+    return slice(wanted.start, wanted.stop)
