@@ -1,0 +1,187 @@
+"""Hypothesis strategies: small traces, policies whose windows bind, and budgets near the edge.
+
+Everything is drawn as a few integers and a seed; the numbers of a trace come from a numpy generator
+with that seed, so cases stay cheap and shrink by shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from kvsim.testing import reference
+
+T = TypeVar("T")
+
+#: What a trace is made of. "grid" holds small integers and a power-of-two scale: its logits are
+#: exact in any order of summation, so its many ties are exact. "half" was rounded to float16 first.
+KINDS = ("normal", "sharp", "sink", "grid", "half", "zero_keys", "repeated_keys", "zero_values")
+
+#: Sizes of a GQA group: one query head per KV head, and the groups of common models.
+GROUPS = (1, 2, 4, 7)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace as arrays: q [layer, qhead, pos, dim], k and v [layer, head, pos, dim]."""
+
+    kind: str
+    seed: int
+    prompt_len: int
+    scale: float
+    q: npt.NDArray[np.floating] = field(repr=False)
+    k: npt.NDArray[np.floating] = field(repr=False)
+    v: npt.NDArray[np.floating] = field(repr=False)
+
+    @property
+    def n(self) -> int:
+        """Positions, prompt included."""
+        return int(self.k.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(layers, KV heads, query heads of a group, positions, dim)."""
+        layers, heads, n, dim = self.k.shape
+        return layers, heads, self.q.shape[1] // heads, n, dim
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in zip("LHGnd", self.shape, strict=True))
+        return (
+            f"Case({self.kind}, {sizes}, prompt_len={self.prompt_len}, "
+            f"seed={self.seed}, {self.q.dtype})"
+        )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A policy by name, its parameters, and how it is replayed."""
+
+    policy: str
+    params: Mapping[str, Any]
+    budget: int
+    interval: int | None
+    prefill: bool | None
+
+
+def make_case(
+    kind: str,
+    *,
+    layers: int = 1,
+    heads: int = 1,
+    group: int = 1,
+    n: int = 16,
+    dim: int = 4,
+    prompt_len: int = 1,
+    seed: int = 0,
+    dtype: npt.DTypeLike = np.float64,
+) -> Case:
+    """One trace of a given kind and shape; the numbers depend on the seed alone."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((layers, heads * group, n, dim))
+    k, v = (rng.standard_normal((layers, heads, n, dim)) for _ in range(2))
+    scale = dim**-0.5
+    if kind == "sharp":
+        q, k = 2.5 * q, 2.5 * k
+    elif kind == "sink":  # queries lean on the first key, as trained models do
+        q += 0.5
+        k[:, :, 0] += 2.0
+    elif kind == "grid":
+        q, k = np.round(q), np.round(k)
+        scale = 0.25
+    elif kind == "half":
+        q, k, v = (x.astype(np.float16).astype(np.float64) for x in (q, k, v))
+    elif kind == "zero_keys":
+        k[:] = 0.0
+    elif kind == "repeated_keys":
+        k[:] = k[:, :, rng.integers(0, 3, size=n) % n]
+    elif kind == "zero_values":
+        v[:] = 0.0
+    elif kind != "normal":
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    return Case(kind, seed, prompt_len, scale, *(np.ascontiguousarray(x, dtype) for x in (q, k, v)))
+
+
+@st.composite
+def _mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
+    """`usual` in seven draws of eight, else `edge`; shrinks towards `usual`."""
+    return draw(usual if draw(st.integers(0, 7)) < 7 else edge)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    kinds: Sequence[str] = KINDS,
+    dtypes: Sequence[npt.DTypeLike] = (np.float64,),
+    min_n: int = 1,
+    max_n: int = 48,
+    max_layers: int = 3,
+    max_heads: int = 3,
+) -> Case:
+    """Traces of 1 to 3 layers and heads, groups of 1, 2, 4, 7, dim 4 to 16, any prompt length.
+
+    One-entry traces and prompts of one or all tokens come up too.
+    """
+    n = draw(_mostly(st.integers(max(min_n, min(12, max_n)), max_n), st.integers(min_n, max_n)))
+    return make_case(
+        draw(st.sampled_from(kinds)),
+        layers=draw(st.integers(1, max_layers)),
+        heads=draw(st.integers(1, max_heads)),
+        group=draw(st.sampled_from(GROUPS)),
+        n=n,
+        dim=draw(st.sampled_from((4, 8, 16))),
+        prompt_len=draw(_mostly(st.integers(1, n), st.sampled_from((1, n)))),
+        seed=draw(st.integers(0, 2**16)),
+        dtype=draw(st.sampled_from(dtypes)),
+    )
+
+
+@st.composite
+def parameters(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """Parameters of a built-in policy, small enough to bind on a few dozen tokens."""
+    known = reference.RULES[name].params
+    drawn: dict[str, Any] = {}
+    if "sink" in known:
+        drawn["sink"] = draw(st.integers(0, 6))
+    if "seed" in known:
+        drawn["seed"] = draw(st.integers(0, 5))
+    if "window" in known:
+        drawn["window"] = draw(st.integers(1, 10))
+        drawn["pool"] = draw(st.sampled_from(("max", "avg", None)))
+        drawn["pool_kernel"] = draw(st.sampled_from((1, 3, 5, 7)))
+    return drawn
+
+
+@st.composite
+def schedules(draw: st.DrawFn, n: int, prompt_len: int) -> tuple[int | None, bool | None]:
+    """(interval, prefill): the policy's own, every row, a few rows, or more rows than remain."""
+    rest = n - prompt_len
+    interval = draw(
+        _mostly(
+            st.sampled_from((None, 1)) | st.integers(2, 8),
+            st.integers(max(1, rest), rest + 3),
+        )
+    )
+    return interval, draw(_mostly(st.sampled_from((None, True)), st.just(value=False)))
+
+
+@st.composite
+def budgets(draw: st.DrawFn, least: int, n: int) -> int:
+    """Entries to keep: mostly about the protected size, sometimes more than there are."""
+    near = st.integers(least, least + 3) | st.integers(least, max(least, n // 2))
+    return draw(_mostly(near, st.integers(max(least, n - 1), n + 3 + least)))
+
+
+@st.composite
+def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(reference.RULES)) -> Setup:
+    """A built-in policy with parameters, schedule and a budget that it has a rule for."""
+    name = draw(st.sampled_from(names))
+    params = draw(parameters(name))
+    interval, prefill = draw(schedules(case.n, case.prompt_len))
+    least = reference.smallest_budget(name, params, case.n - 1)
+    return Setup(name, params, draw(budgets(least, case.n)), interval, prefill)
