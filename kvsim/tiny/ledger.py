@@ -30,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from kvsim.errors import KvsimError
+
 __all__ = [
     "COLOURS",
     "ID",
@@ -51,8 +53,13 @@ TASKS: tuple[Task, ...] = get_args(Task)
 
 # --- vocabulary: the order is the token id, so a change here makes trained weights useless ---
 
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-_MARKS = "facts key question walk get report think done : ; , .".split()
+_MARKS = _words("facts key question walk get report think done : ; , .")
 _DIGITS = [str(digit) for digit in range(10)]
 _COUNTERS = [f"#{count}" for count in range(128)]
 
@@ -67,15 +74,15 @@ def _node_names(count: int = 160) -> list[str]:
 
 
 _NODES = _node_names()
-COLOURS = (
+COLOURS = _words(
     "red blue pink teal gold gray lime navy plum rust jade coral amber ivory khaki mauve ochre "
     "olive peach sepia umber azure beige black"
-).split()
-_FILLER = (
+)
+_FILLER = _words(
     "the a old river stone wind quiet light under over near far walks sings waits turns slowly "
     "again then and but while house tree road hill cloud rain bird dog child night day year green "
     "cold warm small large open"
-).split()
+)
 
 VOCAB: tuple[str, ...] = (*SPECIAL, *_MARKS, *_DIGITS, *_COUNTERS, *_NODES, *COLOURS, *_FILLER)
 ID: dict[str, int] = {word: index for index, word in enumerate(VOCAB)}
@@ -90,6 +97,10 @@ MAX_LINES = len(_COUNTERS)
 def unknown_words(text: str) -> list[str]:
     """Words of ``text`` that are not in the vocabulary, each once, in order of appearance."""
     return list(dict.fromkeys(word for word in text.split() if word not in ID))
+
+
+class LedgerError(KvsimError, ValueError):
+    """A prompt that is not in the language, asks for what it does not state, or is too large."""
 
 
 # --- samples ---
@@ -156,7 +167,7 @@ def _successors(nodes: Sequence[str], cycle: int, rng: random.Random) -> dict[st
 
 def _within(name: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value}, expected {low} to {high}")
+        raise LedgerError(f"{name} is {value}, expected {low} to {high}")
     return value
 
 
@@ -184,11 +195,15 @@ def make(
         report: number of running sums in the report; without it, 1 to 4.
         cycle: length in nodes of the cycle that ``walk`` runs on, so a fact recurs every
             ``cycle`` lines; without it, 4 to 16.
+
+    Raises:
+        LedgerError: a size is outside its range.
     """
     _within("facts", facts, 2, MAX_FACTS)
     _within("lines", lines, 1, MAX_LINES)
     _within("colours", colours, 1, len(COLOURS))
-    task = task or rng.choice(("walk", "get", "get"))
+    if task is None:
+        task = TASKS[rng.choice((0, 1, 1))]
     lines = min(lines, facts) if task == "get" else lines
     nodes = rng.sample(_NODES, facts)
     cycle = min(facts, cycle or rng.randint(min(4, facts), min(16, facts)))
@@ -283,10 +298,6 @@ def _response(
         words += [f"#{counter}", str(sums[counter]), ","]
     words[-1] = "."
     return words
-
-
-class LedgerError(ValueError):
-    """A prompt that is not in the language, or asks for something it does not state."""
 
 
 class _Reader:
@@ -479,7 +490,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args(argv))
     n, seed = options.pop("n"), options.pop("seed")
-    for index, sample in enumerate(prompts(n, seed, **options)):
+    try:
+        samples = prompts(n, seed, **options)
+    except LedgerError as error:
+        parser.error(str(error))
+    for index, sample in enumerate(samples):
         row = {
             "id": f"{sample.task}-f{sample.facts}-l{sample.lines}-s{seed}-{index}",
             "prompt": sample.prompt,

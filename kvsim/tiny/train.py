@@ -1,0 +1,348 @@
+"""Train the tiny model from nothing on one CPU core.
+
+    python -m kvsim.tiny.train --out DIR [--steps 6500] [--seed 0] [--threads 1] [--resume]
+
+Curriculum first: samples of growing size, on to the next level once the running mean of token
+accuracy passes a threshold or the level's bound of steps is reached.
+Then the mix of all sizes, with linear decay of the learning rate.
+Every schedule counts steps, never seconds, so the result depends on the seed and not on the load
+of the machine. Two losses exist in training only, because the middle of the two retrievals leaves
+no trace in the text: a linear head on the output of layer 1 must name the colour that is looked
+up, and head 0 of layer 2 must attend to the right digit of the key.
+
+The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps;
+``--resume`` goes on from it with the settings it was started with, and ends with the same weights
+as an uninterrupted run. At the end ``DIR`` holds what ``from_pretrained`` loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+from kvsim.tiny.curriculum import IGNORE, LEVELS, Batch, Level, collate, draw_batch, draw_mix
+from kvsim.tiny.ledger import COLOURS, prompts
+from kvsim.tiny.model import HEAD_DIM, HIDDEN, MAX_TOKENS, build
+from kvsim.tiny.tokenizer import save_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the result of a run.
+
+    Attributes:
+        steps: optimiser steps in all.
+        seed: of the initialisation and of the samples.
+        levels: the curriculum.
+        level_steps: largest number of steps spent on each level.
+        level_accuracy: running mean of token accuracy that ends a level early.
+        level_least: smallest number of steps spent on a level.
+        level_tokens: size of a batch in the curriculum, in tokens.
+        mix_tokens: size of a batch in the mix, in tokens.
+        learning_rate: peak, after ``warm_up`` steps and before the decay.
+        warm_up: steps of linear warm-up.
+        decay: share of the mix over which the learning rate falls linearly, at its end.
+        extra: weight of the two training-only losses; it falls to a tenth during the mix.
+        checkpoint: steps between two checkpoints.
+        evaluate: steps between two measurements on development samples; 0 for none.
+    """
+
+    steps: int = 6500
+    seed: int = 0
+    levels: tuple[Level, ...] = LEVELS
+    level_steps: tuple[int, ...] = (1200, 600, 800, 600)
+    level_accuracy: float = 0.97
+    level_least: int = 60
+    level_tokens: int = 2048
+    mix_tokens: int = 4096
+    learning_rate: float = 1.5e-3
+    warm_up: int = 100
+    decay: float = 0.7
+    extra: float = 0.3
+    checkpoint: int = 250
+    evaluate: int = 500
+
+
+@dataclass
+class Progress:
+    """Where a run is; with weights, optimiser and random state, all that a resume needs.
+
+    ``level`` equals the number of levels once the mix has begun at step ``level_start``.
+    ``accuracy`` is the running mean of token accuracy at this level, None before its first batch.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    level: int = 0
+    level_start: int = 0
+    accuracy: float | None = None
+
+
+@dataclass
+class Run:
+    """The parts of a run that change from step to step."""
+
+    settings: Settings
+    model: Qwen2ForCausalLM
+    colour_head: nn.Linear
+    optimizer: torch.optim.AdamW
+    rng: random.Random
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def mixing(self) -> bool:
+        """The curriculum is over."""
+        return self.progress.level == len(self.settings.levels)
+
+    @property
+    def left(self) -> float:
+        """Share of the mix that is left, 1 to 0; 1 during the curriculum."""
+        if not self.mixing:
+            return 1.0
+        mix = self.settings.steps - self.progress.level_start
+        return (self.settings.steps - self.progress.step) / max(1, mix)
+
+
+def start(settings: Settings) -> Run:
+    """A run at step 0."""
+    model = build(settings.seed)
+    colour_head = nn.Linear(HIDDEN, len(COLOURS))  # torch's generator was seeded by `build`
+    decayed: list[nn.Parameter] = []
+    others = list(colour_head.parameters())
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim == 2 and "embed" not in name
+        (decayed if matrix else others).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+        lr=settings.learning_rate,
+        betas=(0.9, 0.98),
+    )
+    rng = random.Random(f"train {settings.seed}")
+    return Run(settings, model, colour_head, optimizer, rng)
+
+
+def save(run: Run, path: Path) -> None:
+    """Write a checkpoint; an interruption leaves the previous one whole."""
+    part = path.with_suffix(".part")
+    torch.save(
+        {
+            "settings": asdict(run.settings),
+            "progress": asdict(run.progress),
+            "model": run.model.state_dict(),
+            "colour_head": run.colour_head.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "rng": run.rng.getstate(),
+        },
+        part,
+    )
+    part.replace(path)
+
+
+def load(path: Path) -> Run:
+    """The run that `save` wrote."""
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    levels = tuple(Level(**level) for level in state["settings"].pop("levels"))
+    run = start(Settings(**state["settings"], levels=levels))
+    run.model.load_state_dict(state["model"])
+    run.colour_head.load_state_dict(state["colour_head"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.rng.setstate(state["rng"])
+    run.progress = Progress(**state["progress"])
+    return run
+
+
+def _digit_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> Tensor:
+    """Log of the attention of layer 2, head 0, from each ``y`` to the digit it needs.
+
+    Args:
+        model: the model in training.
+        hidden: output of layer 1, [sequence, pos, h].
+        batch: gives the positions.
+
+    Returns:
+        One natural logarithm for each line of the batch, [line].
+    """
+    layer: Any = model.model.layers[2]
+    normed = layer.input_layernorm(hidden)
+    query, key = (
+        linear(normed, part.weight[:HEAD_DIM], part.bias[:HEAD_DIM])[:, None]
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj)
+    )  # [sequence, 1, pos, d]: query head 0 and its KV head 0
+    positions = torch.arange(hidden.shape[1])
+    query, key = apply_rotary_pos_emb(query, key, *model.model.rotary_emb(normed, positions[None]))
+    sequence, row = (batch.digits != IGNORE).nonzero(as_tuple=True)
+    logits = (query[:, 0] @ key[:, 0].transpose(1, 2))[sequence, row].float() / HEAD_DIM**0.5
+    logits = logits.masked_fill(positions > row[:, None], -torch.inf)  # [line, pos]
+    wanted = batch.digits[sequence, row][:, None]
+    found: Tensor = logits.log_softmax(-1).gather(1, wanted)[:, 0]
+    return found
+
+
+def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """The loss of one batch, and what the log says about it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        output = run.model.model(input_ids=batch.tokens, output_hidden_states=True)
+        middle = output.hidden_states[2]  # output of layer 1
+        targets = batch.labels[:, 1:]
+        scored = targets != IGNORE
+        logits = run.model.lm_head(output.last_hidden_state[:, :-1][scored]).float()
+        looked_up = batch.colours != IGNORE
+        colour_logits = run.colour_head(middle[looked_up]).float()
+        attention = _digit_attention(run.model, middle, batch)
+    token_loss = cross_entropy(logits, targets[scored])
+    colour_loss = cross_entropy(colour_logits, batch.colours[looked_up])
+    weight = run.settings.extra * max(0.1, run.left**2)
+    loss = token_loss + weight * (colour_loss - attention.mean())
+    right = logits.argmax(-1) == targets[scored]
+    digits = looked_up[:, :-1][scored]
+    return loss, {
+        "loss": token_loss.item(),
+        "accuracy": right.float().mean().item(),
+        "digit_accuracy": right[digits].float().mean().item(),
+        "colour_loss": colour_loss.item(),
+        "digit_attention": attention.exp().mean().item(),
+    }
+
+
+def _draw(run: Run) -> tuple[Batch, bool]:
+    """The next batch, and whether it is of the present level; a quarter repeat earlier ones."""
+    settings, rng, level = run.settings, run.rng, run.progress.level
+    if run.mixing:
+        return draw_batch(draw_mix(rng), settings.mix_tokens), True
+    if level and rng.random() < 0.25:
+        earlier = settings.levels[rng.randrange(level)]
+        return draw_batch(lambda: earlier.draw(rng), settings.level_tokens), False
+    return draw_batch(lambda: settings.levels[level].draw(rng), settings.level_tokens), True
+
+
+def _step(run: Run) -> dict[str, float]:
+    """One optimiser step; returns what the log says about it."""
+    settings, progress = run.settings, run.progress
+    began = time.perf_counter()
+    batch, present = _draw(run)
+    rate = min(1, (progress.step + 1) / settings.warm_up) * max(
+        0.02, min(1, run.left / settings.decay)
+    )
+    for group in run.optimizer.param_groups:
+        group["lr"] = settings.learning_rate * rate
+    loss, said = _losses(run, batch)
+    loss.backward()
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    progress.step += 1
+    progress.tokens += batch.tokens.numel()
+    progress.seconds += time.perf_counter() - began
+    if present:
+        mean = progress.accuracy if progress.accuracy is not None else said["accuracy"]
+        progress.accuracy = 0.95 * mean + 0.05 * said["accuracy"]
+    return said
+
+
+def _level_up(run: Run) -> bool:
+    """Go on to the next level where it is due."""
+    settings, progress = run.settings, run.progress
+    if run.mixing:
+        return False
+    spent = progress.step - progress.level_start
+    passed = (progress.accuracy or 0.0) > settings.level_accuracy and spent >= settings.level_least
+    if not passed and spent < settings.level_steps[progress.level]:
+        return False
+    progress.level += 1
+    progress.level_start = progress.step
+    progress.accuracy = None
+    return True
+
+
+@torch.no_grad()
+def _chain_exact(model: Qwen2ForCausalLM) -> dict[str, float]:
+    """Share of development samples whose whole chain is right, teacher-forced, for each task."""
+    exact: dict[str, float] = {}
+    for task in ("walk", "get"):
+        samples = prompts(16, seed=5, task=task, facts=40, lines=56 if task == "walk" else 40)
+        batch = collate(samples)
+        with torch.autocast("cpu", torch.bfloat16):
+            predicted = model(input_ids=batch.tokens).logits[:, :-1].argmax(-1)
+        wrong = (predicted != batch.labels[:, 1:]) & (batch.labels[:, 1:] != IGNORE)
+        hits = 0
+        for row, sample in enumerate(samples):
+            chain_end = len(sample.prompt.split()) + 6 * sample.lines
+            hits += not wrong[row, :chain_end].any()
+        exact[task] = hits / len(samples)
+    return exact
+
+
+def _log(run: Run, **said: Any) -> None:
+    progress = run.progress
+    row: dict[str, Any] = {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "seconds": round(progress.seconds, 1),
+        "level": "mix" if run.mixing else progress.level,
+    }
+    said["running_accuracy"] = progress.accuracy
+    row |= {k: round(v, 4) if isinstance(v, float) else v for k, v in said.items()}
+    print(json.dumps(row), flush=True)
+
+
+def train(run: Run, out: Path, until: int | None = None) -> None:
+    """Take ``run`` to its end, or only to step ``until``; writes to the folder ``out``."""
+    settings, progress = run.settings, run.progress
+    out.mkdir(parents=True, exist_ok=True)
+    while progress.step < min(settings.steps, until or settings.steps):
+        said = _step(run)
+        if _level_up(run):
+            _log(run, passed_level=progress.level - 1)
+        if settings.evaluate and progress.step % settings.evaluate == 0:
+            _log(run, **said, chain_exact=_chain_exact(run.model))
+        elif progress.step % 50 == 0:
+            _log(run, **said)
+        if progress.step % settings.checkpoint == 0:
+            save(run, out / "state.pt")
+    if progress.step == settings.steps:
+        export(run, out)
+
+
+def export(run: Run, out: Path) -> None:
+    """Write weights, configuration, tokenizer and a summary of the training to ``out``."""
+    run.model.save_pretrained(out)
+    save_tokenizer(out, MAX_TOKENS)
+    summary = {"progress": asdict(run.progress), "settings": asdict(run.settings)}
+    (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train the tiny model."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="python -m kvsim.tiny.train", description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    state = options.out / "state.pt"
+    if options.resume and not state.exists():
+        parser.error(f"no checkpoint {state}, expected one; start without --resume")
+    settings = Settings(steps=options.steps, seed=options.seed)
+    train(load(state) if options.resume else start(settings), options.out)
+
+
+if __name__ == "__main__":
+    main()
