@@ -1,0 +1,130 @@
+"""`replay`: from a trace, a policy and a budget to a Record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvsim.composition import Policy, Uniform
+from kvsim.engine.block import Block
+from kvsim.engine.rows import replay_rows
+from kvsim.engine.source import TraceSource
+from kvsim.errors import MemoryLimitError, PolicyError
+from kvsim.record import Plans, Record
+from kvsim.trace import Trace
+from kvsim.view import LOGIT_BYTES
+
+#: Bytes of keys, queries and working space that one block of layers may take by default.
+DEFAULT_MEMORY = 2 << 30
+
+
+def replay(
+    trace: Trace,
+    policy: Policy,
+    budget: int,
+    *,
+    interval: int | None = None,
+    prefill: bool | None = None,
+    layers: Sequence[int] | None = None,
+    device: str = "cpu",
+    memory: int | None = None,
+    internals: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    _poison: bool = False,
+    _by_row: bool = True,
+) -> Record:
+    """What the cache would have kept under `policy` at `budget` entries per KV head.
+
+    interval, prefill: replace the policy's own schedule (rows between events; whether the event that
+    ends the prefill fires). layers: indices in the trace, all by default. memory: bytes that a block
+    of layers may take, 2 GiB by default; a trace larger than that is replayed block by block.
+    internals: keep the scores and quotas of every event. progress: called with (layers done, layers).
+
+    Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
+    where the policy has no rule for the budget, ScoreError, MemoryLimitError.
+    """
+    if budget < trace.n_pos:  # a budget that never binds needs no rule
+        policy.check_budget(budget)
+    elif budget < 1:
+        policy.check_budget(budget)
+    chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
+    for layer in chosen:
+        if not 0 <= layer < trace.n_layers:
+            raise PolicyError(f"layer is {layer}; expected 0..{trace.n_layers - 1}")
+    schedule = policy.schedule.override(interval, prefill)
+    events = schedule.rows(trace.prompt_len, trace.n_pos)
+    source = trace.per_query_head() if policy.per_query_head else trace
+    evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
+    plans: list[Plans] | None = [] if internals else None
+    by_row = (
+        _by_row
+        and schedule.interval == 1
+        and policy.scorer.per_row
+        and isinstance(policy.allocator, Uniform)
+        and not internals
+    )
+    done = 0
+    with torch.inference_mode():
+        for run in _blocks(chosen, _layers_per_block(source, memory)):
+            block = Block(
+                TraceSource(source, slice(run[0], run[-1] + 1), torch.device(device)),
+                policy,
+                budget,
+                torch.tensor(run, device=device),
+                prompt_len=trace.prompt_len,
+                poison=_poison,
+                internals=plans,
+            )
+            if by_row:
+                replay_rows(block, events)
+            else:
+                for row in events:
+                    block.event(row)
+            evicted_at[done : done + len(run)] = block.evicted_at.cpu().numpy()
+            done += len(run)
+            if progress is not None:
+                progress(done, len(chosen))
+    return Record(
+        evicted_at=evicted_at,
+        policy=policy.name,
+        params=policy.params,
+        budget=budget,
+        interval=schedule.interval,
+        prefill=schedule.prefill,
+        prompt_len=trace.prompt_len,
+        layers=chosen,
+        trace=trace.name,
+        digest=trace.digest,
+        positions=policy.positions,
+        per_query_head=policy.per_query_head,
+        own_schedule=schedule == policy.schedule,
+        internals=tuple(plans or ()),
+    )
+
+
+def _layers_per_block(trace: Trace, memory: int | None) -> int:
+    """Layers whose q, k, v and working space fit the memory budget."""
+    limit = DEFAULT_MEMORY if memory is None else memory
+    item = torch.empty((), dtype=trace.dtype).element_size()
+    stored = (trace.n_qheads + 2 * trace.n_heads) * trace.n_pos * trace.dim * item
+    # gathered keys and values of the largest event, and the logits of one block of rows
+    need = stored + 2 * trace.n_heads * trace.n_pos * trace.dim * item + 4 * LOGIT_BYTES
+    if need > limit:
+        raise MemoryLimitError(
+            f"one layer of this trace needs {need / 2**20:.0f} MiB to replay, the memory budget is "
+            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MB"
+        )
+    return max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
+
+
+def _blocks(layers: Sequence[int], most: int) -> list[list[int]]:
+    """Runs of consecutive layers, each at most `most` long."""
+    out: list[list[int]] = []
+    for layer in layers:
+        if out and len(out[-1]) < most and out[-1][-1] + 1 == layer:
+            out[-1].append(layer)
+        else:
+            out.append([layer])
+    return out

@@ -1,0 +1,38 @@
+"""A trace as what a View reads from: one block of layers, loaded when first asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvsim.trace import Trace
+
+
+class TraceSource:
+    """Keys, values and queries of some layers of a trace on one device."""
+
+    def __init__(self, trace: Trace, layers: slice, device: torch.device) -> None:
+        self._trace, self._layers, self._device = trace, layers, device
+        self.rope, self.scale = trace.rope, trace.scale
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[L, H, T, d]."""
+        return self._trace.read("k", self._layers).to(self._device)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[L, H, T, d]."""
+        return self._trace.read("v", self._layers).to(self._device)
+
+    def queries(self, start: int, stop: int) -> Tensor:
+        """[L, H, G, stop - start, d]."""
+        q = self._trace.read("q", self._layers, slice(start, stop)).to(self._device)
+        return q.unflatten(1, (self._trace.n_heads, -1))
+
+    def poison(self, gone: Tensor) -> None:
+        """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""
+        self.keys = self.keys.masked_fill(gone.unsqueeze(-1), torch.nan)
+        self.values = self.values.masked_fill(gone.unsqueeze(-1), torch.nan)

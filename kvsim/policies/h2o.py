@@ -1,0 +1,66 @@
+"""H2O: heavy hitters, the entries that have received most attention so far.
+
+Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+NeurIPS 2023, arXiv 2306.14048, algorithm 1. Every entry accumulates the attention that it receives,
+prompt rows included; after each row the `recent` newest stay and the heavy hitters among the rest.
+
+Deviations. Budgets are absolute and half of each kind by default, as in the authors' cache that
+really drops entries; with grouped queries the accumulator adds up the heads of the group. The
+masking variant, in which an entry can come back, is not an eviction policy and is left out.
+`h2o@kvpress` is kvpress's ObservedAttention: the *average* attention per row able to see the entry,
+after the prompt only; in later events it sees no more than the current row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Protection, Scores
+from kvsim.errors import PolicyError
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class H2O:
+    """Accumulated attention; `recent` newest entries are kept, half the budget by default."""
+
+    recent: int | None = None
+
+    columns: ClassVar[dict[str, float]] = {"acc": 0.0}
+    per_row: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.recent is not None and self.recent < 0:
+            raise PolicyError(f"h2o: recent is {self.recent}; expected 0 or more, or None for half")
+
+    def score(self, view: View) -> Scores:
+        """acc_j = sum over rows t and heads of the group of a_t(j); [L, H, n]."""
+        acc = view["acc"] + view.received()
+        return Scores(acc, {"acc": acc})
+
+    def protection(self, budget: int) -> Protection:
+        """The recent entries."""
+        return Protection(recent=budget // 2 if self.recent is None else self.recent)
+
+
+@dataclass(frozen=True)
+class ObservedAttention:
+    """kvpress's average: attention received in this forward / rows that could give it, group mean."""
+
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = False
+
+    def score(self, view: View) -> Tensor:
+        """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""
+        group = view.queries(1).shape[2]
+        got = view.received() if view.is_prompt else view.attn(1, group="sum")[..., 0, :]
+        n = view.pos.shape[-1]
+        return got / group / (n - torch.arange(n, device=got.device))
+
+    def protection(self, budget: int) -> Protection:
+        """Nothing is protected."""
+        return Protection()

@@ -1,0 +1,58 @@
+"""Random eviction: the null against which every policy is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Protection
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class Random:
+    """Keeps a uniformly random set, drawn anew at every event, of every head independently.
+
+    The score of an entry is a hash of (seed, layer, row, head, position): SplitMix64 (Steele, Lea
+    and Flood 2014, doi 10.1145/2660193.2660195) folded over the five numbers. So a draw depends on
+    nothing but its own coordinates: not on block size, order of layers, budget or process.
+    """
+
+    seed: int = 0
+
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = True
+
+    def score(self, view: View) -> Tensor:
+        """Uniform in [0, 1), 53 bits, float64; [L, H, n]."""
+        heads = torch.arange(view.pos.shape[1], device=view.pos.device)
+        state = torch.full_like(view.layers, _signed(self.seed)).view(-1, 1, 1)
+        for part in (view.layers.view(-1, 1, 1), view.row, heads.view(1, -1, 1), view.pos):
+            state = _splitmix(state) ^ part
+        return _shift(_splitmix(state), 11).double() / 2.0**53
+
+    def protection(self, budget: int) -> Protection:
+        """Nothing is protected."""
+        return Protection()
+
+
+def _splitmix(z: Tensor) -> Tensor:
+    """One SplitMix64 step on int64, whose products wrap as unsigned ones do."""
+    z = z + _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of value mod 2**64."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

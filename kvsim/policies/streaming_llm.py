@@ -1,0 +1,42 @@
+"""StreamingLLM: attention sinks and a sliding window.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, arXiv 2309.17453.
+Keeps the first `sink` positions and the most recent `budget - sink` ones, after every row.
+
+Deviations. The released code caches keys before RoPE and rotates them to their slot in the cache
+instead of their position in the text: `streaming_llm@original`. The kept sets are the same; the
+output of the attention is not. The default keeps original positions, as the other policies do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsim.composition import Protection
+from kvsim.errors import PolicyError
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """Recency, with the `sink` first positions protected."""
+
+    sink: int = 4
+
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.sink < 0:
+            raise PolicyError(f"streaming_llm: sink is {self.sink}; expected 0 or more")
+
+    def score(self, view: View) -> Tensor:
+        """The position: the more recent, the higher; exact in float64. [L, H, n]."""
+        return view.pos.double()
+
+    def protection(self, budget: int) -> Protection:
+        """The sinks."""
+        return Protection(sink=self.sink)

@@ -1,0 +1,78 @@
+"""The outcome of a replay: when each entry left, and where that came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.schema import NEVER
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What was decided at one event for a block of layers, kept on request (`internals=True`).
+
+    layers: indices in the trace, [L]. pos [L, H, n] the entries (-1 on pads), scores [L, H, n]
+    (NaN on pads), quotas [L, H].
+    """
+
+    row: int
+    layers: tuple[int, ...]
+    pos: NDArray[np.int64]
+    scores: NDArray[np.float64]
+    quotas: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """When each entry of each head left the cache.
+
+    evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an entry
+    that never leaves has the int32 maximum. `layers` are the trace layers that were replayed, in
+    order. With `per_query_head` the head axis counts query heads.
+    """
+
+    evicted_at: NDArray[np.int32]
+    policy: str
+    params: Mapping[str, Any]
+    budget: int
+    interval: int | None
+    prefill: bool
+    prompt_len: int
+    layers: tuple[int, ...]
+    trace: str = "memory"
+    digest: str = ""
+    positions: str = "absolute"
+    per_query_head: bool = False
+    #: True where the events fire for the policy's own schedule, False where it was overridden
+    own_schedule: bool = True
+    internals: tuple[Plans, ...] = field(default=(), repr=False)
+
+    @property
+    def n_pos(self) -> int:
+        """Tokens of the trace."""
+        return int(self.evicted_at.shape[-1])
+
+    @property
+    def events(self) -> list[int]:
+        """Rows after which at least one entry left, ascending."""
+        rows = np.unique(self.evicted_at)
+        return [int(r) for r in rows[rows != NEVER]]
+
+    def kept(self, row: int) -> NDArray[np.bool_]:
+        """What row `row` sees; bool [layer, head, pos]."""
+        if not 0 <= row < self.n_pos:
+            raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
+        seen: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at >= row)
+        return seen
+
+    def retained(self, row: int) -> NDArray[np.bool_]:
+        """What the cache holds after the event that follows row `row`; bool [layer, head, pos]."""
+        if not 0 <= row < self.n_pos:
+            raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
+        held: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at > row)
+        return held

@@ -1,0 +1,230 @@
+"""What a policy may know at one event: the live entries, the latest queries, the attention received.
+
+Nothing later than the event's row and nothing already evicted can be reached through a View.
+
+Shape letters: L layers of the block, H KV heads, G query heads of a group, w rows of a window,
+n entries (left-padded where heads hold different numbers), d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvsim.attention import Rope
+
+Group = Literal["mean", "max", "sum"]
+
+#: Bytes of logits that a View holds at once where it can work in blocks of rows.
+LOGIT_BYTES = 64 << 20
+
+
+class Source(Protocol):
+    """Where a View reads from: keys, values and queries of a block of layers at positions."""
+
+    rope: Rope
+    scale: float
+
+    @property
+    def keys(self) -> Tensor:
+        """[L, H, T, d], after RoPE."""
+
+    @property
+    def values(self) -> Tensor:
+        """[L, H, T, d]."""
+
+    def queries(self, start: int, stop: int) -> Tensor:
+        """[L, H, G, stop - start, d], after RoPE."""
+
+
+class Entries:
+    """The cache as a table whose rows are entries, in position order: `pos` and named columns.
+
+    pos [L, H, n] absolute positions, -1 on pads. live [L, H, n] is False on pads, which are on the
+    left. Columns [L, H, n] are what a policy carries with each entry.
+    """
+
+    def __init__(self, layers: int, heads: int, columns: Mapping[str, float], like: Tensor) -> None:
+        self._initial = dict(columns)
+        self.pos = torch.empty(layers, heads, 0, dtype=torch.long, device=like.device)
+        self.live = torch.empty(layers, heads, 0, dtype=torch.bool, device=like.device)
+        self.columns = {name: like.new_empty(layers, heads, 0) for name in columns}
+        self.whole = True  # no entry has left yet: slot == position
+
+    def append(self, start: int, stop: int) -> None:
+        """Add the entries of positions start..stop-1 to every head."""
+        shape = (*self.pos.shape[:2], stop - start)
+        new = torch.arange(start, stop, device=self.pos.device).expand(shape)
+        self.pos = torch.cat([self.pos, new], dim=-1)
+        self.live = torch.cat([self.live, self.live.new_ones(shape)], dim=-1)
+        for name, value in self._initial.items():
+            column = self.columns[name]
+            self.columns[name] = torch.cat([column, column.new_full(shape, value)], dim=-1)
+
+    def compress(self, keep: Tensor) -> None:
+        """Keep the entries marked in keep [L, H, n]; pads go to the left again."""
+        count = keep.sum(-1)
+        longest = int(count.max())
+        if bool((count == longest).all()):
+            slot = keep.nonzero()[:, 2].view(*keep.shape[:2], longest)
+        else:  # a stable sort of the mask moves what stays to the right, in order
+            slot = keep.byte().sort(dim=-1, stable=True).indices[..., keep.shape[-1] - longest :]
+        self.live = keep.gather(-1, slot)
+        self.pos = self.pos.gather(-1, slot).masked_fill_(~self.live, -1)
+        self.columns = {name: c.gather(-1, slot) for name, c in self.columns.items()}
+        self.whole = False
+
+    @property
+    def count(self) -> Tensor:
+        """Live entries of each head, int [L, H]."""
+        return self.live.sum(-1)
+
+
+class View:
+    """What a policy may know right after row `row` has attended."""
+
+    def __init__(
+        self,
+        source: Source,
+        entries: Entries,
+        *,
+        row: int,
+        since: int,
+        layers: Tensor,
+        budget: int,
+        is_prompt: bool,
+    ) -> None:
+        self._source, self._entries, self._since = source, entries, since
+        self._gathered: dict[str, Tensor] = {}
+        self._windows: dict[int, Tensor] = {}
+        #: the row after which the event fires; nothing later is visible
+        self.row = row
+        #: entries that each head keeps when the budget is shared equally
+        self.budget = budget
+        #: True at the event that ends the prefill
+        self.is_prompt = is_prompt
+        #: index of each layer of the block in the trace, int [L]
+        self.layers = layers
+
+    def __getitem__(self, column: str) -> Tensor:
+        """A column that the policy carries with each entry, [L, H, n]."""
+        return self._entries.columns[column]
+
+    @property
+    def pos(self) -> Tensor:
+        """Absolute position of each entry, ascending, -1 on pads; int [L, H, n]."""
+        return self._entries.pos
+
+    @property
+    def live(self) -> Tensor:
+        """False on pads; bool [L, H, n]."""
+        return self._entries.live
+
+    @property
+    def count(self) -> Tensor:
+        """Live entries of each head; int [L, H]."""
+        return self._entries.count
+
+    @property
+    def rope(self) -> Rope:
+        """The model's rotary embedding."""
+        return self._source.rope
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the entries after RoPE, 0 on pads; [L, H, n, d]."""
+        return self._gather("keys", self._source.keys)
+
+    @property
+    def values(self) -> Tensor:
+        """Values of the entries, 0 on pads; [L, H, n, d]."""
+        return self._gather("values", self._source.values)
+
+    def _gather(self, name: str, stored: Tensor) -> Tensor:
+        if name not in self._gathered:
+            self._gathered[name] = gather(stored, self._entries)
+        return self._gathered[name]
+
+    def first(self, last: int) -> int:
+        """The first of the `last` most recent rows, 0 at the earliest."""
+        return max(0, self.row + 1 - last)
+
+    def queries(self, last: int) -> Tensor:
+        """Queries of the `last` most recent rows after RoPE; [L, H, G, w, d]."""
+        return self._source.queries(self.first(last), self.row + 1)
+
+    def unrotated(self, last: int) -> Tensor:
+        """The same queries before RoPE."""
+        rows = torch.arange(self.first(last), self.row + 1, device=self.pos.device)
+        return self.rope.unrotate(self.queries(last), rows)
+
+    def attn(self, last: int, group: Group | None = None) -> Tensor:
+        """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
+
+        Each row is at its own position and sees the live entries up to it; its weights sum to 1 over
+        them and are 0 elsewhere. With `group` the query heads are reduced: [L, H, w, n]. Memoised
+        per event; a larger window answers a smaller one.
+        """
+        for size, known in self._windows.items():
+            if size >= last:
+                return _reduce(known[..., max(0, known.shape[-2] - last) :, :], group)
+        self._windows[last] = self._rows(self.first(last), self.row + 1)
+        return _reduce(self._windows[last], group)
+
+    def received(self) -> Tensor:
+        """Attention that each entry received since the last event that acted; [L, H, n].
+
+        Summed over those rows and over the query heads of the group. Between two acting events
+        nothing leaves, so each row saw exactly the live entries up to its own position.
+        """
+        first = self._since + 1
+        if first == self.row:
+            return self.attn(1, group="sum")[..., 0, :]
+        example = self.keys
+        layers, heads, n = example.shape[:3]
+        per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
+        step = max(1, LOGIT_BYTES // (per_row * example.element_size()))
+        total = example.new_zeros(layers, heads, n)
+        for start in range(first, self.row + 1, step):
+            stop = min(start + step, self.row + 1)
+            seen = n - (self.row + 1 - stop)  # the rows' own entries are the last slots of each head
+            total[..., :seen] += self._rows(start, stop, seen).sum((2, 3))
+        return total
+
+    def _rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
+        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen]."""
+        q, k = self._source.queries(start, stop), self.keys[..., :seen, :]
+        z = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
+        z *= self._source.scale
+        rows = torch.arange(start, stop, device=z.device).unsqueeze(-1)
+        pos, live = self.pos[..., :seen], self.live[..., :seen]
+        hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)  # [L, H, w, seen]
+        out = z.masked_fill_(hidden.unsqueeze(2), -torch.inf).softmax(-1)
+        blind = hidden.all(-1)  # a row older than every live entry sees nothing
+        if bool(blind.any()):
+            out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)
+        return out
+
+
+def gather(stored: Tensor, entries: Entries) -> Tensor:
+    """Rows of stored [L, H, T, d] at the entries' positions, 0 on pads; [L, H, n, d]."""
+    layers, heads, total, dim = stored.shape
+    n = entries.pos.shape[-1]
+    if entries.whole:
+        return stored[:, :, :n]
+    # one flat index: an order of magnitude faster than gather with an expanded one
+    base = torch.arange(layers * heads, device=stored.device).mul_(total).view(layers, heads, 1)
+    index = (entries.pos.clamp(min=0) + base).flatten()
+    out = stored.reshape(-1, dim).index_select(0, index).view(layers, heads, n, dim)
+    return out if bool(entries.live.all()) else out.masked_fill_(~entries.live.unsqueeze(-1), 0.0)
+
+
+def _reduce(attention: Tensor, group: Group | None) -> Tensor:
+    if group is None:
+        return attention
+    if group == "max":
+        return attention.amax(2)
+    return attention.mean(2) if group == "mean" else attention.sum(2)
