@@ -1,0 +1,73 @@
+"""Trace-driven simulation of KV-cache eviction.
+
+Record what a decoder model's attention saw, once; then replay any eviction policy over the record,
+offline, and read off what would have been kept, what would have been lost, and how far the
+attention output would have moved::
+
+    trace = kvsim.open_trace("traces/run.zarr")
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=128)
+    table = kvsim.measure(trace, record)
+
+The names below are imported on first use, so that ``import kvsim`` loads none of the large
+libraries. Everything that is not listed in ``__all__`` may move between releases.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvsim.attention import Rope
+    from kvsim.composition import Policy
+    from kvsim.engine import replay
+    from kvsim.errors import KvsimError
+    from kvsim.metrics import measure
+    from kvsim.policies import policy
+    from kvsim.record import Record
+    from kvsim.recorder import capture
+    from kvsim.samples import sample_trace
+    from kvsim.trace import Trace, open_trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KvsimError",
+    "Policy",
+    "Record",
+    "Rope",
+    "Trace",
+    "__version__",
+    "capture",
+    "measure",
+    "open_trace",
+    "policy",
+    "replay",
+    "sample_trace",
+]
+
+_HOME = {
+    "KvsimError": "errors",
+    "Policy": "composition",
+    "Record": "record",
+    "Rope": "attention",
+    "Trace": "trace",
+    "capture": "recorder",
+    "measure": "metrics",
+    "open_trace": "trace",
+    "policy": "policies",
+    "replay": "engine",
+    "sample_trace": "samples",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The public name `name`, imported from its module on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvsim' has no attribute {name!r}")
+    value: object = getattr(import_module(f"kvsim.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -1,0 +1,90 @@
+"""What every test runs under: no network, Hypothesis profiles, and no silent skips in CI."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Iterator
+
+# Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+# --------------------------------------------------------------------------------- Hypothesis
+
+# A first example pays for imports and kernels, so no example has a deadline; a hang is caught by
+# faulthandler_timeout.
+_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", settings(max_examples=50, **_COMMON))
+# The same examples on every run: what CI says depends on the change alone. nightly draws new ones.
+settings.register_profile("ci", settings(max_examples=100, derandomize=True, **_COMMON))
+settings.register_profile("nightly", settings(max_examples=2000, **_COMMON))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
+
+# ------------------------------------------------------------------------------------ network
+
+_reached_out: list[str] = []
+
+
+def _is_local(address: object) -> bool:
+    if not isinstance(address, tuple):  # a path of a unix socket
+        return True
+    host = str(address[0])
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host in ("", "localhost")
+
+
+def _no_network(event: str, args: tuple[object, ...]) -> None:
+    if event in ("socket.connect", "socket.sendto"):
+        address = args[1]
+    elif event == "socket.getaddrinfo":
+        address = (args[0] or "localhost",)
+    else:
+        return
+    if not _is_local(address):
+        _reached_out.append(f"{event} {address}")
+        raise OSError(f"a test tried to reach {address}; tests use no network")
+
+
+# An audit hook sees every socket of the process, however a library opens it.
+sys.addaudithook(_no_network)
+
+
+@pytest.fixture(autouse=True)
+def _no_test_reaches_out() -> Iterator[None]:
+    """Fails a test that tried to use the network, even where a library swallowed the error."""
+    _reached_out.clear()
+    yield
+    if _reached_out:
+        pytest.fail(f"tried to use the network: {', '.join(_reached_out)}")
+
+
+# -------------------------------------------------------------------------------- skips in CI
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """In CI everything is installed, so a skip hides a failure; only a GPU may be missing."""
+    report = yield
+    expected = hasattr(report, "wasxfail") or item.get_closest_marker("gpu")
+    if IN_CI and report.skipped and not expected:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """The same for a module that skips itself while it is collected (`pytest.importorskip`)."""
+    report = yield
+    if IN_CI and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
+    return report
