@@ -1,0 +1,114 @@
+"""The arrays of a trace as zarr arrays: data types, chunks, codecs (docs/trace-format.md, 2)."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zarr
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
+
+from kvsim.errors import TraceError
+from kvsim.schema import AXES, CHUNK
+
+ZarrArray = zarr.Array[Any]
+
+FLOATS = ("float16", "float32", "float64")
+
+#: What a reader decodes: numbers and text, never objects.
+DATA_TYPES = (*FLOATS, "int32", "int64", "string")
+CODECS = ("bytes", "vlen-utf8", "blosc", "zstd", "gzip", "crc32c")
+
+#: Arrays that a trace must have.
+REQUIRED = ("layer", "q", "k", "v")
+
+DIMENSIONS = {**AXES, "layer": ("layer",)}
+
+
+def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One layer, all heads, 256 positions; arrays without a layer axis are one chunk."""
+    axes = DIMENSIONS[name]
+    if len(axes) == 1:
+        return (max(1, shape[0]),)
+    size = {"layer": 1, "pos": CHUNK, "row": CHUNK}
+    return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
+
+
+def create_array(
+    group: zarr.Group, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None
+) -> ZarrArray:
+    """A new array of the trace `group`; dtype is a numpy name or ``string``."""
+    text = dtype == "string"
+    fill: Any = "" if text else float("nan") if dtype in FLOATS else -1
+    size = {"float16": 2, "float64": 8}.get(dtype, 4)
+    return group.create_array(
+        name,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunk_shape(name, shape),
+        serializer="auto" if text else BytesCodec(endian="little"),
+        # typesize is explicit: blosc cannot know it, and bit shuffle needs it to compress
+        compressors=(
+            BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=1 if text else size),
+            Crc32cCodec(),
+        ),
+        fill_value=fill,
+        dimension_names=DIMENSIONS[name],
+        attributes={} if source_dtype is None else {"source_dtype": source_dtype},
+        # a chunk that is all NaN is written as well: the number of chunks shows what is missing
+        config={"write_empty_chunks": True},
+    )
+
+
+@contextmanager
+def consolidation_allowed() -> Iterator[None]:
+    """Without zarr's warning that consolidated metadata is not yet part of the specification."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+        yield
+
+
+def read_json(path: Path, where: str) -> dict[str, Any]:
+    """The metadata document at `path`."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(
+            f"{where}: {path.name} is missing, expected a zarr group written by kvsim; "
+            "give the folder of a trace"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise TraceError(
+            f"{where}: {path.name} is not readable ({error}), expected JSON; "
+            "copy the trace again or record it again"
+        ) from error
+    if not isinstance(document, dict):
+        raise TraceError(f"{where}: {path.name} is no JSON object; record the trace again")
+    return document
+
+
+def check_array_metadata(name: str, document: Mapping[str, Any], where: str) -> None:
+    """Refuse an array whose metadata names a data type or codec outside the format."""
+    found = document.get("zarr_format"), document.get("node_type")
+    if found != (3, "array"):
+        raise TraceError(
+            f"{where}: {name} has zarr_format {found[0]!r} and node_type {found[1]!r}, "
+            "expected a zarr version 3 array; record the trace again"
+        )
+    data_type = document.get("data_type")
+    if data_type not in DATA_TYPES:
+        raise TraceError(
+            f"{where}: {name} has data type {data_type!r}, expected one of "
+            f"{', '.join(DATA_TYPES)}; kvsim loads nothing else"
+        )
+    for codec in document.get("codecs", ()):
+        codec_name = codec.get("name") if isinstance(codec, dict) else codec
+        if codec_name not in CODECS:
+            raise TraceError(
+                f"{where}: {name} has codec {codec_name!r}, expected one of {', '.join(CODECS)}; "
+                "kvsim decodes nothing else"
+            )
