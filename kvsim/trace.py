@@ -433,7 +433,7 @@ class Trace:
         else:
             lse = self.full(one)[1][0].index_select(1, at)
         logits = (q * self.scale).unflatten(0, (self.n_heads, -1)) @ k.unsqueeze(1).mT
-        weights = (logits.flatten(0, 1) - lse.unsqueeze(-1)).exp_()
+        weights: Tensor = (logits.flatten(0, 1) - lse.unsqueeze(-1)).exp_()
         return weights.masked_fill_(to > at.unsqueeze(-1), 0.0)
 
     def _pick(self, name: str, layer: slice, at: Tensor) -> Tensor:

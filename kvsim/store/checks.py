@@ -68,3 +68,25 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
         f"{where}: {name} is {float(array[tuple(place)])} at layer {place[0] + layer}, "
         f"head {place[1]}, pos {place[2] + pos}, expected finite numbers; record the trace again"
     )
+
+
+#: Largest relative error allowed between a model's attention output and the one recomputed from
+#: q, k, v, by the coarsest dtype involved: rounding stays below, a wrong formula stays above.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
+
+
+def tolerance(*dtypes: str) -> float:
+    """The largest tolerance among these dtypes."""
+    return max(TOLERANCE[dtype] for dtype in dtypes)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Error of each row: |found - expected| / mean |expected| of its head, [head, row].
+
+    found, expected [head, row, dim]; |.| is the Euclidean norm over dim. The mean over the head's
+    rows keeps a row whose values happen to cancel from inflating its own error.
+    """
+    size = expected.norm(dim=-1).mean(dim=-1, keepdim=True)
+    difference = (found - expected).norm(dim=-1)
+    # a head whose output is 0 everywhere is met exactly or not at all
+    return torch.where(difference > 0, difference / size, difference)

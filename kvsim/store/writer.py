@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -55,9 +56,7 @@ class TraceWriter:
         overwrite: bool = False,
     ) -> None:
         if store_dtype not in (None, "float16"):
-            raise TraceError(
-                f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'"
-            )
+            raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite = path, overwrite
         self.layer_ids = tuple(layer_ids)
@@ -150,9 +149,7 @@ class TraceWriter:
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
 
     def _commit(self) -> None:
-        committed = min(
-            min(ends) for name, ends in self._next.items() if name != "attention"
-        )
+        committed = min(min(ends) for name, ends in self._next.items() if name != "attention")
         if committed > self._committed:
             self._committed = committed
             self._set(committed_tokens=committed)
@@ -191,9 +188,7 @@ class TraceWriter:
         if tokens is not None:
             shapes["tokens"] = tuple(tokens.shape)
         n_pos = self.n_pos
-        header.check(
-            n_layers=shapes["q"][0], n_pos=n_pos, dim=shapes["q"][3], where=str(self.path)
-        )
+        header.check(n_layers=shapes["q"][0], n_pos=n_pos, dim=shapes["q"][3], where=str(self.path))
         self._set(
             **header.attributes(),
             n_tokens=n_pos,
@@ -220,7 +215,7 @@ class TraceWriter:
                 "nothing was published, write the missing blocks first"
             )
 
-    def _set(self, **attributes: Any) -> None:  # noqa: ANN401  JSON values
+    def _set(self, **attributes: Any) -> None:
         self._group.update_attributes(attributes)
 
     def _rename(self) -> None:
@@ -294,10 +289,15 @@ def _hidden(path: Path, kind: str) -> str:
 
 
 def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
+    folders: list[Path] = []
+    files: list[Path] = []
+    for root, _, names in os.walk(folder):
+        folders.append(Path(root))
+        files += [Path(root, name) for name in names]
+    # side by side, because each waits for the disk
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_sync, files))
+        list(pool.map(_sync, folders))
 
 
 def _sync(path: Path) -> None:

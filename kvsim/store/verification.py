@@ -1,0 +1,255 @@
+"""Is a stored trace whole, undamaged, and does its attention follow from its q, k, v?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvsim.attention import causal_attention
+from kvsim.errors import TraceError
+from kvsim.schema import AXES
+from kvsim.store.checks import relative_error, tolerance
+from kvsim.store.header import DIGESTED, ContentDigest, content_digest
+from kvsim.store.reader import StoredTrace
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes:
+        path: the trace.
+        layers: the model's numbers of the stored layers.
+        chunks: number of chunks read.
+        output_error: for each layer, the largest relative error of a row between the recorded
+            attention output and the one recomputed from q, k, v; empty if none is recorded.
+        output_tolerance: what it may be.
+        lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
+            is the relative error of attention weights; empty if none is recorded.
+        lse_tolerance: what it may be.
+        attention_error: the same for dense attention, the largest difference of a weight.
+        digest: the digest as recorded.
+        problems: one sentence for everything that is wrong.
+    """
+
+    path: str
+    layers: tuple[int, ...]
+    chunks: int
+    output_error: tuple[float, ...]
+    output_tolerance: float
+    lse_error: tuple[float, ...]
+    lse_tolerance: float
+    attention_error: tuple[float, ...]
+    digest: str
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def verify(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Verification:
+    """Read every chunk of the trace at `path` and compute its attention again.
+
+    Args:
+        path: a stored trace.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        TraceNotFoundError: there is nothing at `path`.
+        TraceError: the trace cannot be opened: incomplete, newer, a chunk missing, wrong shapes.
+            What is found after that is in `problems`.
+    """
+    stored = StoredTrace(Path(path))
+    check = _Check(stored)
+    for layer in range(len(stored.header.layer_ids)):
+        check.layer(layer)
+        if progress is not None:
+            progress(layer + 1, len(stored.header.layer_ids))
+    return check.result()
+
+
+class _Check:
+    """The running results of `verify`."""
+
+    def __init__(self, stored: StoredTrace) -> None:
+        self.stored = stored
+        self.digest = ContentDigest()
+        self.problems: list[str] = []
+        self.errors: dict[str, list[float]] = {"attn_out": [], "lse": [], "attention": []}
+        sources = stored.header.source_dtypes
+        kept = {name: stored.arrays[name].dtype.name for name in sources}
+        involved = [sources.get("attn_out", "float32"), sources["q"]]
+        involved += [kept[name] for name in ("q", "k", "v", "attn_out") if name in kept]
+        self.output_tolerance = tolerance(*involved)
+        # computed from the stored numbers in float32 or float64, so rounding of q, k has no part
+        self.lse_tolerance = tolerance(kept.get("lse", "float32"))
+
+    def layer(self, layer: int) -> None:
+        stored, one = self.stored, slice(layer, layer + 1)
+        parts: dict[str, torch.Tensor] = {}
+        for name in DIGESTED[1:]:
+            if name not in stored.arrays:
+                continue
+            try:
+                parts[name] = stored.read(name, one, _ALL)[0]
+            except TraceError as error:
+                self.problems.append(str(error))
+                continue
+            self._checksum(name, layer, parts[name])
+        if not {"q", "k", "v"} <= parts.keys():
+            return
+        dtype = stored.compute_dtype
+        q, k, v = (parts[name].to(dtype) for name in "qkv")
+        out, lse = causal_attention(q, k, v, stored.header.scale)
+        if "attn_out" in parts:
+            worst = float(relative_error(parts["attn_out"].to(dtype), out).max())
+            self._judge("attn_out", layer, worst, self.output_tolerance)
+        if "lse" in parts:
+            self._judge("lse", layer, float((parts["lse"] - lse).abs().max()), self.lse_tolerance)
+        if "attention" in stored.arrays:
+            self._dense(layer, q, k, lse)
+
+    def _dense(self, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
+        stored = self.stored
+        n_pos = q.shape[1]
+        worst = 0.0
+        for start in range(0, n_pos, 256):
+            rows = slice(start, min(start + 256, n_pos))
+            try:
+                found = stored.read("attention", slice(layer, layer + 1), rows)[0]
+            except TraceError as error:
+                self.problems.append(str(error))
+                return
+            expected = attention_rows(q, k, lse, stored.header.scale, rows)
+            worst = max(worst, float((found - expected).abs().max()))
+        self._judge("attention", layer, worst, self.lse_tolerance)
+
+    def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
+        axis = AXES[name].index("pos") - 1
+        self.digest.update_all(name, layer, values.numpy(), axis)
+        recorded = self.stored.attributes.get("checksums", {}).get(name, [])
+        computed = self.digest.checksums()[name][-1]
+        if layer >= len(recorded) or recorded[layer] != computed:
+            self.problems.append(
+                f"{self.stored.where}: the checksum of {name} in layer {layer} is "
+                f"{computed[:12]}..., expected {str(recorded[layer : layer + 1])[2:14]}...; "
+                "the array was changed after recording"
+            )
+
+    def _judge(self, name: str, layer: int, error: float, allowed: float) -> None:
+        self.errors[name].append(error)
+        if not error <= allowed:  # NaN is a problem too
+            self.problems.append(
+                f"{self.stored.where}: {name} of layer {layer} differs by {error:.3g} from what "
+                f"q, k, v give, expected at most {allowed:g}; record the trace again"
+            )
+
+    def result(self) -> Verification:
+        stored = self.stored
+        shapes = dict(stored.shapes)
+        try:
+            _ = stored.token_text
+            if "tokens" in shapes:
+                tokens = stored.read("tokens", _ALL, _ALL).numpy()
+                self.digest.update_all("tokens", 0, tokens, axis=0)
+        except TraceError as error:
+            self.problems.append(str(error))
+        dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}
+        if not self.problems:
+            found = content_digest(stored.header, shapes, dtypes, self.digest.checksums())
+            if found != stored.digest:
+                self.problems.append(
+                    f"{stored.where}: the digest is {found[:19]}..., recorded is "
+                    f"{stored.digest[:19]}...; tokens or attributes were changed after recording"
+                )
+        return Verification(
+            path=stored.where,
+            layers=stored.header.layer_ids,
+            chunks=sum(array.nchunks for array in stored.arrays.values()),
+            output_error=tuple(self.errors["attn_out"]),
+            output_tolerance=self.output_tolerance,
+            lse_error=tuple(self.errors["lse"]),
+            lse_tolerance=self.lse_tolerance,
+            attention_error=tuple(self.errors["attention"]),
+            digest=stored.digest,
+            problems=tuple(self.problems),
+        )
+
+
+def attention_rows(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, rows: slice
+) -> torch.Tensor:
+    """Rows of full attention [qhead, row, pos] of one layer: q [qhead, n, d], k [head, n, d]."""
+    n_pos = q.shape[1]
+    logits = (q[:, rows] * scale).unflatten(0, (k.shape[0], -1)) @ k.unsqueeze(1).mT
+    weights: torch.Tensor = (logits.flatten(0, 1) - lse[:, rows].unsqueeze(-1)).exp_()
+    at = torch.arange(n_pos, device=q.device)
+    return weights.masked_fill_(at > at[rows].unsqueeze(-1), 0.0)
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """What `kvsim info` prints: shapes, dtypes, sizes, model, text and answer check, for JSON.
+
+    Raises:
+        TraceError: as `open_trace`.
+    """
+    stored = StoredTrace(Path(path))
+    meta = stored.header.meta
+    text = meta.get("text", {})
+    files = [file for file in stored.path.rglob("*") if file.is_file()]
+    n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
+    return {
+        "path": stored.where,
+        "name": stored.header.name,
+        "format": stored.attributes["kvsim_format"],
+        "digest": stored.digest,
+        "tokens": n_pos,
+        "prompt_len": stored.header.prompt_len,
+        "layers": n_layers,
+        "layer_ids": list(stored.header.layer_ids),
+        "qheads": n_qheads,
+        "heads": stored.shapes["k"][1],
+        "dim": dim,
+        "scale": stored.header.scale,
+        "arrays": {
+            name: {
+                "shape": list(array.shape),
+                "dtype": "string" if name == "token_text" else array.dtype.name,
+                "source_dtype": stored.header.source_dtypes.get(name),
+                "bytes": sum(
+                    file.stat().st_size
+                    for file in (stored.path / name).rglob("*")
+                    if file.is_file()
+                ),
+            }
+            for name, array in stored.arrays.items()
+        },
+        "bytes": sum(file.stat().st_size for file in files),
+        "files": len(files),
+        "model": {key: value for key, value in meta.get("model", {}).items() if key != "config"},
+        "versions": meta.get("versions", {}),
+        "generation": meta.get("generation", {}),
+        "prompt": _head(text.get("prompt")),
+        "response": _head(text.get("response")),
+        "answer_check": meta.get("answer_check"),
+        "capture_check": meta.get("capture_check"),
+        "notes": list(meta.get("notes", [])),
+    }
+
+
+def _head(text: object, length: int = 200) -> str | None:
+    if not isinstance(text, str):
+        return None
+    return text if len(text) <= length else text[:length] + "..."
