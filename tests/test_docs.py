@@ -1,0 +1,137 @@
+"""The documentation is true: code blocks run or say why not, generated parts are fresh."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(generate)
+
+PAGES = {str(page.relative_to(ROOT)): page for page in generate.pages()}
+
+_FENCE = re.compile(r"(?ms)^(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)\s*$")
+_REASON = re.compile(r"<!-- not run: (?P<reason>[^\n]+?) -->\n+\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: `how` is "run", the reason why it is not run, or None if it says neither."""
+
+    page: str
+    line: int
+    language: str
+    how: str | None
+    body: str
+
+
+def blocks(page: str, text: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found = []
+    for match in _FENCE.finditer(text):
+        language, _, run = match["info"].strip().partition(" ")
+        reason = _REASON.search(text, 0, match.start())
+        how = "run" if run == "exec" else reason["reason"] if reason and not run else None
+        line = text.count("\n", 0, match.start("body")) + 1
+        found.append(Block(page, line, language, how, match["body"]))
+    return found
+
+
+ALL = [block for name, page in PAGES.items() for block in blocks(name, page.read_text("utf-8"))]
+
+
+def test_blocks_are_found_with_their_declarations():
+    """The reader of fenced blocks sees language, line, and what the block says about itself."""
+    text = (
+        "```bash exec\nls\n```\n\n<!-- not run: needs a key -->\n```bash\nrm x\n```\n"
+        "<!-- not run: far away -->\n\ntext\n\n```json\n{}\n```\n\n````text exec\n```\n````\n"
+    )
+
+    found = [(b.line, b.language, b.how, b.body) for b in blocks("x.md", text)]
+
+    assert found == [
+        (2, "bash", "run", "ls\n"),
+        (7, "bash", "needs a key", "rm x\n"),
+        (14, "json", None, "{}\n"),
+        (18, "text", "run", "```\n"),
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_says_whether_it_runs(name):
+    """A fenced block is marked `exec`, or preceded by `<!-- not run: reason -->`."""
+    silent = [f"{b.page}:{b.line}" for b in ALL if b.page == name and b.how is None]
+    strange = [
+        f"{b.page}:{b.line}"
+        for b in ALL
+        if b.page == name and b.how == "run" and b.language not in ("bash", "python")
+    ]
+
+    assert silent == []
+    assert strange == []
+
+
+@pytest.mark.parametrize("name", sorted({block.page for block in ALL if block.how == "run"}))
+def test_blocks_run(name, tmp_path, monkeypatch):
+    """The blocks of a page run in order in one empty folder, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    names = {"__name__": "__main__"}
+    for block in ALL:
+        if block.page != name or block.how != "run":
+            continue
+        where = f"{block.page}:{block.line}"
+        if block.language == "bash":
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.body],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+        else:
+            # blank lines in front give a traceback the line of the page
+            code = compile("\n" * (block.line - 1) + block.body, block.page, "exec")
+            exec(code, names)  # noqa: S102 - the page is ours
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_parts_are_fresh(name):
+    """What docs/generate.py writes is what the page holds."""
+    text = PAGES[name].read_text("utf-8")
+
+    assert generate.generated(text) == text
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    """Relative links and pictures exist."""
+    page = PAGES[name]
+    targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)\s#]+)", page.read_text("utf-8"))
+    missing = [target for target in targets if not (page.parent / target).exists()]
+
+    assert missing == []
+
+
+def test_readme_commands():
+    """The first two blocks of the README are its two commands, and they are what CI runs."""
+    demo, tests, *_ = [b.body.strip() for b in ALL if b.page == "README.md"]
+    install = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]'"
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+
+    assert demo == f"{install} && .venv/bin/kvsim demo --out results/demo"
+    assert tests == f"{install} && .venv/bin/python -m pytest -q"
+    assert "$(readme_command 1)" in script
+    assert "$(readme_command 2)" in script
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,178 @@
+"""The package as its users meet it: public names, import cost, versions, declared dependencies."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import itertools
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvsim
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+SOURCES = sorted(Path(kvsim.__file__).parent.rglob("*.py"))
+LARGE = ("matplotlib", "polars", "torch", "transformers", "zarr")
+
+
+def submodules():
+    """The names of all modules of the package."""
+    return [m.name for m in pkgutil.walk_packages(kvsim.__path__, "kvsim.")]
+
+
+def loaded_after(code):
+    """The large libraries that a new interpreter has loaded after running `code`."""
+    report = f"import sys; print(*[m for m in {LARGE!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_all_is_what_is_exported():
+    """`__all__` is sorted, equals `dir`, and each name resolves to an object of that name."""
+    assert kvsim.__all__ == sorted(kvsim.__all__)
+    assert dir(kvsim) == kvsim.__all__
+    for name in kvsim.__all__:
+        value = getattr(kvsim, name)
+        assert name in ("__version__", value.__name__)
+
+
+def test_type_checkers_see_the_same_names():
+    """What is imported for type checkers is what `__getattr__` gives at run time."""
+    tree = ast.parse(Path(kvsim.__file__).read_text("utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.name: node.module.removeprefix("kvsim.")
+        for node in block.body
+        for alias in node.names
+    }
+
+    assert typed == kvsim._HOME
+    assert {*typed, "__version__"} == set(kvsim.__all__)
+
+
+def test_unknown_name_is_an_attribute_error():
+    """A name that is not public raises AttributeError, so that hasattr and typos behave."""
+    with pytest.raises(AttributeError, match="'kvsim' has no attribute 'nothing'"):
+        _ = kvsim.nothing
+
+
+def test_functions_survive_the_import_of_every_submodule():
+    """No submodule takes the name of a public function, whatever was imported before."""
+    code = """
+import importlib, pkgutil, types, kvsim
+for module in pkgutil.walk_packages(kvsim.__path__, "kvsim."):
+    importlib.import_module(module.name)
+modules = [name for name in kvsim.__all__ if isinstance(getattr(kvsim, name), types.ModuleType)]
+print(modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+    direct = {m.name for m in pkgutil.iter_modules(kvsim.__path__)}
+    assert direct.isdisjoint(kvsim.__all__)
+
+
+@pytest.mark.parametrize("name", ["capture", "measure", "open_trace", "policy", "replay"])
+def test_public_functions_are_callable(name):
+    """Each function of the public interface is one, and has a docstring."""
+    function = getattr(kvsim, name)
+
+    assert callable(function)
+    assert inspect.getdoc(function)
+
+
+@pytest.mark.parametrize("name", submodules())
+def test_module_says_what_it_is(name):
+    """Every module opens with a docstring."""
+    assert importlib.import_module(name).__doc__
+
+
+def test_import_is_light():
+    """`import kvsim` loads none of the large libraries."""
+    assert loaded_after("import kvsim, kvsim.errors, kvsim.schema, kvsim.samples, kvsim.tiny") == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["replay", "--help"]])
+def test_help_is_light(arguments):
+    """`kvsim --help` loads none of the large libraries."""
+    code = f"""
+import sys
+from kvsim.cli import main
+sys.argv = ["kvsim", *{arguments!r}]
+try:
+    main()
+except SystemExit as end:
+    assert end.code in (0, None), end.code
+"""
+
+    assert loaded_after(code) == []
+
+
+def test_version_is_the_same_everywhere():
+    """The constant, the installed metadata and the newest entry of the changelog agree."""
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest = re.search(r"(?m)^## \[(\d[^\]]*)\]", changelog)[1]
+
+    assert importlib.metadata.version("kvsim") == kvsim.__version__
+    assert newest == kvsim.__version__
+
+
+def test_package_is_typed():
+    """Type checkers of users read the annotations of an installed kvsim."""
+    assert (Path(kvsim.__file__).parent / "py.typed").is_file()
+
+
+def requirements(lines):
+    """The project names of requirement lines, in their normal form."""
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in lines}
+
+
+def test_imports_are_declared():
+    """What kvsim imports is in pyproject.toml, and what pyproject.toml requires is imported."""
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"]
+    core = requirements(project["dependencies"])
+    declared = core | requirements(extras["capture"] + extras["xarray"])
+    imported = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    third_party = imported - set(sys.stdlib_module_names) - {"kvsim"}
+
+    # kvsim.testing is for those who have the test extra
+    assert third_party - {"hypothesis"} <= declared
+    assert core <= third_party
+
+
+def test_constraints_cover_the_declared_dependencies():
+    """Every declared dependency has an exact version in constraints.txt, without a location."""
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        if not line.startswith("#")
+    ]
+    project = PYPROJECT["project"]
+    extras = itertools.chain(*project["optional-dependencies"].values())
+    wanted = [*project["dependencies"], *extras]
+
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    assert requirements(wanted) - {"kvsim"} <= requirements(lines)
+
+
+def test_sample_trace_is_found():
+    """The sample trace is there in a checkout."""
+    assert (kvsim.sample_trace() / "zarr.json").is_file()
