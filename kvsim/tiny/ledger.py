@@ -202,6 +202,8 @@ def make(
     _within("facts", facts, 2, MAX_FACTS)
     _within("lines", lines, 1, MAX_LINES)
     _within("colours", colours, 1, len(COLOURS))
+    _within("report", 1 if report is None else report, 1, MAX_LINES)
+    _within("cycle", 1 if cycle is None else cycle, 1, MAX_FACTS)
     if task is None:
         task = TASKS[rng.choice((0, 1, 1))]
     lines = min(lines, facts) if task == "get" else lines
@@ -223,7 +225,7 @@ def make(
         digit_index[colour] = len(prompt) + 1
         prompt += [colour, digit, ","]
 
-    count = min(report or rng.randint(1, 4), lines)
+    count = min(rng.randint(1, 4) if report is None else report, lines)
     reported = [*rng.sample(range(1, lines), count - 1), 0]
     prompt += ["question", ":", task, _COUNTERS[lines - 1]]
     if task == "walk":
