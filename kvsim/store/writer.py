@@ -157,7 +157,9 @@ class TraceWriter:
     def write_attention(self, layer: int, start: int, rows: Tensor) -> None:
         """Store dense attention rows [qhead, row, pos] of one layer from row `start` on."""
         array = self._arrays["attention"]
-        array[layer, :, start : start + rows.shape[1]] = rows.to("cpu", torch.float32).numpy()
+        array[layer, :, start : start + rows.shape[1]] = rows.to(
+            "cpu", self.dtype("attention")
+        ).numpy()
 
     def read_back(self, name: str, layer: int) -> Tensor:
         """One layer as it is stored [head, pos, ...]."""

@@ -1,0 +1,29 @@
+"""Recording a model: `capture` runs it over a prompt and keeps what its attention saw.
+
+    hooks       listen at the attention kernel while a ``with`` block lasts
+    blocks      cut kernel calls into blocks of 256 positions, check them, hand them to a sink
+    generation  prefill and response, greedy or sampled
+    models      load a model, read its rotary embedding, describe it
+    prompts     text, chat or token ids; JSONL; the answer check
+
+A model is recorded only if attention recomputed from its q, k, v equals what its kernel returned,
+in every row of every layer, and its keys turn by the rotary embedding that the trace will name.
+"""
+
+from kvsim.recorder.capturing import capture, capture_many
+from kvsim.recorder.hooks import KernelCall, listening
+from kvsim.recorder.models import load_model, read_rope
+from kvsim.recorder.progress import progress_bar
+from kvsim.recorder.prompts import Prompt, read_prompts
+
+__all__ = [
+    "KernelCall",
+    "Prompt",
+    "capture",
+    "capture_many",
+    "listening",
+    "load_model",
+    "progress_bar",
+    "read_prompts",
+    "read_rope",
+]

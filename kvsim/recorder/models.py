@@ -1,0 +1,218 @@
+"""Loading a model for capture, and reading from it what a trace must say about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from kvsim import tiny
+from kvsim.attention import Rope
+from kvsim.errors import CaptureError
+from kvsim.recorder.hooks import attention_modules, kernel_name
+
+#: Rotary embeddings whose frequencies change with the length of the sequence.
+_MOVING_ROPE = ("dynamic", "longrope")
+
+# Kept out of the configuration's digest: where a copy lies and who wrote it changes no number.
+_VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, Any]:
+    """A model and its tokenizer (None if there is none), from safetensors only.
+
+    Args:
+        name: a local folder, a hub id, or ``tiny`` for the model that comes with kvsim.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
+            default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
+        device: such as ``cuda``; the CPU by default.
+        attention: the kernel, ``sdpa`` or ``eager``; the model's default by default.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises:
+        CaptureError: no such model, no safetensors, or code that is not trusted.
+    """
+    place, local = _place(name)
+    if dtype is None:
+        dtype = "float32" if device in (None, "cpu") else "auto"
+    if dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
+        raise CaptureError(
+            f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
+        )
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if local:
+        options["local_files_only"] = True
+        _require_safetensors(Path(place))
+    if attention is not None:
+        options["attn_implementation"] = attention
+    with _quiet():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                place,
+                use_safetensors=True,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                **options,
+            )
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise CaptureError(
+                f"model {str(name)!r} cannot be loaded: {_first_line(error)}; expected a local "
+                "folder or a hub id of a decoder model with safetensors weights, or 'tiny'"
+            ) from error
+        tokenizer = _load_tokenizer(place, options)
+    model = cast("PreTrainedModel", model).eval()
+    if device is not None:
+        model = cast("PreTrainedModel", model.to(device))  # type: ignore[arg-type]  # a decorated method
+    return model, tokenizer
+
+
+def _place(name: str | Path) -> tuple[str, bool]:
+    """Where `name` is: a path or hub id, and whether it is local."""
+    if str(name) == "tiny":
+        return str(tiny.PATH), True
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder), True
+    text = str(name)
+    looks_local = isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
+    if looks_local or not text:
+        raise CaptureError(
+            f"no model folder at {text!r}; expected a local folder, a hub id such as "
+            "Qwen/Qwen3-0.6B, or 'tiny'"
+        )
+    return text, False
+
+
+def _require_safetensors(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+        path.name for path in folder.glob("*.pt*")
+    )
+    found = f"only {', '.join(others)}" if others else "no weights"
+    raise CaptureError(
+        f"{folder} has {found}, expected *.safetensors; pickled weights can run code and are "
+        "never loaded, convert them with save_pretrained first"
+    )
+
+
+def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # a class chosen at run time
+    options = {key: value for key, value in options.items() if key != "attn_implementation"}
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except (OSError, ValueError, KeyError, ImportError, TypeError):
+        # a folder of weights alone: prompts are then token ids
+        return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars, which it also prints into pipes."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def is_tiny(model: PreTrainedModel) -> bool:
+    """Whether this is the model that comes with kvsim."""
+    return str(model.config._name_or_path) == str(tiny.PATH)  # noqa: SLF001  its only home
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """A short name: the hub id, or the last part of a local path."""
+    if is_tiny(model):
+        return "tiny"
+    name = str(model.config._name_or_path or "")  # noqa: SLF001  its only home
+    if not name:
+        return str(model.config.model_type)
+    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest sequence that the model was built for, in tokens."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def read_rope(model: PreTrainedModel) -> Rope:
+    """The rotary embedding that is in effect, from the model's rotary module.
+
+    Raises:
+        CaptureError: there is none, there are several, or it changes with the length.
+    """
+    modules = [module for module in model.modules() if isinstance(_inv_freq(module), torch.Tensor)]
+    if len(modules) != 1:
+        raise CaptureError(
+            f"{type(model).__name__} has {len(modules)} rotary embeddings, expected one; "
+            "families known to work: llama, qwen2, qwen3"
+        )
+    kind = getattr(modules[0], "rope_type", "default")
+    if kind in _MOVING_ROPE:
+        raise CaptureError(
+            f"the rotary embedding is of type {kind}, whose frequencies change with the length; "
+            "expected fixed ones (default, linear, llama3, yarn)"
+        )
+    frequencies = _inv_freq(modules[0])
+    return Rope(
+        tuple(frequencies.to("cpu", torch.float64).tolist()),
+        attention_scaling=float(getattr(modules[0], "attention_scaling", 1.0)),
+    )
+
+
+def _inv_freq(module: nn.Module) -> Any:  # a tensor, or None
+    return getattr(module, "inv_freq", None)
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Provenance of the model, ready for JSON."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config = {key: value for key, value in config.items() if key not in _VOLATILE}
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return {
+        "name": model_name(model),
+        "type": model.config.model_type,
+        "config": config,
+        "config_digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": kernel_name(model),
+        "device": model.device.type,
+        "context": context_length(model),
+        "layers": len(attention_modules(model)),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part."""
+    from kvsim import __version__  # noqa: PLC0415  the package names its submodules lazily
+
+    return {
+        "kvsim": __version__,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }

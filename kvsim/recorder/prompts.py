@@ -1,0 +1,255 @@
+"""Prompts: text, chat messages or token ids; a JSONL of them; and whether the answer is right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvsim.errors import CaptureError
+from kvsim.tiny import ledger
+
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
+
+_SHOWN_WORDS = 8
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a JSONL of prompts.
+
+    Attributes:
+        id: names the trace.
+        content: text, chat messages or token ids.
+        answer: the expected answer, or None.
+    """
+
+    id: str
+    content: PromptLike
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt as the model will see it: token ids, and the text behind them if there is one."""
+
+    ids: list[int]
+    text: str | None
+    messages: list[dict[str, Any]] | None
+
+
+def encode(
+    prompt: PromptLike, tokenizer: Any, *, vocab_size: int, context: int | None, tiny: bool
+) -> Encoded:
+    """Token ids of a prompt.
+
+    Raises:
+        CaptureError: empty, longer than the context, ids or words that the model does not know,
+            or text without a tokenizer.
+    """
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    if isinstance(prompt, str):
+        text = prompt
+    elif _is_chat(prompt):
+        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]  # checked above
+        text = _render(messages, tokenizer)
+    if text is None:
+        ids = _ids(prompt)
+    else:
+        if not text.strip():
+            raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
+        ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=tiny)
+    if not ids:
+        raise CaptureError("the prompt has no tokens, expected at least one")
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise CaptureError(
+            f"token id {unknown[0]} is not in the model's vocabulary, expected 0 to "
+            f"{vocab_size - 1}; encode the prompt with the model's own tokenizer"
+        )
+    if context is not None and len(ids) > context:
+        raise CaptureError(
+            f"the prompt has {len(ids)} tokens, the model's context is {context}; "
+            "give a shorter prompt or a model with a longer context"
+        )
+    return Encoded(ids, text, messages)
+
+
+def _is_chat(prompt: PromptLike) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(message, Mapping) for message in prompt)
+    )
+
+
+def _ids(prompt: object) -> list[int]:
+    try:
+        array = np.asarray(prompt)
+    except (ValueError, TypeError, RuntimeError):
+        array = np.empty((), dtype=object)
+    if array.size == 0:
+        raise CaptureError("the prompt is empty, expected text, chat messages or token ids")
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise CaptureError(
+            f"the prompt is {type(prompt).__name__} of shape {array.shape} and {array.dtype}, "
+            "expected text, a list of chat messages, or a list of token ids"
+        )
+    return [int(token) for token in array]
+
+
+def _need_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise CaptureError(
+            "the prompt is text, but there is no tokenizer; give one, or give token ids"
+        )
+
+
+def _render(messages: list[dict[str, Any]], tokenizer: Any) -> str:
+    _need_tokenizer(tokenizer)
+    if not getattr(tokenizer, "chat_template", None):
+        raise CaptureError(
+            "the prompt is a chat, but the tokenizer has no chat template; give the text itself"
+        )
+    return str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    )
+
+
+def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]:
+    _need_tokenizer(tokenizer)
+    # a chat template has put the special tokens in already
+    ids = list(tokenizer(text, add_special_tokens=not chat)["input_ids"])
+    unknown = _unknown_words(text, ids, tokenizer)
+    if unknown:
+        shown = ", ".join(repr(word) for word in unknown[:_SHOWN_WORDS])
+        more = f" and {len(unknown) - _SHOWN_WORDS} more" if len(unknown) > _SHOWN_WORDS else ""
+        advice = (
+            "tiny speaks the ledger language only, `python -m kvsim.tiny.ledger` writes prompts"
+            if tiny
+            else "use words of its vocabulary"
+        )
+        raise CaptureError(f"the tokenizer does not know {shown}{more}; {advice}")
+    return ids
+
+
+def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
+    """Words that became the unknown token, each once, in order."""
+    token, name = tokenizer.unk_token_id, tokenizer.unk_token
+    if token is None or token not in ids:
+        return []
+    words = dict.fromkeys(text.split())
+    return [
+        word
+        for word in words
+        if word != name and token in tokenizer(word, add_special_tokens=False)["input_ids"]
+    ]
+
+
+def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
+    """Each token decoded by itself, or None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
+
+
+# --- JSONL ---
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts of a JSONL file: ``id``, ``prompt`` or ``messages``, and maybe ``answer``.
+
+    Raises:
+        CaptureError: no such file, or a line that is not such an object.
+    """
+    source = Path(path)
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaptureError(
+            f"{source} cannot be read ({error}), expected a JSONL file of prompts"
+        ) from error
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise CaptureError(f"{source}, line {number}: {error}, expected one JSON object") from None
+        prompts.append(_prompt(row, len(prompts), f"{source}, line {number}"))
+    if not prompts:
+        raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")
+    return with_distinct_ids(prompts)
+
+
+def _prompt(row: object, index: int, where: str) -> Prompt:
+    content = None
+    if isinstance(row, dict):
+        content = row.get("prompt", row.get("messages"))
+    if not isinstance(row, dict) or not isinstance(content, str | list):
+        raise CaptureError(
+            f"{where}: no prompt, expected an object with 'prompt' (text) or 'messages' (a chat)"
+        )
+    answer = row.get("answer")
+    return Prompt(
+        id=str(row.get("id", f"prompt-{index:04d}")),
+        content=content,
+        answer=None if answer is None else str(answer),
+    )
+
+
+def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts; raises CaptureError if two ids would name the same trace."""
+    seen: dict[str, str] = {}
+    for prompt in prompts:
+        name = file_name(prompt.id)
+        if name in seen:
+            raise CaptureError(
+                f"prompts {seen[name]!r} and {prompt.id!r} would both be recorded as {name}, "
+                "expected distinct ids"
+            )
+        seen[name] = prompt.id
+    return list(prompts)
+
+
+def file_name(prompt_id: str) -> str:
+    """Name of the trace of a prompt: letters, digits, dots and dashes."""
+    return (re.sub(r"[^A-Za-z0-9._-]+", "-", prompt_id).strip(".-") or "prompt") + ".zarr"
+
+
+# --- the answer ---
+
+
+def check_answer(
+    text: str | None, response: str | None, expected: str | None, *, tiny: bool
+) -> dict[str, Any] | None:
+    """How the response compares with the right one, ready for JSON; None if nobody can tell.
+
+    For tiny the right response follows from the prompt. Elsewhere `expected` is right if it stands,
+    as whole words and in any case, in the part after the last ``</think>``.
+    """
+    if response is None:
+        return None
+    if tiny and text is not None:
+        try:
+            check = ledger.check(text, response)
+        except ledger.LedgerError as error:
+            return {"kind": "none", "right": None, "reason": str(error)}
+        return {"kind": "ledger", "right": check.exact, **asdict(check)}
+    if expected is None:
+        return None
+    final = response.rpartition("</think>")[2]
+    pattern = rf"(?<!\w){re.escape(expected.strip())}(?!\w)"
+    right = bool(expected.strip()) and re.search(pattern, final, re.IGNORECASE) is not None
+    return {"kind": "text", "right": right, "expected": expected, "answer": final.strip()[-200:]}
