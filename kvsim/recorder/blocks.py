@@ -85,10 +85,9 @@ class BlockRecorder:
     kernel returned. Keys are checked against the rotary embedding on the first call.
 
     Args:
-        open_sink: makes the sink once the shapes are known, from the first call's q and k and the
-            number of layers, before anything is stored.
+        open_sink: makes the sink from the first call, which shows the shapes, once that call has
+            been checked.
         rope: the rotary embedding as read from the model.
-        n_layers: number of attention modules.
         store_dtype: ``float16`` where the sink stores less than the model's precision.
 
     Raises:
@@ -98,7 +97,7 @@ class BlockRecorder:
 
     def __init__(
         self,
-        open_sink: Callable[[KernelCall, float], Sink],
+        open_sink: Callable[[KernelCall], Sink],
         rope: Rope,
         *,
         store_dtype: torch.dtype | None = None,
@@ -135,7 +134,7 @@ class BlockRecorder:
 
     @property
     def errors(self) -> list[float]:
-        """Largest relative error of a row, for each layer."""
+        """Largest relative error of a head and block, for each layer."""
         return [self.layers[layer].error for layer in sorted(self.layers)]
 
     def _first(self, call: KernelCall) -> _Layer:
@@ -154,7 +153,7 @@ class BlockRecorder:
         self._judge(call.layer, call.out[:, :rows], recomputed)
         self._check_rope(call, rows)
         if self.sink is None:
-            self.sink = self.open_sink(call, call.scale)
+            self.sink = self.open_sink(call)
             if self.last is not None:
                 self.sink.set_length(self.last)
         layer = self.layers[call.layer] = _Layer(call)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -170,9 +170,7 @@ def _check_options(options: _Options, out: str | Path | None) -> None:
         )
 
 
-def _resolve(
-    model: PreTrainedModel | str | Path, tokenizer: Any
-) -> tuple[PreTrainedModel, Any]:
+def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, str | Path):
         model, found = load_model(model)
         tokenizer = found if tokenizer is None else tokenizer
@@ -180,10 +178,11 @@ def _resolve(
 
 
 def _encode(model: PreTrainedModel, tokenizer: Any, prompt: PromptLike) -> Encoded:
+    embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
     return encode(
         prompt,
         tokenizer,
-        vocab_size=int(model.get_input_embeddings().weight.shape[0]),  # type: ignore[union-attr, arg-type, unused-ignore]
+        vocab_size=embedding.weight.shape[0],
         context=context_length(model),
         tiny=is_tiny(model),
     )
@@ -232,7 +231,7 @@ class _Capture:
             report: Progress = progress if callable(progress) else _silent
             writer: TraceWriter | None = None
 
-            def open_sink(call: KernelCall, scale: float) -> Sink:
+            def open_sink(call: KernelCall) -> Sink:
                 nonlocal writer
                 if self.out is None:
                     return MemorySink()

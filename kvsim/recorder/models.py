@@ -76,10 +76,11 @@ def load_model(
                 "folder or a hub id of a decoder model with safetensors weights, or 'tiny'"
             ) from error
         tokenizer = _load_tokenizer(place, options)
-    model = cast("PreTrainedModel", model).eval()
+    loaded = cast("PreTrainedModel", model)
+    loaded.eval()
     if device is not None:
-        model = cast("PreTrainedModel", model.to(device))  # type: ignore[arg-type]  # a decorated method
-    return model, tokenizer
+        cast("torch.nn.Module", loaded).to(device)  # the model's own `to` is decorated and untyped
+    return loaded, tokenizer
 
 
 def _place(name: str | Path) -> tuple[str, bool]:

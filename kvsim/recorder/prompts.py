@@ -121,9 +121,7 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> str:
         raise CaptureError(
             "the prompt is a chat, but the tokenizer has no chat template; give the text itself"
         )
-    return str(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    )
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]:
@@ -186,7 +184,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise CaptureError(f"{source}, line {number}: {error}, expected one JSON object") from None
+            raise CaptureError(
+                f"{source}, line {number}: {error}, expected one JSON object"
+            ) from None
         prompts.append(_prompt(row, len(prompts), f"{source}, line {number}"))
     if not prompts:
         raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")

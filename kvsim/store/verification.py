@@ -27,8 +27,8 @@ class Verification:
         path: the trace.
         layers: the model's numbers of the stored layers.
         chunks: number of chunks read.
-        output_error: for each layer, the largest relative error of a row between the recorded
-            attention output and the one recomputed from q, k, v; empty if none is recorded.
+        output_error: for each layer, the largest relative error of a head (`relative_error`)
+            between the recorded attention output and the one recomputed; empty if none is recorded.
         output_tolerance: what it may be.
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
             is the relative error of attention weights; empty if none is recorded.
