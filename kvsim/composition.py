@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -162,5 +162,6 @@ class Policy:
     @property
     def params(self) -> dict[str, Any]:
         """The scorer's parameters by name."""
-        fields = getattr(self.scorer, "__dataclass_fields__", {})
-        return {name: getattr(self.scorer, name) for name in fields}
+        scorer: Any = self.scorer
+        known = fields(scorer) if is_dataclass(scorer) else ()
+        return {f.name: getattr(scorer, f.name) for f in known}

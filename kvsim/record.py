@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.schema import NEVER
+from kvsim.errors import OutputError
+from kvsim.schema import AXES, NEVER
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,60 @@ class Record:
             raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
         held: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at > row)
         return held
+
+
+def write_records(path: str | Path, records: Sequence[Record]) -> None:
+    """Store records as a zarr group of groups 0, 1, 2, ...; internals are not stored.
+
+    Raises OutputError where something is at `path`.
+    """
+    import zarr  # noqa: PLC0415  a Record in memory needs no zarr
+
+    if Path(path).exists():
+        raise OutputError(f"{path} exists; give a path where nothing is yet")
+    root = zarr.open_group(store=str(path), mode="w-", zarr_format=3)
+    root.attrs["kvsim_records"] = RECORD_VERSION
+    for i, record in enumerate(records):
+        group = root.create_group(str(i))
+        array = group.create_array(
+            "evicted_at",
+            data=record.evicted_at,
+            chunks=(1, *record.evicted_at.shape[1:]),
+            dimension_names=AXES["evicted_at"],
+        )
+        array.attrs["never"] = NEVER
+        group.attrs.update({name: _plain(getattr(record, name)) for name in _STORED})
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records that `write_records` stored. Raises OutputError where there are none."""
+    import zarr  # noqa: PLC0415
+
+    try:
+        root = zarr.open_group(store=str(path), mode="r")
+    except (FileNotFoundError, ValueError) as error:
+        raise OutputError(f"{path} holds no records: {error}") from error
+    found = root.attrs.get("kvsim_records")
+    if found != RECORD_VERSION:
+        raise OutputError(f"{path} has records of version {found}; expected {RECORD_VERSION}")
+    records = []
+    for i in range(len(list(root.group_keys()))):
+        group = root.require_group(str(i))
+        stored: dict[str, Any] = {name: group.attrs[name] for name in _STORED}
+        stored["layers"] = tuple(stored["layers"])
+        array: Any = group["evicted_at"]
+        records.append(Record(evicted_at=np.asarray(array[...]), **stored))
+    return records
+
+
+#: Version of the stored form of a Record.
+RECORD_VERSION = 1
+
+_STORED = tuple(f.name for f in fields(Record) if f.name not in ("evicted_at", "internals"))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value

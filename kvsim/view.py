@@ -190,7 +190,9 @@ class View:
         total = example.new_zeros(layers, heads, n)
         for start in range(first, self.row + 1, step):
             stop = min(start + step, self.row + 1)
-            seen = n - (self.row + 1 - stop)  # the rows' own entries are the last slots of each head
+            seen = n - (
+                self.row + 1 - stop
+            )  # the rows' own entries are the last slots of each head
             total[..., :seen] += self._rows(start, stop, seen).sum((2, 3))
         return total
 
@@ -202,7 +204,7 @@ class View:
         rows = torch.arange(start, stop, device=z.device).unsqueeze(-1)
         pos, live = self.pos[..., :seen], self.live[..., :seen]
         hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)  # [L, H, w, seen]
-        out = z.masked_fill_(hidden.unsqueeze(2), -torch.inf).softmax(-1)
+        out: Tensor = z.masked_fill_(hidden.unsqueeze(2), -torch.inf).softmax(-1)
         blind = hidden.all(-1)  # a row older than every live entry sees nothing
         if bool(blind.any()):
             out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)

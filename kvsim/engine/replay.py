@@ -96,7 +96,7 @@ def replay(
         prompt_len=trace.prompt_len,
         layers=chosen,
         trace=trace.name,
-        digest=trace.digest,
+        digest=trace.digest if trace.path is not None else "",
         positions=policy.positions,
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,

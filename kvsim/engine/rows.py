@@ -131,4 +131,5 @@ class RowView:
         source = self._block.source
         q = source.queries(start, stop).transpose(2, 3)  # [L, H, w, G, d]
         z = q.flatten(2, 3) @ gather(source.keys, self._block.entries).transpose(-1, -2)
-        return z.mul_(source.scale).unflatten(2, q.shape[2:4])
+        out: Tensor = z.mul_(source.scale).unflatten(2, q.shape[2:4])
+        return out

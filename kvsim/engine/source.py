@@ -30,7 +30,8 @@ class TraceSource:
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d]."""
         q = self._trace.read("q", self._layers, slice(start, stop)).to(self._device)
-        return q.unflatten(1, (self._trace.n_heads, -1))
+        out: Tensor = q.unflatten(1, (self._trace.n_heads, -1))
+        return out
 
     def poison(self, gone: Tensor) -> None:
         """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvsim.composition import Policy, Schedule, Scorer
+from kvsim.composition import Everything, Policy, Schedule, Scorer
 from kvsim.errors import PolicyError, suggest
-from kvsim.policies.full import Full, full
+from kvsim.policies.full import Full
 from kvsim.policies.h2o import H2O, ObservedAttention
 from kvsim.policies.random import Random
 from kvsim.policies.snapkv import SnapKV
@@ -21,6 +21,7 @@ from kvsim.policies.tova import TOVA
 
 __all__ = ["CATALOGUE", "Entry", "Preset", "policy"]
 
+_NEVER = Schedule(interval=None, prefill=False)
 _PROMPT = Schedule(interval=None)
 _EVERY_ROW = Schedule(interval=1)
 
@@ -44,10 +45,13 @@ class Entry:
     scorer: type[Any]
     schedule: Schedule
     presets: Mapping[str, Preset] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
 
 
 CATALOGUE: Mapping[str, Entry] = {
-    "full": Entry("everything: the reference", "", Full, full(Full()).schedule),
+    "full": Entry(
+        "everything: the reference", "", Full, _NEVER, policy={"allocator": Everything()}
+    ),
     "random": Entry("a random set: the null", "", Random, _EVERY_ROW),
     "streaming_llm": Entry(
         "the first and the most recent entries",
@@ -127,9 +131,7 @@ def policy(name: str, **params: Any) -> Policy:
         )
     preset = entry.presets[preset_name] if preset_name else Preset("")
     scorer = _scorer(name, preset.scorer or entry.scorer, {**preset.params, **params})
-    if isinstance(scorer, Full):
-        return full(scorer)
-    return replace(Policy(name, scorer, schedule=entry.schedule), **preset.policy)
+    return Policy(name, scorer, **{"schedule": entry.schedule, **entry.policy, **preset.policy})
 
 
 def _scorer(name: str, kind: type[Any], params: Mapping[str, Any]) -> Scorer:

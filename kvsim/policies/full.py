@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsim.composition import Everything, Policy, Protection, Schedule
+from kvsim.composition import Protection
 from kvsim.view import View
 
 
 @dataclass(frozen=True)
 class Full:
-    """Nothing leaves, whatever the budget: no event of its own, and none that evicts."""
+    """Nothing leaves, whatever the budget: no event of its own, and an allocator that keeps all."""
 
-    columns: ClassVar[dict[str, float]] = {}
+    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = False
 
     def score(self, view: View) -> Tensor:
@@ -26,9 +27,3 @@ class Full:
     def protection(self, budget: int) -> Protection:
         """Nothing is at risk."""
         return Protection()
-
-
-def full(scorer: Full) -> Policy:
-    """The full cache as a policy."""
-    never = Schedule(interval=None, prefill=False)
-    return Policy("full", scorer, allocator=Everything(), schedule=never)

@@ -13,6 +13,7 @@ after the prompt only; in later events it sees no more than the current row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,7 +31,7 @@ class H2O:
 
     recent: int | None = None
 
-    columns: ClassVar[dict[str, float]] = {"acc": 0.0}
+    columns: ClassVar[Mapping[str, float]] = {"acc": 0.0}
     per_row: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class H2O:
 class ObservedAttention:
     """kvpress's average: attention received in this forward / rows that could give it, group mean."""
 
-    columns: ClassVar[dict[str, float]] = {}
+    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = False
 
     def score(self, view: View) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ class Random:
 
     seed: int = 0
 
-    columns: ClassVar[dict[str, float]] = {}
+    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = True
 
     def score(self, view: View) -> Tensor:

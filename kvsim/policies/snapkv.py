@@ -14,6 +14,7 @@ the window is longer than the interval.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -33,7 +34,7 @@ class SnapKV:
     pool: Literal["max", "avg"] | None = "max"
     pool_kernel: int = 7
 
-    columns: ClassVar[dict[str, float]] = {}
+    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -69,7 +70,8 @@ class SnapKV:
             pooled = F.max_pool1d(flat, self.pool_kernel, stride=1, padding=half)
         else:
             pooled = F.avg_pool1d(flat, self.pool_kernel, stride=1, padding=half)
-        return pooled.unflatten(0, vote.shape[:3])
+        out: Tensor = pooled.unflatten(0, vote.shape[:3])
+        return out
 
     def protection(self, budget: int) -> Protection:
         """The window."""

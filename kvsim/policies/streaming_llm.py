@@ -10,6 +10,7 @@ output of the attention is not. The default keeps original positions, as the oth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ class StreamingLLM:
 
     sink: int = 4
 
-    columns: ClassVar[dict[str, float]] = {}
+    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ Deviations. `tova@kvpress` keeps the last token whatever its score and acts afte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ class TOVA:
 
     protect_last: bool = False
 
-    columns: ClassVar[dict[str, float]] = {}
+    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = True
 
     def score(self, view: View) -> Tensor:

@@ -1,0 +1,25 @@
+"""Metrics: what a Record says about a Trace, as numbers.
+
+`retention` reads kept sets, `output` recomputes attention over what rows see, `overlap` looks at the
+trace alone; `catalogue` names them all and `table` makes tidy tables.
+"""
+
+from kvsim.metrics.catalogue import METRICS, Metric, metric
+from kvsim.metrics.output import OutputError, output_error
+from kvsim.metrics.overlap import window_overlap
+from kvsim.metrics.retention import retained_iou, wipeout
+from kvsim.metrics.table import COLUMNS, fidelity, measure
+
+__all__ = [
+    "COLUMNS",
+    "METRICS",
+    "Metric",
+    "OutputError",
+    "fidelity",
+    "measure",
+    "metric",
+    "output_error",
+    "retained_iou",
+    "window_overlap",
+    "wipeout",
+]

@@ -1,0 +1,239 @@
+"""How far the attention output moves when rows see only what a Record leaves them.
+
+For a row, with the full attention over everything before it split into what is seen and what was
+evicted, `o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the missing mass times the
+distance between the two means (exact; both factors are kept). Attention over parts merges exactly
+through the log-sum-exp, so a row costs as many products as it sees entries.
+
+Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsim.attention import Rope, attend, merge
+from kvsim.errors import TraceError
+from kvsim.record import Record
+from kvsim.schema import NEVER
+from kvsim.trace import Trace
+
+#: Rows of a block. Their own entries form a triangle that is computed apart; the entries before
+#: them need no mask.
+ROWS = 64
+
+# Distance is error / missing mass; below this the mass is rounding noise of two log-sum-exps.
+_LEAST_MISSING = 1e-5
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
+
+    error: |o_full - o_seen| / |o_full| against the output that the model computed.
+    mass: share of the full attention that lies on what the row sees.
+    missing: 1 - mass, without the cancellation.
+    distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
+    """
+
+    error: NDArray[np.float32]
+    mass: NDArray[np.float32]
+    missing: NDArray[np.float32]
+
+    @property
+    def distance(self) -> NDArray[np.float32]:
+        """|o_evicted - o_seen| / |o_full| [layer, qhead, row]."""
+        known = self.missing >= _LEAST_MISSING
+        out = np.full_like(self.error, np.nan)
+        np.divide(self.error, self.missing, out=out, where=known)
+        return out
+
+
+def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[OutputError]:
+    """The error of each record's rows, one layer of the trace in memory at a time.
+
+    Records of one trace share what does not depend on the policy. Raises TraceError where a record
+    does not belong to the trace.
+    """
+    for record in records:
+        _check(trace, record)
+    results = [
+        OutputError(*(np.empty(_shape(trace, record), np.float32) for _ in range(3)))
+        for record in records
+    ]
+    with torch.inference_mode():
+        for layer in sorted({layer for record in records for layer in record.layers}):
+            rows = Layer.read(trace, layer, torch.device(device))
+            for record, result in zip(records, results, strict=True):
+                if layer not in record.layers:
+                    continue
+                at = record.layers.index(layer)
+                last = torch.from_numpy(record.evicted_at[at]).to(rows.k.device)
+                error, missing = _layer_error(rows, last, slots=record.positions == "slot")
+                result.error[at] = error.cpu().numpy()
+                result.missing[at] = missing.cpu().numpy()
+                result.mass[at] = 1.0 - result.missing[at]
+    return results
+
+
+def _shape(trace: Trace, record: Record) -> tuple[int, int, int]:
+    return len(record.layers), trace.n_qheads, trace.n_pos
+
+
+def _check(trace: Trace, record: Record) -> None:
+    heads = trace.n_qheads if record.per_query_head else trace.n_heads
+    found, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
+    if found != expected or max(record.layers, default=0) >= trace.n_layers:
+        raise TraceError(
+            f"the record of {record.policy} has {found} heads and positions, the trace "
+            f"{trace.name} has {expected}; measure a record on the trace it was replayed from"
+        )
+
+
+@dataclass
+class Layer:
+    """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    rope: Rope
+    _own: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, trace: Trace, layer: int, device: torch.device) -> Layer:
+        """Read a layer of a trace."""
+        one = slice(layer, layer + 1)
+        q, k, v = (trace.read(name, one)[0].to(device) for name in ("q", "k", "v"))
+        out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(one))
+        return cls(q.unflatten(0, (len(k), -1)), k, v, out, lse, trace.scale, trace.rope)
+
+    def per_query_head(self) -> Layer:
+        """The same layer with every query head its own KV head."""
+        k, v = (x.repeat_interleave(self.q.shape[1], 0) for x in (self.k, self.v))
+        q, out, lse = (x.flatten(0, 1).unsqueeze(1) for x in (self.q, self.out, self.lse))
+        return replace(self, q=q, k=k, v=v, out=out, lse=lse, _own={})
+
+    def own(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention of rows start..stop-1 over their own entries: no policy changes it."""
+        if (start, stop) not in self._own:
+            k, v = (x[:, None, start:stop] for x in (self.k, self.v))
+            self._own[start, stop] = attend(self.q[:, :, start:stop], k, v, self.scale, causal=True)
+        return self._own[start, stop]
+
+
+def _layer_error(layer: Layer, last: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
+    """Error and missing mass of every row of a layer; [qhead, T] each. last int32 [H, T]."""
+    if last.shape[0] != layer.k.shape[0]:
+        layer = layer.per_query_head()
+    shape = layer.lse.shape
+    error, missing = (layer.lse.new_zeros(shape) for _ in range(2))
+    seen = _by_slot(layer, last) if slots else _by_prefix(layer, last)
+    for start, stop, out, lse in seen:
+        full = layer.out[:, :, start:stop]
+        moved = out.sub_(full)
+        size = torch.linalg.vector_norm(full, dim=-1)
+        gap = torch.linalg.vector_norm(moved, dim=-1)
+        # an output of exactly 0 that stays 0 has not moved
+        error[:, :, start:stop] = torch.where(gap == 0, gap, gap / size)
+        lost = -torch.expm1(lse - layer.lse[:, :, start:stop])
+        missing[:, :, start:stop] = lost.clamp_(0.0, 1.0)
+    return error.flatten(0, 1), missing.flatten(0, 1)
+
+
+Seen = Iterator[tuple[int, int, Tensor, Tensor]]
+
+
+def _by_prefix(layer: Layer, last: Tensor) -> Seen:
+    """(start, stop, out [H, G, w, d], lse [H, G, w]) of blocks of rows after the first event.
+
+    Between two events the entries that rows see only grow: the retained ones, then the new. Blocks
+    of rows go against that growing prefix without a mask, and their own triangle is merged in.
+    Where events are close together, or heads hold different numbers, `_by_mask` answers.
+    """
+    events = [int(e) for e in last.unique() if e != NEVER]
+    pending = 0  # first row of a run of intervals that go by mask, 0 for none
+    for event, stop in pairwise([*events, last.shape[-1] - 1]):
+        held = last[:, : event + 1] > event
+        count = held.sum(-1)
+        if stop - event < ROWS or int(count.min()) != int(count.max()):
+            pending = pending or event + 1
+            continue
+        if pending:
+            yield from _by_mask(layer, last, pending, event + 1)
+            pending = 0
+        slot = held.nonzero()[:, 1].view(len(held), -1)
+        new = torch.arange(event + 1, stop + 1, device=slot.device).expand(len(held), -1)
+        k, v = _take((layer.k, layer.v), torch.cat([slot, new], dim=-1))
+        for start in range(event + 1, stop + 1, ROWS):
+            end = min(start + ROWS, stop + 1)
+            before = slot.shape[-1] + start - event - 1
+            out, lse = attend(
+                layer.q[:, :, start:end], k[:, None, :before], v[:, None, :before], layer.scale
+            )
+            yield start, end, *merge(out, lse, *layer.own(start, end))
+    if pending:
+        yield from _by_mask(layer, last, pending, last.shape[-1])
+
+
+def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
+    """The same for any Record, by its definition: row r sees p iff p <= r <= evicted_at[p]."""
+    pos = torch.arange(last.shape[-1], device=last.device)
+    for start in range(first, stop, ROWS):
+        end = min(start + ROWS, stop)
+        some = (pos < end) & (last >= start)  # seen by at least one of the rows
+        count = some.sum(-1)
+        longest = int(count.max())
+        if int(count.min()) == longest:
+            at = some.nonzero()[:, 1].view(len(some), longest)
+        else:
+            at = some.byte().sort(dim=-1, stable=True).indices[:, -longest:]
+        row = torch.arange(start, end, device=last.device).unsqueeze(-1)
+        mask = (at.unsqueeze(1) <= row) & (last.gather(1, at).unsqueeze(1) >= row)
+        k, v = _take((layer.k, layer.v), at)
+        out, lse = attend(
+            layer.q[:, :, start:end], k[:, None], v[:, None], layer.scale, mask=mask.unsqueeze(1)
+        )
+        yield start, end, out, lse
+
+
+def _by_slot(layer: Layer, last: Tensor) -> Seen:
+    """The same with keys and query rotated to their slot in the cache, a row at a time.
+
+    Slots change with every event, so nothing is shared between rows; slow, and for presets that
+    re-rotate only.
+    """
+    rope = layer.rope
+    total = last.shape[-1]
+    events = [int(e) for e in last.unique() if e != NEVER]
+    if not events:
+        return
+    pos = torch.arange(total, device=last.device)
+    for row in range(events[0] + 1, total):
+        seen = (pos <= row) & (last >= row)
+        at = seen.nonzero()[:, 1].view(len(seen), -1)
+        k, v = _take((layer.k, layer.v), at)
+        slot = torch.arange(at.shape[-1], device=at.device)
+        k = rope.rotate(rope.unrotate(k, at), slot.expand_as(at))
+        q = rope.unrotate(layer.q[:, :, row : row + 1], pos[row : row + 1])
+        q = rope.rotate(q, slot[-1:])
+        yield row, row + 1, *attend(q, k[:, None], v[:, None], layer.scale)
+
+
+def _take(stored: tuple[Tensor, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows at[H, n] of both tensors [H, T, d]; [H, n, d] each."""
+    heads, total, dim = stored[0].shape
+    base = torch.arange(heads, device=at.device).mul_(total).unsqueeze(-1)
+    flat = (at + base).flatten()
+    k, v = (x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored)
+    return k, v

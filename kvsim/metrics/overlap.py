@@ -1,0 +1,100 @@
+"""Attention-window overlap: do the keys that matter now matter later? (G-KV, arXiv 2512.00504, Fig. 1)
+
+A property of a trace, no policy involved. Four blocks of `window` rows at the end of the trace; the
+score of a key in a block is its full attention, maximum over the group and mean over the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.errors import TraceError
+from kvsim.trace import Trace
+
+Floats = NDArray[np.float64]
+
+SHARES = (0.05, 0.1, 0.25, 0.5)
+
+
+@dataclass(frozen=True)
+class WindowOverlap:
+    """Overlap of the last block's top keys with those of the three before; [share] or [3, share].
+
+    before: each earlier block, the oldest first. union: all three together, whose size is
+    `union_size` of the keys. equal_budget: as many keys as in one top set, by the largest of the
+    three blocks' scores. chance, chance_union: what independent sets would give. Means over heads.
+    """
+
+    shares: Floats
+    before: Floats
+    union: Floats
+    union_size: Floats
+    equal_budget: Floats
+
+    @property
+    def chance(self) -> Floats:
+        """Expected overlap of two independent sets."""
+        return self.shares
+
+    @property
+    def chance_union(self) -> Floats:
+        """Expected share that three independent sets cover."""
+        return 1.0 - (1.0 - self.shares) ** 3
+
+
+def default_window(n_pos: int) -> int:
+    """128 rows, as in the paper, or an eighth of a shorter trace; 0 if too short."""
+    return min(128, n_pos // 8)
+
+
+def window_overlap(
+    trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = SHARES
+) -> WindowOverlap:
+    """Overlap of the top ceil(share x keys) keys, among keys before the first of the four blocks.
+
+    Keys later than that are left out, so that all blocks rank the same set. Raises TraceError where
+    four windows leave no key.
+    """
+    width = default_window(trace.n_pos) if window is None else window
+    domain = trace.n_pos - 4 * width
+    if width < 1 or domain < 1:
+        raise TraceError(
+            f"{trace.name} has {trace.n_pos} rows: four windows of {width} leave no keys before "
+            "them; give a smaller window or a longer trace"
+        )
+    scores = np.stack([_score(trace, layer, domain, block, width) for block in range(4)])
+    each = np.asarray(shares, dtype=np.float64)
+    top = np.ceil(each * domain - 1e-9).astype(np.int64)  # 0.1 * 30 is a little above 3
+    rank = _rank(scores)  # [4, H, D]
+    peak = scores[:3].max(-1, keepdims=True)
+    merged = _rank((scores[:3] / np.where(peak > 0, peak, 1.0)).max(0))  # [H, D]
+    inside = rank[..., None] < top  # [4, H, D, share]
+    last, earlier = inside[3], inside[:3]
+    union = earlier.any(0)
+    return WindowOverlap(
+        shares=each,
+        before=(last & earlier).sum(2).mean(1) / top,
+        union=(last & union).sum(1).mean(0) / top,
+        union_size=union.mean((0, 1)),
+        equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
+    )
+
+
+def _score(trace: Trace, layer: int, domain: int, block: int, width: int) -> Floats:
+    rows = slice(domain + block * width, domain + (block + 1) * width)
+    attention = trace.attention(layer, rows, slice(0, domain)).double()  # [qhead, w, D]
+    by_group = attention.unflatten(0, (trace.n_heads, -1)).amax(1)  # [H, w, D]
+    out: Floats = by_group.mean(1).cpu().numpy()
+    return out
+
+
+def _rank(score: Floats) -> NDArray[np.int64]:
+    """Place of each key, 0 = highest score, the lower position first among equals."""
+    order = np.argsort(-score, axis=-1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.broadcast_to(np.arange(score.shape[-1]), order.shape), -1)
+    return rank

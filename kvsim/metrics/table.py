@@ -1,0 +1,136 @@
+"""`measure`: records to a tidy Table, every row with its fidelity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from kvsim.metrics.catalogue import METRICS, Cells, Metric, Subject, mean_known, metric
+from kvsim.metrics.output import OutputError, output_error
+from kvsim.record import Record
+from kvsim.schema import FIDELITY
+from kvsim.trace import Trace
+
+#: Columns of a Table and their types; one row is one value.
+COLUMNS: dict[str, Any] = {
+    "trace": pl.String,
+    "policy": pl.String,
+    "params": pl.String,
+    "budget": pl.Int64,
+    "interval": pl.Int64,
+    "prefill": pl.Boolean,
+    "metric": pl.String,
+    "variant": pl.String,
+    "layer": pl.Int64,
+    "head": pl.Int64,
+    "qhead": pl.Int64,
+    "event": pl.Int64,
+    "value": pl.Float64,
+    "chance": pl.Float64,
+    "unit": pl.String,
+    "fidelity": pl.Enum(FIDELITY),
+}
+
+
+def measure(
+    trace: Trace,
+    record: Record | Sequence[Record],
+    metrics: Sequence[str] | None = None,
+    *,
+    events: bool = False,
+    device: str = "cpu",
+) -> pl.DataFrame:
+    """A Table of `metrics` (all by default) of one record or of many of the same trace.
+
+    One row per value: policy, budget, layer, head (KV head) or qhead (query head), value, chance
+    (what chance alone would give, where that is known) and fidelity (see `fidelity`). With `events`
+    one row for every event too (the row after which it fired); without, the last event stands for
+    them all or their mean (`Metric.over_events`). Raises PolicyError for an unknown metric and TraceError where a record
+    does not belong to the trace.
+    """
+    records = [record] if isinstance(record, Record) else list(record)
+    chosen = {name: metric(name) for name in (METRICS if metrics is None else metrics)}
+
+    @cache
+    def outputs() -> list[OutputError]:
+        return output_error(trace, records, device)
+
+    frames = []
+    for i, one in enumerate(records):
+        subject = Subject(trace, one, lambda i=i: outputs()[i])  # type: ignore[misc]
+        for name, what in chosen.items():
+            if what.kind == "trace" and i:
+                continue  # the same for every record
+            parts = [_frame(trace, one, what, cells, events) for cells in what.cells(subject)]
+            if parts:
+                frames.append(
+                    pl.concat(parts).with_columns(
+                        metric=pl.lit(name), unit=pl.lit(what.unit), **_origin(trace, one, what)
+                    )
+                )
+    empty = pl.DataFrame(schema=COLUMNS)
+    typed = [frame.select(pl.col(n).cast(t) for n, t in COLUMNS.items()) for frame in frames]
+    return pl.concat([empty, *typed])
+
+
+def _frame(trace: Trace, record: Record, what: Metric, cells: Cells, events: bool) -> pl.DataFrame:
+    values = cells.values
+    chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
+    rows = cells.events
+    if rows is not None and not events:
+        if what.over_events == "last":
+            values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
+        else:
+            values, chance, rows = mean_known(values), mean_known(chance), None
+    m, n_events = len(values), 1 if rows is None else len(rows)
+    index = pl.Series(np.repeat(np.arange(m), n_events))
+    none = pl.Series([None] * len(index), dtype=pl.Int64)
+    # a record per query head counts query heads on its head axis
+    axis = "qhead" if cells.heads == "head" and record.per_query_head else cells.heads
+    return pl.DataFrame(
+        {
+            "layer": pl.Series([cells.layer] * len(index), dtype=pl.Int64),
+            "head": index if axis == "head" else none,
+            "qhead": index if axis == "qhead" else none,
+            "event": none if rows is None else pl.Series(np.tile(rows, m)),
+            "value": pl.Series(values.ravel()).fill_nan(None),
+            "chance": pl.Series(chance.ravel()).fill_nan(None),
+        }
+    ).with_columns(
+        variant=pl.lit(cells.variant),
+        fidelity=pl.lit(fidelity(trace, record, what.kind, cells.layer)),
+    )
+
+
+def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
+    values: dict[str, Any] = {
+        "policy": record.policy,
+        "params": json.dumps(dict(record.params)),
+        "budget": record.budget,
+        "interval": record.interval,
+        "prefill": record.prefill,
+    }
+    if what.kind == "trace":
+        values = dict.fromkeys(values)
+    return {name: pl.lit(value) for name, value in {"trace": trace.name, **values}.items()}
+
+
+def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
+    """How far a value can be trusted as what a live run would have shown: "exact" or "open".
+
+    Exact: a property of the trace alone; the model's first layer, whose input no eviction touches; a
+    layer replayed alone, which stands for a teacher-forced run in which only that layer evicts; and
+    kept sets decided once, at the end of the prefill, which attention had finished by then.
+    Everything else is open loop: recorded q, k, v carry no error from the layers below.
+    """
+    once = record.events in ([], [record.prompt_len - 1])
+    if kind == "trace" or len(record.layers) == 1 or trace.layer_ids[layer] == 0:
+        return "exact"
+    if not record.events or (kind == "sets" and once):
+        return "exact"
+    return "open"

@@ -1,0 +1,197 @@
+"""Many policies and budgets over many traces, into one Table and one run folder."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from kvsim.composition import Policy
+from kvsim.engine import replay
+from kvsim.errors import BudgetError, KvsimError, OutputError
+from kvsim.metrics import COLUMNS, measure
+from kvsim.record import Record, write_records
+from kvsim.trace import Trace
+
+#: Called with (cells done, cells, what is being done).
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell of a sweep that went wrong; the others are kept."""
+
+    trace: str
+    policy: str
+    budget: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """The outcome of a sweep: records in the order of traces, policies, budgets; one Table."""
+
+    records: tuple[Record, ...]
+    table: pl.DataFrame
+    failures: tuple[Failure, ...]
+    parameters: dict[str, Any]
+
+    def save(self, out: str | Path) -> Path:
+        """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
+
+        The folder appears whole or not at all. Raises OutputError where something is there already.
+        """
+        folder = Path(out)
+        check_output(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
+        try:
+            (draft / "run.json").write_text(json.dumps(self.describe(), indent=2) + "\n")
+            write_records(draft / "records.zarr", self.records)
+            self.table.write_parquet(draft / "results.parquet")
+            draft.chmod(0o755)  # a temporary folder is private, a result is not
+            draft.rename(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return folder
+
+    def describe(self) -> dict[str, Any]:
+        """Parameters, traces with their digests, versions and failures, ready for JSON."""
+        traces = {record.trace: record.digest for record in self.records}
+        return {
+            **self.parameters,
+            "traces": traces,
+            "failures": [vars(failure) for failure in self.failures],
+            "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
+            | {"python": platform.python_version()},
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+
+def resolve_budget(budget: int | str, n_pos: int) -> int:
+    """Entries: an integer, or `25%` of the trace's final length, rounded down, at least 1."""
+    text = str(budget).strip()
+    try:
+        if not text.endswith("%"):
+            return int(text)
+        share = float(text[:-1])
+    except ValueError:
+        raise BudgetError(f"budget is {text!r}; expected entries (128) or a share (25%)") from None
+    if not 0 < share <= 100:
+        raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
+    return max(1, int(n_pos * share / 100 + 1e-9))
+
+
+def check_output(path: Path) -> None:
+    """Raise OutputError where something is at `path` already."""
+    if path.exists():
+        raise OutputError(f"{path} exists; give another --out or move it away, nothing was changed")
+
+
+def sweep(
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    budgets: Sequence[int | str],
+    *,
+    interval: int | None = None,
+    prefill: bool | None = None,
+    metrics: Sequence[str] | None = None,
+    events: bool = False,
+    memory: int | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Run:
+    """Replay every policy at every budget over every trace and measure the outcome.
+
+    Budgets that a policy has no rule for are found before any work starts (BudgetError). A cell that
+    fails later is listed in `failures`, and the others are kept.
+    """
+    for trace, one, budget in _cells(traces, policies, budgets):
+        if budget < trace.n_pos or budget < 1:
+            one.check_budget(budget)
+    total = len(traces) * len(policies) * len(budgets)
+    records: list[Record] = []
+    failures: list[Failure] = []
+    tables = [pl.DataFrame(schema=COLUMNS)]
+    done = 0
+    for trace in traces:
+        of_trace: list[Record] = []
+        for _, one, budget in _cells([trace], policies, budgets):
+            if progress is not None:
+                progress(done, total, f"{trace.name}: {one.name}, budget {budget}")
+            try:
+                record = replay(
+                    trace,
+                    one,
+                    budget,
+                    interval=interval,
+                    prefill=prefill,
+                    memory=memory,
+                    device=device,
+                )
+                of_trace.append(record)
+            except KvsimError as error:
+                failures.append(Failure(trace.name, one.name, budget, str(error)))
+            done += 1
+        if progress is not None:
+            progress(done, total, f"{trace.name}: measuring")
+        if of_trace:
+            tables.append(measure(trace, of_trace, metrics, events=events, device=device))
+        records += of_trace
+    parameters = {
+        "policies": {one.name: one.params for one in policies},
+        "budgets": [str(budget) for budget in budgets],
+        "interval": interval,
+        "prefill": prefill,
+        "metrics": None if metrics is None else list(metrics),
+        "memory": memory,
+        "device": device,
+    }
+    return Run(tuple(records), pl.concat(tables), tuple(failures), parameters)
+
+
+def _cells(
+    traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
+) -> Iterator[tuple[Trace, Policy, int]]:
+    for trace in traces:
+        for one in policies:
+            for budget in budgets:
+                yield trace, one, resolve_budget(budget, trace.n_pos)
+
+
+#: Metrics of the summary, in the order in which they are shown.
+SUMMARY = ("output_error", "retained_mass", "wipeout", "retained_iou")
+
+
+def summarise(table: pl.DataFrame) -> pl.DataFrame:
+    """One row per trace-independent cell: policy, params, budget, and the mean of each metric.
+
+    Means over layers and heads within a trace, then over traces. `wipeout` is that of 32-token
+    regions of which nothing is left, after the last event; `iou_chance` stands beside
+    `retained_iou`.
+    """
+    primary = (pl.col("metric") != "wipeout") | (pl.col("variant") == "length=32,threshold=0")
+    keys = ["policy", "params", "budget", "interval", "prefill"]
+    within = (
+        table.filter(pl.col("metric").is_in(SUMMARY) & primary)
+        .group_by(*keys, "trace", "metric", maintain_order=True)
+        .agg(pl.col("value").mean(), pl.col("chance").mean())
+    )
+    means = within.group_by(*keys, "metric", maintain_order=True).agg(
+        pl.col("value").mean(), pl.col("chance").mean()
+    )
+    wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
+    chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
+    wide = wide.join(chance, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    shown = [name for name in (*SUMMARY, "iou_chance") if name in wide.columns]
+    return wide.select(*keys, *shown)
