@@ -7,6 +7,7 @@ d head dimension. Query head `i` belongs to KV head `i // G`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +16,8 @@ from torch import Tensor
 
 Layout = Literal["half", "interleaved"]
 
-# torch's fused CPU kernel returns the log-sum-exp beside the output, which is what lets parts merge
-# exactly. It is a private operator: where it is missing, and on other devices, `_attend_blocks` answers.
+# torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
+# It is a private operator: where it is missing, and on other devices, `_attend_blocks` answers.
 _FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 # Logits that the unfused path holds at once.
@@ -33,14 +34,13 @@ class Rope:
     i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1.
     """
 
-    inv_freq: tuple[float, ...]
+    inv_freq: Sequence[float] | Tensor
     attention_scaling: float = 1.0
     rotary_dim: int | None = None
     layout: Layout = "half"
 
     def __post_init__(self) -> None:
-        values = self.inv_freq.tolist() if isinstance(self.inv_freq, Tensor) else self.inv_freq
-        object.__setattr__(self, "inv_freq", tuple(float(f) for f in values))
+        object.__setattr__(self, "inv_freq", tuple(float(f) for f in self.inv_freq))
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", 2 * len(self.inv_freq))
         if self.rotary_dim != 2 * len(self.inv_freq):
@@ -83,7 +83,13 @@ class Rope:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, G, w, d] over k, v [B, 1 or G, n, d] -> (out [B, G, w, d], lse [B, G, w]).
 
@@ -91,7 +97,9 @@ def attend(
     sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf.
     """
     if causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"causal attention needs as many rows as entries, got {q.shape[-2]} and {k.shape[-2]}")
+        raise ValueError(
+            f"causal attention needs as many rows as entries, got {q.shape[-2]} and {k.shape[-2]}"
+        )
     if k.shape[-2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf)
     if _FUSED is None or q.device.type != "cpu":
@@ -145,7 +153,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Full attention of one layer: q [qhead, n, d], k, v [head, n, d] -> out [qhead, n, d], lse [qhead, n]."""
+    """Full attention of a layer: q [qhead, n, d], k, v [head, n, d] -> (out, lse [qhead, n])."""
     heads = k.shape[0]
     out, lse = attend(
         q.unflatten(0, (heads, -1)), k.unsqueeze(1), v.unsqueeze(1), scale, causal=True

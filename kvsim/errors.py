@@ -1,7 +1,7 @@
 """Errors of kvsim. Each message says what was found, what was expected and what to do.
 
 KvsimError
-├── TraceError (ValueError)            a trace is incomplete, damaged, newer than we know, or has wrong shapes
+├── TraceError (ValueError)            a trace is incomplete, damaged, too new, of wrong shapes
 │   ├── TraceNotFoundError (FileNotFoundError)
 │   └── TraceExistsError (FileExistsError)
 ├── CaptureError (RuntimeError)        a model or prompt that cannot be recorded exactly

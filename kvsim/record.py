@@ -33,8 +33,8 @@ class Plans:
 class Record:
     """When each entry of each head left the cache.
 
-    evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an entry
-    that never leaves has the int32 maximum. `layers` are the trace layers that were replayed, in
+    evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
+    entry that never leaves has the int32 maximum. `layers` are the trace layers that were replayed, in
     order. With `per_query_head` the head axis counts query heads.
     """
 

@@ -113,8 +113,8 @@ def sweep(
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
 
-    Budgets that a policy has no rule for are found before any work starts (BudgetError). A cell that
-    fails later is listed in `failures`, and the others are kept.
+    Budgets that a policy has no rule for are found before any work starts (BudgetError). A cell
+    that fails later is listed in `failures`, and the others are kept.
     """
     for trace, one, budget in _cells(traces, policies, budgets):
         if budget < trace.n_pos or budget < 1:

@@ -1,4 +1,4 @@
-"""What a policy may know at one event: the live entries, the latest queries, the attention received.
+"""What a policy may know at one event: the live entries, recent queries, attention received.
 
 Nothing later than the event's row and nothing already evicted can be reached through a View.
 
@@ -164,8 +164,8 @@ class View:
     def attn(self, last: int, group: Group | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
 
-        Each row is at its own position and sees the live entries up to it; its weights sum to 1 over
-        them and are 0 elsewhere. With `group` the query heads are reduced: [L, H, w, n]. Memoised
+        Each row is at its own position and sees the live entries up to it; its weights sum to 1
+        over them and are 0 elsewhere. With `group` the query heads are reduced: [L, H, w, n]. Memoised
         per event; a larger window answers a smaller one.
         """
         for size, known in self._windows.items():

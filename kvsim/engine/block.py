@@ -71,7 +71,7 @@ class Block:
             )
         keep = select(values, quotas, protected, entries.live)
         if self._internals is not None:
-            self._note(row, values, quotas)
+            self._internals.append(self._plans(row, values, quotas))
         self._evict(entries.live & ~keep, row)
         entries.columns.update(scores.columns)
         entries.compress(keep)
@@ -79,7 +79,7 @@ class Block:
         return True
 
     def advance(self, stop: int) -> None:
-        """Rows up to stop - 1 have been replayed on `entries` by other means, each of them acting."""
+        """Rows up to stop - 1 were replayed on `entries` by other means, each of them acting."""
         self._next, self.since = stop, stop - 1
 
     def _evict(self, gone: Tensor, row: int) -> None:
@@ -89,17 +89,14 @@ class Block:
         if self.poison:
             self.source.poison(self.evicted_at != NEVER)
 
-    def _note(self, row: int, values: Tensor, quotas: Tensor) -> None:
-        assert self._internals is not None
+    def _plans(self, row: int, values: Tensor, quotas: Tensor) -> Plans:
         shown = values.double().masked_fill(~self.entries.live, torch.nan)
-        self._internals.append(
-            Plans(
-                row,
-                tuple(self.layers.tolist()),
-                self.entries.pos.cpu().numpy(),
-                shown.cpu().numpy(),
-                quotas.cpu().numpy(),
-            )
+        return Plans(
+            row,
+            tuple(self.layers.tolist()),
+            self.entries.pos.cpu().numpy(),
+            shown.cpu().numpy(),
+            quotas.cpu().numpy(),
         )
 
 

@@ -37,17 +37,15 @@ def replay(
 ) -> Record:
     """What the cache would have kept under `policy` at `budget` entries per KV head.
 
-    interval, prefill: replace the policy's own schedule (rows between events; whether the event that
-    ends the prefill fires). layers: indices in the trace, all by default. memory: bytes that a block
-    of layers may take, 2 GiB by default; a trace larger than that is replayed block by block.
-    internals: keep the scores and quotas of every event. progress: called with (layers done, layers).
+    interval, prefill: replace the policy's own schedule (rows between events; whether the event
+    that ends the prefill fires). layers: indices in the trace, all by default. memory: bytes that a
+    block of layers may take, 2 GiB by default; a larger trace is replayed block by block.
+    internals: keep scores and quotas of every event. progress: called with (layers done, layers).
 
     Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
     where the policy has no rule for the budget, ScoreError, MemoryLimitError.
     """
-    if budget < trace.n_pos:  # a budget that never binds needs no rule
-        policy.check_budget(budget)
-    elif budget < 1:
+    if budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         policy.check_budget(budget)
     chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
     for layer in chosen:

@@ -45,7 +45,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     last = entries.pos.shape[-1] - 1
     for row in range(start, stop):
         view.open(row, held + row - start)
-        answer = policy.scorer.score(cast(View, view))  # the part of a View that per_row may use
+        answer = policy.scorer.score(cast("View", view))  # the part of a View that per_row may use
         scores = answer if isinstance(answer, Scores) else Scores(answer)
         check(policy, scores.values, view.live, block.layers, row)
         entries.columns.update(scores.columns)
@@ -108,7 +108,7 @@ class RowView:
         return self.attn(1, group="sum")[..., 0, :]
 
     def _weight(self) -> Tensor:
-        """exp(logit - a maximum) of the current row, [L, H, G, n]; what is not live has any value."""
+        """exp(logit - a maximum) of the current row; arbitrary where not live. [L, H, G, n]."""
         if self._weights is None:
             z = self._logits(self._start, self._stop)
             self._weights = z.sub_(z.amax(-1, keepdim=True)).exp_()

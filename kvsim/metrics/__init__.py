@@ -1,7 +1,7 @@
 """Metrics: what a Record says about a Trace, as numbers.
 
-`retention` reads kept sets, `output` recomputes attention over what rows see, `overlap` looks at the
-trace alone; `catalogue` names them all and `table` makes tidy tables.
+`retention` reads kept sets, `output` recomputes attention over what rows see, `overlap` looks at
+the trace alone; `catalogue` names them all and `table` makes tidy tables.
 """
 
 from kvsim.metrics.catalogue import METRICS, Metric, metric

@@ -126,7 +126,7 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
 METRICS: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
-        "sets", "share", "lower", "AMS, arXiv text section 5; definition ours", _wipeout("cumulative"),
+        "sets", "share", "lower", "named by AMS, defined here", _wipeout("cumulative"),
         over_events="last",
     ),
     "wipeout_hazard": Metric(
@@ -143,15 +143,15 @@ METRICS: Mapping[str, Metric] = {
     ),
     "output_error": Metric(
         "|o_full - o_seen| / |o_full| of the attention output, mean over rows after the prompt",
-        "rows", "relative", "lower", "AMS specification 5.9", _rows("error"),
+        "rows", "relative", "lower", "kvsim", _rows("error"),
     ),
     "retained_mass": Metric(
         "share of full attention on what a row sees, mean over rows after the prompt",
-        "rows", "share", "higher", "AMS specification 5.9", _rows("mass"),
+        "rows", "share", "higher", "kvsim", _rows("mass"),
     ),
     "missing_mass": Metric(
         "first factor of the output error: attention on evicted entries",
-        "rows", "share", "lower", "o_full - o_seen = missing (o_evicted - o_seen)", _rows("missing"),
+        "rows", "share", "lower", "error = missing x distance", _rows("missing"),
     ),
     "error_distance": Metric(
         "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-5 is missing",

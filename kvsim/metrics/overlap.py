@@ -1,4 +1,6 @@
-"""Attention-window overlap: do the keys that matter now matter later? (G-KV, arXiv 2512.00504, Fig. 1)
+"""Attention-window overlap: do the keys that matter now matter later?
+
+G-KV, arXiv 2512.00504, Fig. 1.
 
 A property of a trace, no policy involved. Four blocks of `window` rows at the end of the trace; the
 score of a key in a block is its full attention, maximum over the group and mean over the rows.

@@ -1,6 +1,6 @@
 """What stays and what is wiped out: reductions of `evicted_at`, nothing recomputed.
 
-Definitions: the AMS specification's region wipe-out rate and retained-set IoU, by absolute position.
+Region wipe-out rate and retained-set IoU, by absolute position (docs/metrics.md).
 Every function takes one layer's `evicted_at` [H, T] and answers for all heads and events at once,
 in time linear in H x T.
 """

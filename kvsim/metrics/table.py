@@ -50,8 +50,9 @@ def measure(
     One row per value: policy, budget, layer, head (KV head) or qhead (query head), value, chance
     (what chance alone would give, where that is known) and fidelity (see `fidelity`). With `events`
     one row for every event too (the row after which it fired); without, the last event stands for
-    them all or their mean (`Metric.over_events`). Raises PolicyError for an unknown metric and TraceError where a record
-    does not belong to the trace.
+    them all or their mean (`Metric.over_events`).
+
+    Raises PolicyError for an unknown metric, TraceError where a record belongs to another trace.
     """
     records = [record] if isinstance(record, Record) else list(record)
     chosen = {name: metric(name) for name in (METRICS if metrics is None else metrics)}
@@ -78,7 +79,9 @@ def measure(
     return pl.concat([empty, *typed])
 
 
-def _frame(trace: Trace, record: Record, what: Metric, cells: Cells, events: bool) -> pl.DataFrame:
+def _frame(
+    trace: Trace, record: Record, what: Metric, cells: Cells, *, events: bool
+) -> pl.DataFrame:
     values = cells.values
     chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
     rows = cells.events
@@ -123,8 +126,8 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
 def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
     """How far a value can be trusted as what a live run would have shown: "exact" or "open".
 
-    Exact: a property of the trace alone; the model's first layer, whose input no eviction touches; a
-    layer replayed alone, which stands for a teacher-forced run in which only that layer evicts; and
+    Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
+    a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts; and
     kept sets decided once, at the end of the prefill, which attention had finished by then.
     Everything else is open loop: recorded q, k, v carry no error from the layers below.
     """

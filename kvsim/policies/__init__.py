@@ -112,8 +112,8 @@ CATALOGUE: Mapping[str, Entry] = {
 def policy(name: str, **params: Any) -> Policy:
     """The policy called `name`, `NAME[@PRESET]`, with parameters replaced by `params`.
 
-    `package.module:NAME` is a policy of the user's own: a Policy, or something that returns one when
-    called with `params`. Raises PolicyError for an unknown name, preset or parameter.
+    `package.module:NAME` is a policy of the user's own: a Policy, or something that returns one
+    when called with `params`. Raises PolicyError for an unknown name, preset or parameter.
     """
     if ":" in name:
         return _own(name, params)

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvsim.composition import Protection
 from kvsim.errors import PolicyError
@@ -67,9 +67,9 @@ class SnapKV:
             return vote
         flat, half = vote.flatten(0, 2), self.pool_kernel // 2
         if self.pool == "max":
-            pooled = F.max_pool1d(flat, self.pool_kernel, stride=1, padding=half)
+            pooled = max_pool1d(flat, self.pool_kernel, stride=1, padding=half)
         else:
-            pooled = F.avg_pool1d(flat, self.pool_kernel, stride=1, padding=half)
+            pooled = avg_pool1d(flat, self.pool_kernel, stride=1, padding=half)
         out: Tensor = pooled.unflatten(0, vote.shape[:3])
         return out
 
