@@ -34,8 +34,8 @@ class Record:
     """When each entry of each head left the cache.
 
     evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
-    entry that never leaves has the int32 maximum. `layers` are the trace layers that were replayed, in
-    order. With `per_query_head` the head axis counts query heads.
+    entry that never leaves has the int32 maximum. `layers` are the trace layers that were replayed,
+    in order. With `per_query_head` the head axis counts query heads.
     """
 
     evicted_at: NDArray[np.int32]

@@ -165,8 +165,8 @@ class View:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
 
         Each row is at its own position and sees the live entries up to it; its weights sum to 1
-        over them and are 0 elsewhere. With `group` the query heads are reduced: [L, H, w, n]. Memoised
-        per event; a larger window answers a smaller one.
+        over them and are 0 elsewhere. With `group` the query heads are reduced: [L, H, w, n].
+        Memoised per event; a larger window answers a smaller one.
         """
         for size, known in self._windows.items():
             if size >= last:

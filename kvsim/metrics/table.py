@@ -67,7 +67,9 @@ def measure(
         for name, what in chosen.items():
             if what.kind == "trace" and i:
                 continue  # the same for every record
-            parts = [_frame(trace, one, what, cells, events) for cells in what.cells(subject)]
+            parts = [
+                _frame(trace, one, what, cells, events=events) for cells in what.cells(subject)
+            ]
             if parts:
                 frames.append(
                     pl.concat(parts).with_columns(
@@ -127,8 +129,8 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
     """How far a value can be trusted as what a live run would have shown: "exact" or "open".
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
-    a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts; and
-    kept sets decided once, at the end of the prefill, which attention had finished by then.
+    a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
+    and kept sets decided once, at the end of the prefill, which attention had finished by then.
     Everything else is open loop: recorded q, k, v carry no error from the layers below.
     """
     once = record.events in ([], [record.prompt_len - 1])

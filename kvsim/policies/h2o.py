@@ -1,8 +1,9 @@
 """H2O: heavy hitters, the entries that have received most attention so far.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
-Models", NeurIPS 2023, arXiv 2306.14048, algorithm 1. Every entry accumulates the attention that it receives,
-prompt rows included; after each row the `recent` newest stay and the heavy hitters among the rest.
+Models", NeurIPS 2023, arXiv 2306.14048, algorithm 1. Every entry accumulates the attention that it
+receives, prompt rows included; after each row the `recent` newest stay and the heavy hitters among
+the rest.
 
 Deviations. Budgets are absolute and half of each kind by default, as in the authors' cache that
 really drops entries; with grouped queries the accumulator adds up the heads of the group. The

@@ -1,7 +1,8 @@
 """StreamingLLM: attention sinks and a sliding window.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
-arXiv 2309.17453. Keeps the first `sink` positions and the most recent `budget - sink` ones, after every row.
+arXiv 2309.17453. Keeps the first `sink` positions and the most recent `budget - sink` ones, after
+every row.
 
 Deviations. The released code caches keys before RoPE and rotates them to their slot in the cache
 instead of their position in the text: `streaming_llm@original`. The kept sets are the same; the

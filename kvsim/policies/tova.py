@@ -1,8 +1,8 @@
 """TOVA: drop what the latest token attends to least.
 
 Oren et al., "Transformers are Multi-State RNNs", EMNLP 2024, arXiv 2401.06104, section 4. After
-each row the entry with the lowest attention weight of that row, averaged over all query heads of the
-layer, leaves: one ranking for all heads, nothing protected, not even the current token.
+each row the entry with the lowest attention weight of that row, averaged over all query heads of
+the layer, leaves: one ranking for all heads, nothing protected, not even the current token.
 
 Deviations. `tova@kvpress` keeps the last token whatever its score and acts after the prompt only.
 """
