@@ -1,0 +1,189 @@
+"""Figures of records: what was kept, what was lost, how far the output moved.
+
+Every function returns a matplotlib Figure and touches no global state; `save` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+
+from kvsim.metrics import fidelity, output_error
+from kvsim.record import Record
+from kvsim.trace import Trace
+
+Floats = NDArray[np.float64]
+
+KEPT, GONE, MISSED = "#7a9cc6", "#f0ede6", "#c8102e"
+
+#: Attention of a row on one entry from which losing the entry is drawn as a miss.
+NEEDED = 0.05
+
+# Pixels per side of a map; longer traces are pooled.
+_PIXELS = 640
+
+
+def retention_map(
+    trace: Trace, records: Sequence[Record], *, layer: int = 0, head: int = 0
+) -> Figure:
+    """One panel per record: which row sees which position, and which attention is missed.
+
+    Rows are budgets and columns are policies. Blue is seen, pale is evicted, red is evicted
+    although full attention of that row on it, for some query head of the group, is at least 5 %
+    (drawn larger than it is). The number is the mean retained mass of rows after the prompt.
+    """
+    needed = _needed(trace, layer, head)
+    budgets = sorted({record.budget for record in records})
+    names = list(dict.fromkeys(record.policy for record in records))
+    figure = Figure(figsize=(2.6 * len(names) + 0.6, 2.75 * len(budgets) + 0.9), dpi=150)
+    axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex=True, sharey=True)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    heads = slice(head * trace.group, (head + 1) * trace.group)
+    for record, result in zip(records, output_error(trace, records), strict=True):
+        axis = axes[budgets.index(record.budget)][names.index(record.policy)]
+        axis.set_axis_on()
+        at = record.layers.index(layer)
+        last = record.evicted_at[at, heads.start if record.per_query_head else head]
+        axis.imshow(
+            _cells(last, needed),
+            cmap=ListedColormap(["white", KEPT, GONE, MISSED]),
+            vmin=0,
+            vmax=3,
+            interpolation="nearest",
+            extent=(0, record.n_pos, record.n_pos, 0),
+        )
+        axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
+        mass = result.mass[at, heads, trace.prompt_len :]
+        if mass.size:
+            axis.text(
+                0.96,
+                0.9,
+                f"mass kept {mass.mean():.2f}",
+                ha="right",
+                fontsize=8,
+                transform=axis.transAxes,
+            )
+        axis.tick_params(labelsize=7)
+    for axis, name in zip(axes[0], names, strict=True):
+        axis.set_title(name, fontsize=9)
+    for row, budget in zip(axes, budgets, strict=True):
+        row[0].set_ylabel(f"budget {budget}\nrow", fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("position", fontsize=8)
+    figure.legend(
+        handles=[
+            Patch(color=KEPT, label="seen"),
+            Patch(color=GONE, label="evicted"),
+            Patch(color=MISSED, label=f"evicted, but the row would attend ≥ {NEEDED:.0%} to it"),
+        ],
+        loc="lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+    figure.suptitle(
+        f"{trace.name}: layer {trace.layer_ids[layer]}, KV head {head}; dotted: end of the prompt",
+        fontsize=10,
+    )
+    figure.tight_layout(rect=(0, 0.05, 1, 0.99))
+    return figure
+
+
+def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16) -> Figure:
+    """Output error of every row after the prompt, mean over layers and heads; a panel per budget.
+
+    smooth: rows of the running mean.
+    """
+    budgets = sorted({record.budget for record in records})
+    figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
+    axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    names = list(dict.fromkeys(record.policy for record in records))
+    colours = mpl.colormaps["tab10"](np.arange(len(names)) % 10)
+    for record, result in zip(records, output_error(trace, records), strict=True):
+        error = result.error.mean((0, 1), dtype=np.float64)[trace.prompt_len :]
+        rows = np.arange(trace.prompt_len, trace.n_pos)
+        axis = axes[budgets.index(record.budget)]
+        colour = colours[names.index(record.policy)]
+        axis.plot(rows, _running_mean(error, smooth), label=record.policy, color=colour, lw=1.3)
+    labels = {
+        fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
+    }
+    for axis, budget in zip(axes, budgets, strict=True):
+        axis.set_title(f"budget {budget}", fontsize=9)
+        axis.set_ylabel("relative output error", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+    axes[-1].set_xlabel("row", fontsize=8)
+    handles, found = axes[0].get_legend_handles_labels()
+    figure.legend(handles, found, fontsize=8, frameon=False, ncols=6, loc="lower center")
+    figure.suptitle(
+        f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows "
+        f"(fidelity: {', '.join(sorted(labels))})",
+        fontsize=10,
+    )
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as PNG without a date in it, so that equal figures are equal files."""
+    out = Path(path)
+    figure.savefig(out, metadata={"Software": None})
+    return out
+
+
+def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
+    """Where full attention of a row on a position is at least NEEDED; bool [row, pos]."""
+    group = slice(head * trace.group, (head + 1) * trace.group)
+    attention = trace.attention(layer, slice(0, trace.n_pos))[group].amax(0)
+    out: NDArray[np.bool_] = (attention >= NEEDED).cpu().numpy()
+    return out
+
+
+def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """0 future, 1 seen, 2 evicted, 3 evicted and needed; [row, pos], pooled to at most _PIXELS."""
+    total = len(last)
+    row, pos = np.arange(total)[:, None], np.arange(total)[None, :]
+    past, gone = pos <= row, (pos <= row) & (row > last)
+    cells = past.astype(np.int64) + gone
+    # a single cell would vanish on the page
+    cells[_grown(gone & needed, max(1, total // 300)) & past] = 3
+    factor = -(-total // _PIXELS)
+    if factor == 1:
+        return cells
+    short = total // factor * factor
+    blocks = cells[:short, :short].reshape(short // factor, factor, short // factor, factor)
+    pooled: NDArray[np.int64] = blocks.max((1, 3))
+    return pooled
+
+
+def _grown(mask: NDArray[np.bool_], by: int) -> NDArray[np.bool_]:
+    """The mask with every cell grown by `by` cells to each side."""
+    out = mask.copy()
+    for axis in (0, 1):
+        source = out.copy()
+        for shift in range(1, by + 1):
+            head: list[slice] = [slice(None)] * 2
+            tail: list[slice] = [slice(None)] * 2
+            head[axis], tail[axis] = slice(shift, None), slice(None, -shift)
+            out[tuple(head)] |= source[tuple(tail)]
+            out[tuple(tail)] |= source[tuple(head)]
+    return out
+
+
+def _running_mean(values: Floats, width: int) -> Floats:
+    """Mean of up to `width` values ending at each place; the same length."""
+    total = np.concatenate([[0.0], values.cumsum()])
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - width, 0)
+    out: Floats = (total[end] - total[start]) / (end - start)
+    return out
