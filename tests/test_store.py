@@ -24,6 +24,7 @@ N = 300
 
 
 def make(dtype=torch.float32, n=N, full=True, **options):
+    """A trace in memory, with attention recorded if `full`."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, n, 8, generator=generator, dtype=torch.float64).to(dtype)
@@ -58,6 +59,7 @@ def stored(saved, tmp_path):
 
 
 def edit(path, change):
+    """Change a JSON document in place."""
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
@@ -221,7 +223,7 @@ def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
 
 
 def test_a_race_for_the_path_loses_nothing(tmp_path, monkeypatch):
-    """If something appears at the path while a trace is written, it stays, and the writer says so."""
+    """If something appears at the path while a trace is written, it stays."""
     path = tmp_path / "a.zarr"
     sync = TraceWriter._rename
 
@@ -379,6 +381,7 @@ def test_verify_reports_progress(saved):
 
 
 def rewrite(path, name, change):
+    """Change the values of a stored array, with valid chunks."""
     array = zarr.open_group(path, mode="r+", use_consolidated=False)[name]
     values = np.asarray(array[:])
     change(values)
@@ -440,12 +443,14 @@ def test_describe(saved):
 
 
 def flip(path):
+    """Flip one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x40
     path.write_bytes(bytes(data))
 
 
 def one_line(caught):
+    """Whether the message is one line."""
     return "\n" not in str(caught.value)
 
 
@@ -478,6 +483,8 @@ def test_what_is_no_trace(tmp_path):
 
 
 def change_root(**attributes):
+    """A change of the attributes of the group."""
+
     def change(path):
         edit(path / "zarr.json", lambda root: root["attributes"].update(attributes))
 
@@ -485,18 +492,23 @@ def change_root(**attributes):
 
 
 def drop_array(path):
+    """Remove a required array."""
     shutil.rmtree(path / "k")
 
 
 def drop_chunk(path):
+    """Remove one chunk."""
     (path / "k" / "c" / "1" / "0" / "1" / "0").unlink()
 
 
 def rename_dimension(path):
+    """Give an axis another name."""
     edit(path / "q" / "zarr.json", lambda array: array["dimension_names"].__setitem__(1, "head"))
 
 
 def wrong_shape(path):
+    """Make v shorter than q."""
+
     def change(array):
         array["shape"][2] = 257
 
@@ -504,6 +516,8 @@ def wrong_shape(path):
 
 
 def short_tokens(path):
+    """Make tokens shorter than q."""
+
     def change(array):
         array["shape"][0] = 200
 
@@ -511,10 +525,13 @@ def short_tokens(path):
 
 
 def object_array(path):
+    """Claim that q holds objects."""
     edit(path / "q" / "zarr.json", lambda array: array.update(data_type="object"))
 
 
 def unknown_codec(path):
+    """Claim that q is pickled."""
+
     def change(array):
         array["codecs"].append({"name": "numcodecs.pickle"})
 
@@ -522,10 +539,12 @@ def unknown_codec(path):
 
 
 def old_zarr(path):
+    """Claim that q is of zarr version 2."""
     edit(path / "q" / "zarr.json", lambda array: array.update(zarr_format=2))
 
 
 def damaged_layer(path):
+    """Damage the layer numbers."""
     flip(path / "layer" / "c" / "0")
 
 
@@ -595,4 +614,3 @@ def test_stray_partial_files_are_ignored(stored):
     (stored / "k" / "c" / "0" / "0" / "0" / "0.abc.partial").write_bytes(b"x")
 
     assert verify(stored).ok
-

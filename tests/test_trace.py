@@ -16,15 +16,19 @@ from kvsim.trace import Trace
 
 
 def arrays(layers=2, heads=2, group=2, n=40, dim=8, seed=0, dtype=torch.float32):
+    """Random q, k, v."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count):
-        return torch.randn(layers, count, n, dim, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(layers, count, n, dim, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
 
     return {"q": draw(heads * group), "k": draw(heads), "v": draw(heads)}
 
 
 def make(prompt_len=10, dtype=torch.float32, **options):
+    """A trace of random arrays."""
     sizes = {key: options.pop(key) for key in list(options) if key in ("layers", "n", "group")}
     data = arrays(dtype=dtype, **sizes)
     return Trace.from_arrays(
@@ -260,6 +264,7 @@ def test_to_xarray_has_named_dimensions():
 
 
 def with_bad_number(name, value):
+    """All arrays, one of them with a bad number at one place."""
     data = {**arrays(), "attn_out": torch.zeros(2, 4, 40, 8), "lse": torch.zeros(2, 4, 40)}
     data[name] = data[name].clone()
     data[name][1, 1, 17] = value

@@ -87,10 +87,10 @@ def _place(name: str | Path) -> tuple[str, bool]:
     """Where `name` is: a path or hub id, and whether it is local."""
     if str(name) == "tiny":
         return str(tiny.PATH), True
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder), True
     text = str(name)
+    folder = Path(name).expanduser()
+    if text and folder.is_dir():
+        return str(folder), True
     looks_local = isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
     if looks_local or not text:
         raise CaptureError(
