@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.tiny.ledger import BOS, COLOURS, EOS, ID, Sample, make
+from kvsim.tiny.ledger import Sample, make
+from kvsim.tiny.vocabulary import BOS, COLOURS, EOS, ID
 
 IGNORE = -100  # label of a position without a target, as in torch's cross-entropy
 

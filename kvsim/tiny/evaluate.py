@@ -276,7 +276,7 @@ def training(folder: Path) -> str:
     summary = json.loads((folder / "training.json").read_text())
     progress, settings = summary["progress"], summary["settings"]
     return (
-        f"{progress['step']:,} steps ({progress['level_start']:,} of them curriculum), "
+        f"{progress['step']:,} steps ({progress['passed'][-1]:,} of them curriculum), "
         f"{progress['tokens'] / 1e6:.1f} million tokens, {progress['seconds'] / 60:.0f} minutes, "
         f"seed {settings['seed']}."
     )

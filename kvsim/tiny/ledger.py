@@ -31,6 +31,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from kvsim.errors import KvsimError
+from kvsim.tiny.vocabulary import (
+    COLOURS,
+    COUNTERS,
+    DIGITS,
+    FILLER,
+    ID,
+    NODES,
+    SPECIAL,
+    VOCAB,
+    unknown_words,
+)
 
 __all__ = [
     "COLOURS",
@@ -51,52 +62,8 @@ __all__ = [
 Task = Literal["walk", "get"]
 TASKS: tuple[Task, ...] = get_args(Task)
 
-# --- vocabulary: the order is the token id, so a change here makes trained weights useless ---
-
-
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-_MARKS = _words("facts key question walk get report think done : ; , .")
-_DIGITS = [str(digit) for digit in range(10)]
-_COUNTERS = [f"#{count}" for count in range(128)]
-
-
-def _node_names(count: int = 160) -> list[str]:
-    """Names such as ``kuga``: consonant, vowel, consonant, vowel; the same on every call."""
-    consonants, vowels = "bdfgklmnprstvz", "aeiou"
-    syllables = [consonant + vowel for consonant in consonants for vowel in vowels]
-    names = [first + second for first in syllables for second in syllables]
-    random.Random(7).shuffle(names)
-    return sorted(names[:count])
-
-
-_NODES = _node_names()
-COLOURS = _words(
-    "red blue pink teal gold gray lime navy plum rust jade coral amber ivory khaki mauve ochre "
-    "olive peach sepia umber azure beige black"
-)
-_FILLER = _words(
-    "the a old river stone wind quiet light under over near far walks sings waits turns slowly "
-    "again then and but while house tree road hill cloud rain bird dog child night day year green "
-    "cold warm small large open"
-)
-
-VOCAB: tuple[str, ...] = (*SPECIAL, *_MARKS, *_DIGITS, *_COUNTERS, *_NODES, *COLOURS, *_FILLER)
-ID: dict[str, int] = {word: index for index, word in enumerate(VOCAB)}
-
-_NODE_SET, _COLOUR_SET, _FILLER_SET = frozenset(_NODES), frozenset(COLOURS), frozenset(_FILLER)
-_DIGIT_SET, _COUNTER_SET = frozenset(_DIGITS), frozenset(_COUNTERS)
-
-MAX_FACTS = len(_NODES)
-MAX_LINES = len(_COUNTERS)
-
-
-def unknown_words(text: str) -> list[str]:
-    """Words of ``text`` that are not in the vocabulary, each once, in order of appearance."""
-    return list(dict.fromkeys(word for word in text.split() if word not in ID))
+MAX_FACTS = len(NODES)
+MAX_LINES = len(COUNTERS)
 
 
 class LedgerError(KvsimError, ValueError):
@@ -144,11 +111,11 @@ class Sample:
 # A filler word is followed by one of four words, so that filler is cheap to predict and a model
 # of this size need not spend capacity on it.
 _filler_rng = random.Random(11)
-_FILLER_NEXT = {word: _filler_rng.sample(_FILLER, 4) for word in _FILLER}
+_FILLER_NEXT = {word: _filler_rng.sample(FILLER, 4) for word in FILLER}
 
 
 def _filler_sentence(rng: random.Random) -> list[str]:
-    words = [rng.choice(_FILLER)]
+    words = [rng.choice(FILLER)]
     for _ in range(rng.randint(2, 7)):
         words.append(_FILLER_NEXT[words[-1]][min(int(rng.expovariate(1.2)), 3)])
     return [*words, "."]
@@ -207,11 +174,11 @@ def make(
     if task is None:
         task = TASKS[rng.choice((0, 1, 1))]
     lines = min(lines, facts) if task == "get" else lines
-    nodes = rng.sample(_NODES, facts)
+    nodes = rng.sample(NODES, facts)
     cycle = min(facts, cycle or rng.randint(min(4, facts), min(16, facts)))
     successor = _successors(nodes, cycle, rng)
     used = rng.sample(COLOURS, colours)
-    key = {colour: rng.choice(_DIGITS) for colour in used}
+    key = {colour: rng.choice(DIGITS) for colour in used}
     colour_of = {node: rng.choice(used) for node in nodes}
 
     prompt = ["facts", ":"]
@@ -227,7 +194,7 @@ def make(
 
     count = min(rng.randint(1, 4) if report is None else report, lines)
     reported = [*rng.sample(range(1, lines), count - 1), 0]
-    prompt += ["question", ":", task, _COUNTERS[lines - 1]]
+    prompt += ["question", ":", task, COUNTERS[lines - 1]]
     if task == "walk":
         visited = [rng.choice(nodes[:cycle])]
         while len(visited) < lines:
@@ -239,7 +206,7 @@ def make(
         # the comma after it then need no exception for the last.
         for node in visited:
             prompt += [node, ","]
-    prompt += [".", "report", *(_COUNTERS[k] for k in reported), ".", "think", ":"]
+    prompt += [".", "report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
 
     digits = [key[colour_of[node]] for node in visited]
     response = _response(visited, [successor[node] for node in visited], digits, reported)
@@ -300,6 +267,10 @@ def _response(
         words += [f"#{counter}", str(sums[counter]), ","]
     words[-1] = "."
     return words
+
+
+_NODE_SET, _COLOUR_SET, _FILLER_SET = frozenset(NODES), frozenset(COLOURS), frozenset(FILLER)
+_DIGIT_SET, _COUNTER_SET = frozenset(DIGITS), frozenset(COUNTERS)
 
 
 class _Reader:

@@ -24,21 +24,26 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kvsim.tiny.ledger import BOS, EOS, ID, PAD, VOCAB
+from kvsim.tiny.vocabulary import BOS, EOS, ID, PAD, VOCAB
 
 EMBED, PREVIOUS, EARLIER, FOUND = slice(0, 64), slice(64, 96), slice(96, 128), slice(128, 160)
 HIDDEN, HEAD_DIM = 160, 32
 MAX_TOKENS = 4096  # what the configuration allows; training stays below 1,200
 
 # With a slow base more RoPE pairs hold still over a few hundred tokens, and a match on content
-# needs pairs that hold still: 9 of the 16 pairs turn by less than a radian in 500 tokens here.
+# needs pairs that hold still: here 9 of the 16 turn by less than a radian in 400 tokens, and only 5
+# would with the usual 10,000.
 ROPE_THETA = 1e6
 PAIRS = HEAD_DIM // 2
 FAST_PAIRS = 5  # pairs 0 to 4 tell neighbouring positions apart
 SLOW_PAIRS = 7  # pairs 7 to 15 carry content
 
 # Tokens that each query head of layer 0 looks back; the last head is left free.
-LOOK_BACK = (1, 2, 3, 4, 5, 6, 1, None)
+# The first three serve the retrievals of layer 1, so they stand in one group and are written
+# loudest: one back (the word before a match), two back, and five back, which at the `;` of a line
+# is the line's node.
+LOOK_BACK = (1, 2, 5, 3, 4, 6, 1, None)
+LOUDNESS = (1.0, 1.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.3)
 
 BIAS = 6.0  # length of each pair of the look-back bias: nearly all attention on one token
 MATCH = 4.0  # scale of the content match in queries and keys
@@ -161,8 +166,8 @@ def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, list
         if head == 0:
             writer = _writer(PREVIOUS, torch.eye(HEAD_DIM))
         else:
-            scale = 1.0 if head == 1 else 0.5
-            writer = _writer(EARLIER, scale * _orthonormal(HEAD_DIM, HEAD_DIM, generator))
+            block = LOUDNESS[head] * _orthonormal(HEAD_DIM, HEAD_DIM, generator)
+            writer = _writer(EARLIER, block)
         attention.o_proj.weight[:, _heads(head)] = 0.2 * writer
         writers.append(writer)
     return readers[0], writers
@@ -171,12 +176,14 @@ def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, list
 def _retrieve(
     attention: Any, reader: Tensor, writers: list[Tensor], generator: torch.Generator, hop: int
 ) -> None:
-    """Layers 1 and 2: heads that find a word by the word before it, and copy it.
+    """Layers 1 and 2: heads that find a word by a word before it, and copy it.
 
-    Keys read what layer 0 wrote (the previous word). In hop 1 two query heads of each group look
-    for the word at this position; head 0 writes what it finds into FOUND as well, through the
-    same projection, so that hop 2 can look for it in turn. The other heads look for the previous
-    word, or the one before it.
+    Keys read what layer 0 wrote: the previous word, or for the second group of hop 1 the word two
+    back. In hop 1 two query heads of each group look for the word at this position; head 0 writes
+    what it finds into FOUND as well, through the same projection, so that hop 2 can look for it
+    in turn. The third head of a group looks for the previous word. The fourth looks for the word
+    two back, or in the second group of hop 1 five back: at the end of a line that finds the item
+    that follows the line's node in the list of `get`, with a comma between them.
     """
     content = torch.zeros(HEAD_DIM, 1)
     content[SLOW_PAIRS:PAIRS] = content[PAIRS + SLOW_PAIRS :] = MATCH
@@ -192,7 +199,8 @@ def _retrieve(
         attention.k_proj.weight[_heads(kv_head)] = content * source.T + noise()
         value = reader if hop == 1 and kv_head == 0 else _reader(generator)
         attention.v_proj.weight[_heads(kv_head)] = value
-        sought = (target, target, writers[0].T, writers[1].T)
+        last = writers[2 if hop == 1 and kv_head == 1 else 1]  # writers[2]: five back
+        sought = (target, target, writers[0].T, last.T)
         for member in range(group):
             head = kv_head * group + member
             attention.q_proj.weight[_heads(head)] = content * sought[member] + noise()

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvsim.tiny.ledger import BOS, EOS, ID, PAD, UNK
+from kvsim.tiny.vocabulary import BOS, EOS, ID, PAD, UNK
 
 
 def save_tokenizer(folder: Path, max_length: int) -> None:

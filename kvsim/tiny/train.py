@@ -1,6 +1,6 @@
 """Train the tiny model from nothing on one CPU core.
 
-    python -m kvsim.tiny.train --out DIR [--steps 6500] [--seed 0] [--threads 1] [--resume]
+    python -m kvsim.tiny.train --out DIR [--steps 4600] [--seed 0] [--threads 1] [--resume]
 
 Curriculum first: samples of growing size, on to the next level once the running mean of token
 accuracy passes a threshold or the level's bound of steps is reached.
@@ -32,9 +32,10 @@ from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from kvsim.tiny.curriculum import IGNORE, LEVELS, Batch, Level, collate, draw_batch, draw_mix
-from kvsim.tiny.ledger import COLOURS, prompts
+from kvsim.tiny.ledger import prompts
 from kvsim.tiny.model import HEAD_DIM, HIDDEN, MAX_TOKENS, build
 from kvsim.tiny.tokenizer import save_tokenizer
+from kvsim.tiny.vocabulary import COLOURS
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -61,10 +62,10 @@ class Settings:
         evaluate: steps between two measurements on development samples; 0 for none.
     """
 
-    steps: int = 6500
+    steps: int = 4600
     seed: int = 0
     levels: tuple[Level, ...] = LEVELS
-    level_steps: tuple[int, ...] = (1200, 600, 800, 600)
+    level_steps: tuple[int, ...] = (800, 500, 600, 500)
     level_accuracy: float = 0.97
     level_least: int = 60
     level_tokens: int = 2048
@@ -81,16 +82,25 @@ class Settings:
 class Progress:
     """Where a run is; with weights, optimiser and random state, all that a resume needs.
 
-    ``level`` equals the number of levels once the mix has begun at step ``level_start``.
-    ``accuracy`` is the running mean of token accuracy at this level, None before its first batch.
+    ``passed`` holds the step at which each level ended, ``accuracy`` the running mean of token
+    accuracy at the present level, None before its first batch.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    level: int = 0
-    level_start: int = 0
+    passed: list[int] = field(default_factory=list)
     accuracy: float | None = None
+
+    @property
+    def level(self) -> int:
+        """Index of the present level; the number of levels once the mix has begun."""
+        return len(self.passed)
+
+    @property
+    def level_start(self) -> int:
+        """Step at which the present level began."""
+        return self.passed[-1] if self.passed else 0
 
 
 @dataclass
@@ -263,8 +273,7 @@ def _level_up(run: Run) -> bool:
     passed = (progress.accuracy or 0.0) > settings.level_accuracy and spent >= settings.level_least
     if not passed and spent < settings.level_steps[progress.level]:
         return False
-    progress.level += 1
-    progress.level_start = progress.step
+    progress.passed.append(progress.step)
     progress.accuracy = None
     return True
 

@@ -104,7 +104,7 @@ def test_a_learnt_level_ends_early(tmp_path: Path) -> None:
 def test_the_learning_rate_falls_to_its_floor(tmp_path: Path) -> None:
     """At the last step of the mix the learning rate is close to its floor."""
     run = train.start(replace(SMALL, steps=105))
-    run.progress.level, run.progress.level_start, run.progress.step = 2, 5, 103
+    run.progress.passed, run.progress.step = [3, 5], 103
     train.train(run, tmp_path)
 
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.02 * SMALL.learning_rate)
