@@ -38,12 +38,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a sweep: records in the order of traces, policies, budgets; one Table."""
+    """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
+
+    interrupted: Ctrl-C ended the sweep; records and Table hold what was done until then.
+    """
 
     records: tuple[Record, ...]
     table: pl.DataFrame
     failures: tuple[Failure, ...]
     parameters: dict[str, Any]
+    interrupted: bool = False
 
     def save(self, out: str | Path) -> Path:
         """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
@@ -72,6 +76,7 @@ class Run:
             **self.parameters,
             "traces": traces,
             "failures": [vars(failure) for failure in self.failures],
+            "interrupted": self.interrupted,
             "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
             | {"python": platform.python_version()},
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -114,40 +119,54 @@ def sweep(
     """Replay every policy at every budget over every trace and measure the outcome.
 
     Budgets that a policy has no rule for are found before any work starts (BudgetError). A cell
-    that fails later is listed in `failures`, and the others are kept.
+    that fails later is listed in `failures`, and the others are kept. Ctrl-C ends the replays; what
+    is done by then is measured and kept, and a second Ctrl-C leaves the last trace unmeasured.
     """
     for trace, one, budget in _cells(traces, policies, budgets):
         if budget < trace.n_pos or budget < 1:
             one.check_budget(budget)
     total = len(traces) * len(policies) * len(budgets)
+    report = progress or _silent
     records: list[Record] = []
     failures: list[Failure] = []
     tables = [pl.DataFrame(schema=COLUMNS)]
+    interrupted = False
     done = 0
     for trace in traces:
         of_trace: list[Record] = []
-        for _, one, budget in _cells([trace], policies, budgets):
-            if progress is not None:
-                progress(done, total, f"{trace.name}: {one.name}, budget {budget}")
-            try:
-                record = replay(
-                    trace,
-                    one,
-                    budget,
-                    interval=interval,
-                    prefill=prefill,
-                    memory=memory,
-                    device=device,
-                )
-                of_trace.append(record)
-            except KvsimError as error:
-                failures.append(Failure(trace.name, one.name, budget, str(error)))
-            done += 1
-        if progress is not None:
-            progress(done, total, f"{trace.name}: measuring")
-        if of_trace:
-            tables.append(measure(trace, of_trace, metrics, events=events, device=device))
+        try:
+            for _, one, budget in _cells([trace], policies, budgets):
+                report(done, total, f"{trace.name}: {one.name}, budget {budget}")
+                try:
+                    record = replay(
+                        trace,
+                        one,
+                        budget,
+                        interval=interval,
+                        prefill=prefill,
+                        memory=memory,
+                        device=device,
+                    )
+                    of_trace.append(record)
+                except KvsimError as error:
+                    failures.append(Failure(trace.name, one.name, budget, str(error)))
+                done += 1
+        except KeyboardInterrupt:
+            interrupted = True
+        try:
+            report(done, total, f"{trace.name}: measuring")
+            if of_trace:
+                tables.append(measure(trace, of_trace, metrics, events=events, device=device))
+        except KvsimError as error:
+            failures += [
+                Failure(trace.name, one.policy, one.budget, f"measuring: {error}")
+                for one in of_trace
+            ]
+        except KeyboardInterrupt:
+            interrupted = True
         records += of_trace
+        if interrupted:
+            break
     parameters = {
         "policies": {one.name: one.params for one in policies},
         "budgets": [str(budget) for budget in budgets],
@@ -157,7 +176,11 @@ def sweep(
         "memory": memory,
         "device": device,
     }
-    return Run(tuple(records), pl.concat(tables), tuple(failures), parameters)
+    return Run(tuple(records), pl.concat(tables), tuple(failures), parameters, interrupted)
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """No progress."""
 
 
 def _cells(
@@ -170,28 +193,35 @@ def _cells(
 
 
 #: Metrics of the summary, in the order in which they are shown.
-SUMMARY = ("output_error", "retained_mass", "wipeout", "retained_iou")
+SUMMARY = ("entries_seen", "output_error", "retained_mass", "wipeout", "retained_iou")
 
 
-def summarise(table: pl.DataFrame) -> pl.DataFrame:
+def summarise(table: pl.DataFrame, metrics: Sequence[str] = SUMMARY) -> pl.DataFrame:
     """One row per trace-independent cell: policy, params, budget, and the mean of each metric.
 
     Means over layers and heads within a trace, then over traces. `wipeout` is that of 32-token
     regions of which nothing is left, after the last event; `iou_chance` stands beside
-    `retained_iou`.
+    `retained_iou`; `exact` is the share of the values behind the row whose fidelity is exact.
     """
-    primary = (pl.col("metric") != "wipeout") | (pl.col("variant") == "length=32,threshold=0")
+    regions = pl.col("metric").is_in(["wipeout", "wipeout_hazard"])
     keys = ["policy", "params", "budget", "interval", "prefill"]
-    within = (
-        table.filter(pl.col("metric").is_in(SUMMARY) & primary)
-        .group_by(*keys, "trace", "metric", maintain_order=True)
-        .agg(pl.col("value").mean(), pl.col("chance").mean())
+    last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric")
+    chosen = (
+        table.filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
+        .filter(~regions | (pl.col("variant") == "length=32,threshold=0"))
+        .filter((pl.col("metric") != "wipeout") | last)
+    )
+    within = chosen.group_by(*keys, "trace", "metric", maintain_order=True).agg(
+        pl.col("value").mean(), pl.col("chance").mean()
     )
     means = within.group_by(*keys, "metric", maintain_order=True).agg(
         pl.col("value").mean(), pl.col("chance").mean()
     )
     wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
-    wide = wide.join(chance, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    shown = [name for name in (*SUMMARY, "iou_chance") if name in wide.columns]
+    exact = chosen.group_by(keys).agg(exact=(pl.col("fidelity") == "exact").mean())
+    for more in (chance, exact):
+        wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    known = [name for name in metrics if name in wide.columns]
+    shown = [*known, *(["iou_chance"] if "retained_iou" in known else []), "exact"]
     return wide.select(*keys, *shown)
