@@ -1,0 +1,288 @@
+"""`kvsim demo`: the shipped model answers a question, and policies are compared on its trace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli.show import bar, cells, echo_json, echo_results, fidelity_shares
+from kvsim.cli.values import Json, Stop
+from kvsim.errors import OutputError, TraceError
+
+if TYPE_CHECKING:
+    from kvsim.sweeps import Run
+    from kvsim.trace import Trace
+
+#: `full` is the reference; `random` says what chance alone would do.
+POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")
+BUDGETS = (64, 128)
+#: Rows between events, the same for every policy, so that they differ in what they keep alone.
+INTERVAL = 32
+#: The retention map shows this layer and KV head.
+LAYER, HEAD = 1, 0
+
+MARKER = "demo.json"
+_FILES = frozenset({MARKER, "trace.zarr", "run", "retention.png", "error.png"})
+
+
+def run(
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="The folder for trace, run and figures; that of an earlier demo is replaced.",
+        ),
+    ] = Path("results/demo"),
+    as_json: Json = False,
+) -> None:
+    """Compare six policies on a trace of the model that ships.
+
+    Records it while it reasons, replays the policies at two budgets, prints a table, and writes
+    trace, run and figures.
+    """
+    _check_target(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.tmp-", dir=out.parent))
+    try:
+        document = _Demo(draft, quiet=as_json).run()
+        (draft / MARKER).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+        draft.chmod(0o755)  # a temporary folder is private, a result is not
+        _publish(draft, out)
+    except KeyboardInterrupt:
+        state = "is as it was" if out.exists() else "was not written"
+        raise Stop(f"interrupted, {out} {state}", 130) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    if as_json:
+        echo_json({"out": str(out), **document})
+    else:
+        typer.echo(f"Written to {out}: {', '.join(sorted(_FILES))}.")
+
+
+def _check_target(out: Path) -> None:
+    """Raise OutputError unless nothing is at `out`, or an earlier demo and nothing else."""
+    if not (out.exists() or out.is_symlink()):
+        return
+    if out.is_symlink() or not out.is_dir() or not (out / MARKER).is_file():
+        raise OutputError(
+            f"{out} exists and was not made by `kvsim demo`; give another --out or move it away, "
+            "nothing was changed"
+        )
+    strange = sorted(path.name for path in out.iterdir() if path.name not in _FILES)
+    if strange:
+        raise OutputError(
+            f"{out} holds {', '.join(strange)}, which no demo made; give another --out or move "
+            "that away, nothing was changed"
+        )
+
+
+def _publish(draft: Path, out: Path) -> None:
+    """Put the complete folder in place of that of an earlier demo, which is kept until then."""
+    _check_target(out)
+    aside = out.parent / f".{out.name}.old-{secrets.token_hex(4)}"
+    replaced = out.exists()
+    if replaced:
+        out.rename(aside)
+    try:
+        draft.rename(out)
+    except BaseException:
+        if replaced:
+            aside.rename(out)
+        raise
+    if replaced:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@dataclass
+class _Demo:
+    """One demo in a folder; `seconds` is how long each step took."""
+
+    folder: Path
+    quiet: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """All steps, told as they are done; gives what `--json` prints."""
+        with self._step("load"):
+            from kvsim.recorder import load_model
+            from kvsim.sweeps import SUMMARY, summarise
+
+            model, tokenizer = load_model("tiny")
+        trace = self._record(model, tokenizer)
+        self._verify()
+        run, replay_seconds = self._replay(trace)
+        with self._step("figures"):
+            self._draw(trace, run)
+            run.save(self.folder / "run")
+        summary = summarise(run.table)
+        document = {
+            "trace": self._facts(trace),
+            **run.describe(),
+            "cells": [
+                {**cell, "replay_seconds": replay_seconds[cell["policy"], cell["budget"]]}
+                for cell in cells(summary)
+            ],
+            "fidelity": fidelity_shares(run.table, SUMMARY),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }
+        if not self.quiet:
+            self._print(run, document, replay_seconds)
+        return document
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+    def _say(self, text: str = "") -> None:
+        if not self.quiet:
+            typer.echo(text)
+
+    def _record(self, model: Any, tokenizer: Any) -> Trace:
+        from kvsim.recorder import capture
+        from kvsim.tiny.ledger import prompts
+
+        sample = prompts(1, task="walk")[0]
+        with self._step("capture"):
+            trace = capture(
+                model,
+                tokenizer,
+                sample.prompt,
+                out=self.folder / "trace.zarr",
+                name="demo",
+                progress=True,
+            )
+        facts = self._facts(trace)
+        verdict = "right" if facts["answer_right"] else f"wrong, expected {sample.answer}"
+        self._say(
+            f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
+            f"prompt of {trace.prompt_len} tokens and wrote {trace.n_pos - trace.prompt_len}; "
+            f"its answer {facts['answer']} is {verdict}."
+        )
+        return trace
+
+    @staticmethod
+    def _facts(trace: Trace) -> dict[str, Any]:
+        check = trace.meta["answer_check"]
+        return {
+            "name": trace.name,
+            "digest": trace.digest,
+            "tokens": trace.n_pos,
+            "prompt_len": trace.prompt_len,
+            "answer": check["answer"],
+            "answer_right": check["right"],
+        }
+
+    def _verify(self) -> None:
+        from kvsim.store import verify
+
+        with self._step("verify"):
+            found = verify(self.folder / "trace.zarr")
+        if not found.ok:
+            raise TraceError(f"the trace just recorded is damaged: {found.problems[0]}")
+        self._say(
+            "Attention recomputed from the recorded queries, keys and values differs from the "
+            f"model's own by at most {max(found.output_error):.0e} (relative)."
+        )
+
+    def _replay(self, trace: Trace) -> tuple[Run, dict[tuple[str, int], float]]:
+        """The sweep, and the seconds that each policy and budget took."""
+        from kvsim.policies import policy
+        from kvsim.sweeps import sweep
+
+        starts: list[float] = []
+        with bar("cells") as report:
+
+            def note(done: int, total: int, what: str) -> None:
+                starts.append(time.perf_counter())
+                report(done, total, what)
+
+            run = sweep(
+                [trace],
+                [policy(name) for name in POLICIES],
+                BUDGETS,
+                interval=INTERVAL,
+                progress=note,
+            )
+        end = time.perf_counter()
+        if run.interrupted:
+            raise KeyboardInterrupt
+        if run.failures:
+            raise TraceError(f"a replay failed: {run.failures[0].error}")
+        self.seconds["replay"] = starts[-1] - starts[0]
+        self.seconds["measure"] = end - starts[-1]
+        names = [(name, budget) for name in POLICIES for budget in BUDGETS]
+        pairs = itertools.pairwise(starts)
+        return run, {
+            cell: after - before for cell, (before, after) in zip(names, pairs, strict=True)
+        }
+
+    def _draw(self, trace: Trace, run: Run) -> None:
+        from kvsim.plots import error_over_rows, retention_map, save
+
+        records = [record for record in run.records if record.policy != "full"]
+        save(retention_map(trace, records, layer=LAYER, head=HEAD), self.folder / "retention.png")
+        save(error_over_rows(trace, records), self.folder / "error.png")
+
+    def _print(
+        self,
+        run: Run,
+        document: Mapping[str, Any],
+        replay_seconds: Mapping[tuple[str, int], float],
+    ) -> None:
+        from kvsim.cli.replaying import fidelity_line, means
+        from kvsim.sweeps import SUMMARY, summarise
+
+        def took(row: Mapping[str, Any]) -> float:
+            return replay_seconds[row["policy"], row["budget"]]
+
+        more: dict[str, Callable[[dict[str, Any]], str]] = {
+            "replay\nms": lambda row: f"{1000 * took(row):.0f}",
+            "capture\n/ replay": lambda row: f"{self.seconds['capture'] / took(row):.0f}x",
+        }
+        self._say(
+            f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, all at the same interval."
+        )
+        echo_results(summarise(run.table), ["full"], more)
+        self._say()
+        self._say(means(SUMMARY, 1))
+        self._say(fidelity_line(run.table, SUMMARY))
+        self._say(_reading(document["cells"]))
+        self._say(
+            f"capture / replay: generating the text while recording took "
+            f"{self.seconds['capture']:.1f} s, so many times the replay alone; measuring all "
+            f"{len(run.records)} cells took another {self.seconds['measure']:.1f} s. On this "
+            "machine's CPU with a tiny model: the ratio of a large model is another one."
+        )
+        steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        self._say(f"Seconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
+
+
+def _reading(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Two sentences on what the table says at the smaller budget."""
+    small = [row for row in rows if row["budget"] == min(BUDGETS) and row["policy"] != "full"]
+    small.sort(key=lambda row: float(row["output_error"]))
+    best, worst = small[0], small[-1]
+    streaming = next(row for row in small if row["policy"] == "streaming_llm")
+    return (
+        f"At budget {min(BUDGETS)}, {best['policy']} moves the attention output least, by "
+        f"{best['output_error']:.0%} of its size, and {worst['policy']} most, by "
+        f"{worst['output_error']:.0%}. streaming_llm, which looks at no attention, wipes out "
+        f"{streaming['wipeout']:.0%} of the regions of the text, {best['policy']} "
+        f"{best['wipeout']:.0%}."
+    )
+
+
+__all__ = ["run"]

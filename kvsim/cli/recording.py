@@ -1,0 +1,294 @@
+"""`kvsim capture`, `kvsim info` and `kvsim verify`: traces made, described and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli.show import echo_fields, echo_json, echo_table
+from kvsim.cli.values import Json, OptionError, Stop, TracePath, locate
+from kvsim.errors import TraceError, TraceNotFoundError
+
+if TYPE_CHECKING:
+    from kvsim.trace import Trace
+
+
+def capture(
+    model: Annotated[
+        str,
+        typer.Option(help="'tiny' for the model that ships, a local folder, or a hub id."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The trace to write; with several prompts, the folder for one trace each."
+        ),
+    ],
+    prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="A JSON object per line with 'prompt' or 'messages', maybe 'id' and 'answer'.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take only the first prompts of the file.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=0, help="The longest response; 0 records the prompt alone.")
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most likely token, else tokens are drawn.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
+    attention: Annotated[
+        bool,
+        typer.Option("--attention", help="Store dense attention too, for short sequences only."),
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or auto (the checkpoint's own); "
+            "default: float32 on a CPU, else auto."
+        ),
+    ] = None,
+    store_dtype: Annotated[
+        str | None,
+        typer.Option(help="float16 stores in half the space; by default storage is exact."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a trace that is there already.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Record what a model's attention sees as it answers a prompt.
+
+    Several prompts make one trace each. An interrupt keeps those that are complete.
+    """
+    if (prompt is None) == (prompts is None):
+        raise OptionError(_which_prompt(model, both=prompt is not None))
+    if limit is not None and prompts is None:
+        raise OptionError("--limit counts the prompts of a file; give --prompts FILE.jsonl")
+
+    from kvsim.cli.values import parse_device
+    from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
+    from kvsim.recorder import capture as record
+    from kvsim.recorder.prompts import file_name
+    from kvsim.store import check_target
+
+    wanted = [Prompt(out.stem, prompt or "")] if prompts is None else read_prompts(prompts)[:limit]
+    alone = len(wanted) == 1 and (prompts is None or out.suffix == ".zarr")
+    paths = [out] if alone else [out / file_name(one.id) for one in wanted]
+    for path in paths:
+        check_target(path, overwrite=overwrite)
+    _check_folder(paths[0].parent)
+    parse_device(device)
+    before = {path: _identity(path) for path in paths}
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "attention": attention,
+        "store_dtype": store_dtype,
+        "overwrite": overwrite,
+        "progress": True,
+    }
+    try:
+        decoder, tokenizer = load_model(
+            model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+        if alone:
+            one = wanted[0]
+            traces = [
+                record(decoder, tokenizer, one.content, out=out, answer=one.answer, **options)
+            ]
+        else:
+            traces = capture_many(decoder, tokenizer, wanted, out, **options)
+    except KeyboardInterrupt:
+        raise Stop(_interrupted(before), 130) from None
+    _report(traces, as_json=as_json)
+
+
+def _which_prompt(model: str, *, both: bool) -> str:
+    if both:
+        return "both --prompt and --prompts are given; expected one of them"
+    hint = (
+        "; `python -m kvsim.tiny.ledger > prompts.jsonl` writes prompts that tiny understands"
+        if model == "tiny"
+        else ""
+    )
+    return f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{hint}"
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise OptionError where no folder can be made."""
+    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    if not nearest.is_dir():
+        raise OptionError(f"{nearest} is a file; expected a folder to write to, give another --out")
+
+
+def _identity(path: Path) -> int | None:
+    """What tells a new folder at a path from the one that was there."""
+    return path.stat().st_ino if path.exists() else None
+
+
+def _interrupted(before: Mapping[Path, int | None]) -> str:
+    """What an interrupted capture has left."""
+    new = [path for path, old in before.items() if _identity(path) not in (None, old)]
+    if new:
+        where = new[0].parent
+        return f"interrupted, {len(new)} of {len(before)} traces are complete and kept in {where}"
+    return "interrupted, no trace was written"
+
+
+def _report(traces: Sequence[Trace], *, as_json: bool) -> None:
+    from kvsim.store import describe
+
+    facts = [describe(str(trace.path)) for trace in traces]
+    if as_json:
+        echo_json({"traces": facts})
+        return
+    for one in facts:
+        typer.echo(
+            f"{one['path']}: {_tokens(one)}, {one['layers']} layers, {_size(one['bytes'])}"
+            f"{_answer(one['answer_check'])}"
+        )
+        for note in one["notes"]:
+            typer.echo(f"  note: {note}")
+
+
+def _tokens(facts: Mapping[str, Any]) -> str:
+    prompt, total = facts["prompt_len"], facts["tokens"]
+    stopped = facts["generation"].get("stopped")
+    end = {"eos": "", "length": ", cut by --max-new-tokens", "context": ", cut by the context"}
+    return f"{total} tokens (prompt {prompt}, response {total - prompt}{end.get(stopped, '')})"
+
+
+def _answer(check: Mapping[str, Any] | None) -> str:
+    if not check or check.get("right") is None:
+        return ""
+    verdict = "right" if check["right"] else "wrong"
+    return f", answer {quoted(check.get('answer'))} {verdict}"
+
+
+def quoted(text: object) -> str:
+    """Text of a trace as one line that no terminal acts upon."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB"
+
+
+def info(trace: TracePath, as_json: Json = False) -> None:
+    """Describe a trace: model, text, arrays, provenance."""
+    from kvsim.store import describe
+
+    facts = describe(locate(trace))
+    if as_json:
+        echo_json(facts)
+        return
+    model = facts["model"]
+    fields = {
+        "trace": f"{facts['path']} (format {facts['format']}, {_size(facts['bytes'])})",
+        "name": quoted(facts["name"]),
+        "digest": facts["digest"],
+        "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
+        "tokens": _tokens(facts),
+        "shape": f"{facts['layers']} layers, {facts['qheads']} query heads, "
+        f"{facts['heads']} KV heads, dim {facts['dim']}",
+        "prompt": quoted(facts["prompt"]),
+        "response": quoted(facts["response"]),
+        "answer": _answer(facts["answer_check"]).removeprefix(", answer ") or "not checked",
+        "capture check": _capture_check(facts["capture_check"]),
+        "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
+        **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
+    }
+    echo_fields({name: value for name, value in fields.items() if value not in ("", "null")})
+    typer.echo()
+    echo_table(
+        ["array", "shape", "stored as", "in the model", "MB"],
+        [
+            [
+                name,
+                " x ".join(map(str, array["shape"])),
+                array["dtype"],
+                array["source_dtype"] or "-",
+                f"{array['bytes'] / 1e6:.2f}",
+            ]
+            for name, array in facts["arrays"].items()
+        ],
+        right=4,
+    )
+
+
+def _capture_check(check: Mapping[str, Any] | None) -> str:
+    if not check or not check.get("max_relative_error"):
+        return "none"
+    errors = check["max_relative_error"]
+    worst = max(errors.values()) if isinstance(errors, dict) else max(errors)
+    return f"attention recomputed from q, k, v within {worst:.1e} of the model's own (relative)"
+
+
+def verify(trace: TracePath, as_json: Json = False) -> None:
+    """Check that a trace is whole and undamaged.
+
+    Reads every chunk, recomputes attention from q, k and v, and compares it with what was
+    recorded. The exit status is 2 if something is wrong.
+    """
+    from kvsim.cli.show import bar
+    from kvsim.store import verify as check
+
+    path = locate(trace)
+    try:
+        with bar("layers") as report:
+            found = check(path, progress=lambda done, total: report(done, total, str(path)))
+    except TraceNotFoundError:
+        raise
+    except TraceError as error:
+        # it does not even open: that is what the report says
+        _damaged(str(path), {"path": str(path), "ok": False, "problems": [str(error)]}, as_json)
+        return
+    if not found.ok:
+        _damaged(str(path), found.to_dict(), as_json)
+    if as_json:
+        echo_json(found.to_dict())
+        return
+    typer.echo(f"{path}: whole, and its attention follows from q, k, v")
+    echo_fields(
+        {
+            "  layers": str(len(found.layers)),
+            "  chunks read": str(found.chunks),
+            "  digest": found.digest,
+            "  attention output": _error(found.output_error, found.output_tolerance, "relative"),
+            "  log-sum-exp": _error(found.lse_error, found.lse_tolerance, "absolute"),
+            "  dense attention": _error(found.attention_error, found.lse_tolerance, "absolute"),
+        }
+    )
+
+
+def _damaged(path: str, report: Mapping[str, Any], as_json: bool) -> None:
+    problems = report["problems"]
+    if as_json:
+        echo_json(report)
+    else:
+        typer.echo(f"{path}: damaged")
+        for problem in problems:
+            typer.echo(f"  {problem}")
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise Stop(f"error: {path} is damaged ({count} found, expected none); record it again", 2)
+
+
+def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
+    if not errors:
+        return "not recorded"
+    return f"{kind} error at most {max(errors):.1e} (allowed {allowed:.0e})"

@@ -1,0 +1,267 @@
+"""`kvsim replay`: policies and budgets over traces, as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli.show import (
+    OPEN_LOOP,
+    bar,
+    cells,
+    echo_json,
+    echo_results,
+    echo_table,
+    fidelity_shares,
+)
+from kvsim.cli.values import (
+    Json,
+    OptionError,
+    Stop,
+    build_policies,
+    locate,
+    parse_device,
+    parse_memory,
+    split,
+)
+from kvsim.errors import TraceError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from kvsim.composition import Policy
+    from kvsim.sweeps import Run
+    from kvsim.trace import Trace
+
+
+def replay(
+    traces: Annotated[
+        list[str],
+        typer.Argument(metavar="TRACE", help="Recorded traces, or 'sample' for the one shipped."),
+    ],
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="Policies, as `kvsim policies` lists them, or module:NAME for one of your own.",
+        ),
+    ],
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            metavar="N|P%[,...]",
+            help="Entries per KV head that stay after an event, or a share of the trace's length.",
+        ),
+    ],
+    interval: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows between events, the same for every policy; default: each its own."
+        ),
+    ] = None,
+    prefill: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefill/--no-prefill",
+            help="Whether an event follows the prompt; default: each policy its own.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="What to measure, as `kvsim metrics` lists it; default: everything with --out, "
+            "without it what the table shows.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for a block of layers, such as 500MB or 2GB; larger traces are replayed "
+            "block by block.  [default: 2GiB]",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    events: Annotated[
+        bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write run.json, records.zarr and results.parquet to a new folder."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay policies at budgets over traces and compare them.
+
+    Prints what each policy would have kept and lost, and how far the attention output would have
+    moved. An interrupt keeps the cells that are done.
+    """
+    if events and out is None:
+        raise OptionError("--events is about the results in --out; give --out DIR as well")
+    budgets = split(budget, "--budget")
+    names = split(policy, "--policy")
+    chosen = None if metric is None else split(metric, "--metric")
+    limit = None if memory is None else parse_memory(memory)
+
+    from kvsim.metrics.catalogue import metric as find_metric
+    from kvsim.sweeps import SUMMARY, check_output, sweep
+    from kvsim.trace import open_trace
+
+    if out is not None:
+        check_output(out)
+    for name in chosen or ():
+        find_metric(name)
+    policies = build_policies(names, settings or [])
+    parse_device(device)
+    opened = [open_trace(locate(trace)) for trace in traces]
+    _distinct(opened)
+    with bar("cells") as report:
+        run = sweep(
+            opened,
+            policies,
+            budgets,
+            interval=interval,
+            prefill=prefill,
+            metrics=chosen if chosen or out is not None else SUMMARY,
+            events=events,
+            memory=limit,
+            device=device,
+            progress=report,
+        )
+    total = len(opened) * len(policies) * len(budgets)
+    if not run.records:
+        raise Stop(_nothing(run), 130 if run.interrupted else 2)
+    where = None if out is None else run.save(out)
+    shown = [name for name in chosen or SUMMARY if name in set(run.table["metric"])]
+    if as_json:
+        echo_json(_document(run, shown, where))
+    else:
+        _print(opened, policies, run, shown, where)
+    _finish(run, total, where)
+
+
+def _distinct(traces: Sequence[Trace]) -> None:
+    """Raise TraceError where two traces have one name: a table could not tell them apart."""
+    seen: dict[str, Path | None] = {}
+    for trace in traces:
+        if trace.name in seen:
+            raise TraceError(
+                f"{seen[trace.name]} and {trace.path} are both called {trace.name!r}; expected "
+                "traces of different names, replay them one by one"
+            )
+        seen[trace.name] = trace.path
+
+
+def _nothing(run: Run) -> str:
+    """Why there is no result at all."""
+    if run.interrupted:
+        return "interrupted, no cell was done and nothing was written"
+    errors = list(dict.fromkeys(failure.error for failure in run.failures))
+    return "\n".join(f"error: {error}" for error in errors)
+
+
+def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, Any]:
+    from kvsim.sweeps import summarise
+
+    return {
+        **run.describe(),
+        "cells": cells(summarise(run.table, shown)),
+        "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
+        "fidelity": fidelity_shares(run.table, shown),
+        "out": None if where is None else str(where),
+    }
+
+
+def _trace_metrics(table: pl.DataFrame, shown: Sequence[str]) -> pl.DataFrame:
+    """Metrics that belong to a trace and to no policy: mean over layers of each variant."""
+    import polars as pl
+
+    of_trace = table.filter(pl.col("policy").is_null() & pl.col("metric").is_in(shown))
+    return of_trace.group_by("trace", "metric", "variant", maintain_order=True).agg(
+        pl.col("value").mean(), pl.col("chance").mean()
+    )
+
+
+def _print(
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    run: Run,
+    shown: Sequence[str],
+    where: Path | None,
+) -> None:
+    from kvsim.sweeps import summarise
+
+    for trace in traces:
+        typer.echo(
+            f"{trace.name}: {trace.n_pos} tokens (prompt {trace.prompt_len}), {trace.n_layers} "
+            f"layers, {trace.n_heads} KV heads"
+        )
+    typer.echo()
+    summary = summarise(run.table, shown)
+    if summary.height:
+        echo_results(summary, unbounded(policies))
+        typer.echo()
+    of_trace = _trace_metrics(run.table, shown)
+    if of_trace.height:
+        echo_table(
+            of_trace.columns,
+            [
+                [*map(str, row[:3]), *("-" if v is None else f"{v:.3f}" for v in row[3:])]
+                for row in of_trace.rows()
+            ],
+            right=3,
+        )
+        typer.echo()
+    typer.echo(means(shown, len(traces)))
+    typer.echo(fidelity_line(run.table, shown))
+    if where is not None:
+        typer.echo(f"Written to {where}: run.json, records.zarr, results.parquet.")
+
+
+def unbounded(policies: Sequence[Policy]) -> list[str]:
+    """Names of the policies that no budget binds."""
+    return [one.name for one in policies if not one.allocator.bounded]
+
+
+def means(shown: Sequence[str], n_traces: int) -> str:
+    """What the numbers of the table are means over."""
+    over = "layers and heads" if n_traces == 1 else f"layers, heads and {n_traces} traces"
+    regions = (
+        "; wiped out: regions of 32 tokens of which nothing is left after the last event"
+        if "wipeout" in shown
+        else ""
+    )
+    return f"Means over {over}, of rows over those after the prompt{regions}."
+
+
+def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
+    """How far the values of the table can be trusted."""
+    shares = fidelity_shares(table, shown)
+    parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+    return f"Fidelity of the values: {parts}. {OPEN_LOOP if 'open' in shares else ''}".rstrip()
+
+
+def _finish(run: Run, total: int, where: Path | None) -> None:
+    """Say on standard error what is missing, and leave with the right status."""
+    for failure in run.failures:
+        cell = f"{failure.trace}: {failure.policy}, budget {failure.budget}"
+        typer.echo(f"failed: {cell}: {failure.error}", err=True)
+    kept = "shown above" if where is None else f"kept in {where}"
+    done = len(run.records)
+    if run.interrupted:
+        raise Stop(f"interrupted, {done} of {total} cells are done and {kept}", 130)
+    if run.failures:
+        failed = len({(f.trace, f.policy, f.budget) for f in run.failures})
+        raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)

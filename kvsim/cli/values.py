@@ -1,0 +1,126 @@
+"""What the user typed, as values; each error says what was got and what was expected."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsim.errors import KvsimError, PolicyError, suggest
+from kvsim.samples import sample_trace
+
+if TYPE_CHECKING:
+    from kvsim.composition import Policy
+
+#: A parameter of a policy as `--set` gives it.
+Value = int | float | bool | str | None
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+TracePath = Annotated[
+    str,
+    typer.Argument(metavar="TRACE", help="A recorded trace, or 'sample' for the one that ships."),
+]
+
+
+class Stop(Exception):  # noqa: N818  how a command ends, not an error of the program
+    """Ends a command with a line on standard error and a status other than 0."""
+
+    def __init__(self, line: str, status: int) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+class OptionError(KvsimError, ValueError):
+    """An option that does not say what it should."""
+
+
+def locate(trace: str) -> Path:
+    """The path of a trace; `sample` is the one that comes with kvsim."""
+    path = Path(trace)
+    return sample_trace() if trace == "sample" and not path.exists() else path
+
+
+def split(values: Iterable[str], option: str) -> list[str]:
+    """Values of an option that may be repeated and hold commas; each once, in order."""
+    parts = [part.strip() for value in values for part in value.split(",")]
+    if not parts or not all(parts):
+        given = ",".join(values)
+        raise OptionError(f"{option} is {given!r}; expected names or numbers between commas")
+    return list(dict.fromkeys(parts))
+
+
+_CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
+
+
+def parse_set(text: str) -> tuple[str, Value]:
+    """`key=value`; the value is a number, true, false, none, or else text."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key or not value:
+        raise OptionError(f"--set is {text!r}; expected KEY=VALUE, such as window=64")
+    if value.lower() in _CONSTANTS:
+        return key, _CONSTANTS[value.lower()]
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, value
+
+
+_UNITS = {"": 1, **{f"{p}B": 1000**n for n, p in enumerate(("", "K", "M", "G", "T"))}}
+_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("K", "M", "G", "T"), start=1)}
+
+
+def parse_memory(text: str) -> int:
+    """Bytes: 500MB, 2GB, 1GiB, or a number of bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = None if found is None else _UNITS.get(found[2].upper())
+    if found is None or unit is None or not float(found[1]):
+        raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
+    return int(float(found[1]) * unit)
+
+
+def parse_device(name: str) -> str:
+    """A device of this machine."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device is {name!r}; expected cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"--device is {name!r}, but PyTorch {torch.__version__} finds "
+            f"{torch.cuda.device_count()} CUDA devices here; use --device cpu"
+        )
+    return name
+
+
+def build_policies(names: Sequence[str], settings: Sequence[str]) -> list[Policy]:
+    """The policies by name; each setting goes to every one that has its key.
+
+    Raises PolicyError where no policy has it.
+    """
+    from kvsim.policies import policy
+
+    if any(":" in name for name in names):
+        sys.path.append(str(Path.cwd()))  # where a file of the user's own is looked for last
+    wanted = dict(parse_set(text) for text in settings)
+    known = {name: policy(name).params for name in names}
+    for key in wanted:
+        if not any(key in params for params in known.values()):
+            keys = dict.fromkeys(key for params in known.values() for key in params)
+            raise PolicyError(
+                f"--set {key}: none of {', '.join(names)} has this parameter"
+                f"{suggest(key, keys)}; parameters: {', '.join(keys) or 'none'}"
+            )
+    return [
+        policy(name, **{key: value for key, value in wanted.items() if key in params})
+        for name, params in known.items()
+    ]
