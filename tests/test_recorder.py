@@ -19,6 +19,7 @@ from kvsim.recorder import (
     capture_many,
     capturing,
     load_model,
+    progress_bar,
     read_prompts,
     read_rope,
 )
@@ -861,3 +862,32 @@ def test_read_rope_of_tiny():
     assert rope.rotary_dim == 32
     assert rope.layout == "half"
     assert rope.inv_freq[1] == pytest.approx(1e6 ** (-2 / 32))
+
+
+# --- progress ---
+
+
+def test_progress_counts_tokens(capfd):
+    """A callback sees tokens done and in all; the bar is silent where there is no terminal."""
+    seen = []
+
+    capture(small("llama"), None, ids(20), max_new_tokens=3, progress=lambda *now: seen.append(now))
+    capture(small("llama"), None, ids(20), max_new_tokens=3, progress=True)
+
+    assert seen == [(20, 23), (21, 23), (22, 23), (23, 23)]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_is_shown_on_a_terminal(monkeypatch, capsys):
+    """On a terminal the bar is drawn on standard error, and nothing on standard output."""
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+
+    with progress_bar("walk") as show:
+        show(5, 10)
+
+    printed = capsys.readouterr()
+    assert "walk" in printed.err
+    assert printed.out == ""

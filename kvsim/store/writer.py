@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,9 @@ from kvsim.store.layout import ZarrArray, consolidation_allowed, create_array, r
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
+
+# What renaming onto something that is there fails with.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 class TraceWriter:
@@ -60,15 +64,10 @@ class TraceWriter:
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite = path, overwrite
         self.layer_ids = tuple(layer_ids)
-        try:
+        self.folder = path.parent / _hidden(path, "tmp")
+        with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.folder = path.parent / _hidden(path, "tmp")
             self._group = zarr.create_group(self.folder, zarr_format=3)
-        except OSError as error:
-            raise TraceError(
-                f"{path.parent} cannot be written ({error.strerror or error}); "
-                "give an output path in a folder that can"
-            ) from error
         self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         self._digest = ContentDigest()
         self._arrays: dict[str, ZarrArray] = {}
@@ -132,10 +131,12 @@ class TraceWriter:
         stored = block.to("cpu", self.dtype(name))
         self._check(name, layer, start, block, stored)
         values = stored.numpy()
-        array[layer, :, start : start + size] = values
+        with self._writing():
+            array[layer, :, start : start + size] = values
         self._next[name][layer] = start + size
         self._digest.update(name, layer, values)
-        self._commit()
+        with self._writing():
+            self._commit()
 
     def _check(self, name: str, layer: int, start: int, block: Tensor, stored: Tensor) -> None:
         where = str(self.path)
@@ -184,7 +185,7 @@ class TraceWriter:
             self._digest.update_all("tokens", 0, ids, axis=0)
         if token_text is not None:
             self._whole("token_text", np.array(list(token_text), dtype=object), "string")
-        for name in self._group.array_keys():
+        for name in sorted(self._group.array_keys()):
             self._require_chunks(name)
         shapes = {name: tuple(array.shape) for name, array in self._arrays.items()}
         if tokens is not None:
@@ -199,11 +200,25 @@ class TraceWriter:
             digest=self._digest.total(header, shapes),
             complete=True,
         )
-        with consolidation_allowed():
-            zarr.consolidate_metadata(self._group.store)
-        _sync_tree(self.folder)
-        self._rename()
+        with self._writing():
+            with consolidation_allowed():
+                zarr.consolidate_metadata(self._group.store)
+            _sync_tree(self.folder)
+            self._rename()
         return self.path
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the disk has to say into one clear line."""
+        try:
+            yield
+        except TraceError:
+            raise
+        except OSError as error:
+            raise TraceError(
+                f"{self.path} cannot be written ({error.strerror or error}), nothing was "
+                "published; free some space or give another output path"
+            ) from error
 
     def _whole(self, name: str, values: np.ndarray[Any, Any], dtype: str) -> None:
         array = create_array(self._group, name, values.shape, dtype, None)
@@ -232,7 +247,7 @@ class TraceWriter:
         except BaseException as error:
             if replaced:
                 aside.rename(self.path)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno in _TAKEN:
                 raise TraceExistsError(_exists(self.path)) from error
             raise
         _sync(self.path.parent)
