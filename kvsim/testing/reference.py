@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,15 @@ NEVER = 2**31 - 1
 class Cut:
     """One choice of one head: what was at stake between the last entry kept and the first dropped.
 
-    margin: their score difference relative to the larger of the two; 0 for an exact tie, infinite
-    where scores decided nothing (all or none of the unprotected entries stay).
+    margin: their score difference relative to `size`, the larger of the two; 0 for an exact tie,
+    infinite where scores decided nothing (all or none of the unprotected entries stay).
     """
 
     layer: int
     head: int
     row: int
     margin: float
+    size: float
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,24 @@ class Outcome:
         """The smallest decision margin of the whole replay, exact ties included (as 0)."""
         return min((cut.margin for cut in self.cuts), default=math.inf)
 
-    def sure_until(self, tolerance: float, *, ties: bool = True) -> Ints:
+    def sure_until(self, tolerance: float, *, ties: bool = True, faint: float = 0.0) -> Ints:
         """int32 [layer, head]: the row of the first cut that rounding could turn, else NEVER.
 
-        A cut is unsure where its margin is below `tolerance`. Exact ties are sure while `ties`:
-        the tie rule (lower position) decides them.
+        A cut is unsure where its margin is below `tolerance` or both scores are below `faint`.
+        Exact ties are sure while `ties`: the tie rule (lower position) decides them.
         """
         sure = np.full(self.evicted_at.shape[:2], NEVER, dtype=np.int32)
         for cut in self.cuts:
-            if cut.margin < tolerance and not (ties and cut.margin == 0.0):
+            exact = ties and cut.margin == 0.0
+            if cut.size < faint or (cut.margin < tolerance and not exact):
                 sure[cut.layer, cut.head] = min(sure[cut.layer, cut.head], cut.row)
         return sure
 
-    def agrees(self, evicted_at: npt.ArrayLike, tolerance: float, *, ties: bool = True) -> bool:
+    def agrees(
+        self, evicted_at: npt.ArrayLike, tolerance: float, *, ties: bool = True, faint: float = 0.0
+    ) -> bool:
         """Whether another replay evicted the same entries, up to each head's first unsure cut."""
-        limit = self.sure_until(tolerance, ties=ties)[:, :, None]
+        limit = self.sure_until(tolerance, ties=ties, faint=faint)[:, :, None]
         other = np.asarray(evicted_at)
         return other.shape == self.evicted_at.shape and bool(
             (np.minimum(other, limit) == np.minimum(self.evicted_at, limit)).all()
@@ -325,8 +330,8 @@ def replay(
                 continue
             scores, protected = score(event)
             for h in range(heads):
-                kept, margin = _choose(policy, event, h, scores[h], protected[h])
-                cuts.append(Cut(layer, h, row, margin))
+                kept, margin, size = _choose(policy, event, h, scores[h], protected[h])
+                cuts.append(Cut(layer, h, row, margin, size))
                 for p in set(event.live[h]) - kept:
                     evicted_at[layer, h, p] = row
                     del event.received[h][p]
@@ -361,8 +366,11 @@ def _logits(q: Floats, k: Floats, scale: float) -> Floats:
 
 def _choose(
     policy: str, event: Event, head: int, scores: dict[int, float], protected: set[int]
-) -> tuple[set[int], float]:
-    """Protected first, then the higher score, then the lower position: exactly the budget."""
+) -> tuple[set[int], float, float]:
+    """Protected first, then the higher score, then the lower position: exactly the budget.
+
+    Returns the kept set, and the margin and size of the cut.
+    """
     budget, live = event.budgets[head], event.live[head]
     if len(protected) > budget:
         raise BudgetError(
@@ -371,12 +379,12 @@ def _choose(
         )
     ranking = sorted((p for p in live if p not in protected), key=lambda p: (-scores[p], p))
     free = min(budget - len(protected), len(ranking))
-    margin = math.inf
+    margin = size = math.inf
     if 0 < free < len(ranking):
         last, first = scores[ranking[free - 1]], scores[ranking[free]]
         size = max(abs(last), abs(first))
         margin = (last - first) / size if size > 0 else 0.0
-    return protected | set(ranking[:free]), margin
+    return protected | set(ranking[:free]), margin, size
 
 
 # ------------------------------------------------------------------------------------ the metrics
@@ -431,8 +439,13 @@ def outputs(
     evicted_at: npt.ArrayLike,
     *,
     scale: float | None = None,
+    slot_theta: float | None = None,
 ) -> Outputs:
-    """Attention of every row over what it sees (`evicted_at` per KV head or per query head)."""
+    """Attention of every row over what it sees (`evicted_at` per KV head or per query head).
+
+    slot_theta: base of a rotary embedding; what a row sees is then rotated from its position to its
+    slot in the cache, and the query to the last slot (out_evicted keeps positions).
+    """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     n_layers, qheads, n, dim = queries.shape
     heads = keys.shape[1]
@@ -445,8 +458,9 @@ def outputs(
         lse_full=np.zeros(shape),
         lse_seen=np.zeros(shape),
     )
+    factor = dim**-0.5 if scale is None else scale
     for layer in range(n_layers):
-        z = _logits(queries[layer], keys[layer], dim**-0.5 if scale is None else scale)
+        z = _logits(queries[layer], keys[layer], factor)
         for i in range(qheads):
             value = values[layer, i // (qheads // heads)]
             for row in range(n):
@@ -454,9 +468,24 @@ def outputs(
                 seen = past & (row <= last[layer, i])
                 at = layer, i, row
                 found.out_full[at], found.lse_full[at] = _attend(z[i, row], value, past)
-                found.out_seen[at], found.lse_seen[at] = _attend(z[i, row], value, seen)
+                logits = z[i, row]
+                if slot_theta is not None:
+                    shift = np.cumsum(seen) - 1 - np.arange(n)  # slot - position
+                    key = _turn(keys[layer, i // (qheads // heads)], shift, slot_theta)
+                    query = _turn(queries[layer, i, row], shift[row], slot_theta)
+                    logits = factor * (key @ query)
+                found.out_seen[at], found.lse_seen[at] = _attend(logits, value, seen)
                 found.out_evicted[at], _ = _attend(z[i, row], value, past & ~seen)
     return found
+
+
+def _turn(x: Floats, by: Any, theta: float) -> Floats:
+    """x [..., dim] turned forward by `by` [...] positions; dimension i goes with i + dim / 2."""
+    half = x.shape[-1] // 2
+    angle = np.multiply.outer(by, theta ** (-np.arange(half) / half))
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def _attend(z: Floats, value: Floats, mask: Bools) -> tuple[Floats, float]:
@@ -598,7 +627,7 @@ def window_overlap(
         raise ValueError(
             f"four windows of {window} rows leave no key of {n}; give a smaller window"
         )
-    top = math.ceil(share * domain)
+    top = math.ceil(Fraction(str(share)) * domain)  # 0.1 * 30 is a little above 3 in floats
     found = []
     for h in range(heads):
         scores = []

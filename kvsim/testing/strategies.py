@@ -14,13 +14,26 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from kvsim.attention import Rope
 from kvsim.testing import reference
+from kvsim.trace import Trace
 
 T = TypeVar("T")
 
 #: What a trace is made of. "grid" holds small integers and a power-of-two scale: its logits are
-#: exact in any order of summation, so its many ties are exact. "half" was rounded to float16 first.
-KINDS = ("normal", "sharp", "sink", "grid", "half", "zero_keys", "repeated_keys", "zero_values")
+#: exact in any order of summation, and often equal. "half" was rounded to float16 first.
+#: "steep" has logits hundreds apart, so that most weights vanish beside the largest.
+KINDS = (
+    "normal",
+    "sharp",
+    "steep",
+    "sink",
+    "grid",
+    "half",
+    "zero_keys",
+    "repeated_keys",
+    "zero_values",
+)
 
 #: Sizes of a GQA group: one query head per KV head, and the groups of common models.
 GROUPS = (1, 2, 4, 7)
@@ -48,6 +61,48 @@ class Case:
         """(layers, KV heads, query heads of a group, positions, dim)."""
         layers, heads, n, dim = self.k.shape
         return layers, heads, self.q.shape[1] // heads, n, dim
+
+    def trace(self) -> Trace:
+        """The arrays as a Trace, with the rotary embedding of base 10,000."""
+        return Trace.from_arrays(
+            self.q,
+            self.k,
+            self.v,
+            prompt_len=self.prompt_len,
+            rope=Rope.default(self.shape[-1]),
+            scale=self.scale,
+            name=repr(self),
+        )
+
+    def ties_are_exact(self, policy: str) -> bool:
+        """Whether scores of `policy` that tie in one order of summation tie in every other.
+
+        They do where a score is one number, or a sum of two, that equal entries share; not where
+        different numbers happen to add up to the same, or small ones vanish beside a large one.
+        """
+        if self.kind == "zero_keys":
+            return policy.startswith("tova")
+        return self.kind not in ("grid", "repeated_keys", "steep") and self.shape[2] <= 2
+
+    @property
+    def tolerance(self) -> float:
+        """Relative score difference below which rounding may decide, in the trace's own dtype.
+
+        Weights are exponentials: an error of a few units in the last place of a logit of size z
+        becomes z times as many in the weight.
+        """
+        if self.q.dtype == np.float64:
+            return 1e-9
+        return 1e-3 if self.kind == "steep" else 1e-4
+
+    @property
+    def faint(self) -> float:
+        """Score below which weights vanish in the dtype that the trace computes in."""
+        return 1e-290 if self.q.dtype == np.float64 else 1e-30
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How Hypothesis shows it: without the arrays."""
+        printer.text(repr(self))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip("LHGnd", self.shape, strict=True))
@@ -87,6 +142,8 @@ def make_case(
     scale = dim**-0.5
     if kind == "sharp":
         q, k = 2.5 * q, 2.5 * k
+    elif kind == "steep":
+        q, k = 6.0 * q, 6.0 * k
     elif kind == "sink":  # queries lean on the first key, as trained models do
         q += 0.5
         k[:, :, 0] += 2.0
@@ -142,16 +199,16 @@ def cases(
 
 
 @st.composite
-def parameters(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Parameters of a built-in policy, small enough to bind on a few dozen tokens."""
+def parameters(draw: st.DrawFn, name: str, most: int = 10) -> dict[str, Any]:
+    """Parameters of a built-in policy, small enough to bind; a window of at most `most` rows."""
     known = reference.RULES[name].params
     drawn: dict[str, Any] = {}
     if "sink" in known:
-        drawn["sink"] = draw(st.integers(0, 6))
+        drawn["sink"] = draw(st.integers(0, min(6, most)))
     if "seed" in known:
         drawn["seed"] = draw(st.integers(0, 5))
     if "window" in known:
-        drawn["window"] = draw(st.integers(1, 10))
+        drawn["window"] = draw(st.integers(1, most))
         drawn["pool"] = draw(st.sampled_from(("max", "avg", None)))
         drawn["pool_kernel"] = draw(st.sampled_from((1, 3, 5, 7)))
     return drawn
@@ -160,28 +217,36 @@ def parameters(draw: st.DrawFn, name: str) -> dict[str, Any]:
 @st.composite
 def schedules(draw: st.DrawFn, n: int, prompt_len: int) -> tuple[int | None, bool | None]:
     """(interval, prefill): the policy's own, every row, a few rows, or more rows than remain."""
-    rest = n - prompt_len
+    rest = max(1, n - prompt_len)
     interval = draw(
         _mostly(
             st.sampled_from((None, 1)) | st.integers(2, 8),
-            st.integers(max(1, rest), rest + 3),
+            st.integers(rest, rest + 3),
         )
     )
     return interval, draw(_mostly(st.sampled_from((None, True)), st.just(value=False)))
 
 
 @st.composite
-def budgets(draw: st.DrawFn, least: int, n: int) -> int:
-    """Entries to keep: mostly about the protected size, sometimes more than there are."""
-    near = st.integers(least, least + 3) | st.integers(least, max(least, n // 2))
-    return draw(_mostly(near, st.integers(max(least, n - 1), n + 3 + least)))
+def budgets(draw: st.DrawFn, least: int, most: int) -> int:
+    """Entries to keep: mostly about the protected size and below `most`, sometimes above it."""
+    most = max(least, most)
+    near = st.integers(least, min(least + 3, most)) | st.integers(least, most)
+    return draw(_mostly(near, st.integers(most, most + 3)))
 
 
 @st.composite
 def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(reference.RULES)) -> Setup:
-    """A built-in policy with parameters, schedule and a budget that it has a rule for."""
+    """A built-in policy with parameters, schedule and a budget that it has a rule for.
+
+    Most budgets are below what the last event finds, so that something is evicted.
+    """
     name = draw(st.sampled_from(names))
-    params = draw(parameters(name))
     interval, prefill = draw(schedules(case.n, case.prompt_len))
+    every = interval or (1 if reference.RULES[name].every_row else None)
+    last = max(
+        reference.event_rows(case.n, case.prompt_len, interval=every, prefill=prefill), default=0
+    )
+    params = draw(parameters(name, draw(_mostly(st.just(max(1, min(10, last))), st.just(10)))))
     least = reference.smallest_budget(name, params, case.n - 1)
-    return Setup(name, params, draw(budgets(least, case.n)), interval, prefill)
+    return Setup(name, params, draw(budgets(least, last)), interval, prefill)
