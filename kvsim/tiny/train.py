@@ -1,6 +1,6 @@
 """Train the tiny model from nothing on one CPU core.
 
-    python -m kvsim.tiny.train --out DIR [--steps 4600] [--seed 0] [--threads 1] [--resume]
+    python -m kvsim.tiny.train --out DIR [--steps 2800] [--seed 0] [--threads 1] [--resume]
 
 Curriculum first: samples of growing size, on to the next level once the running mean of token
 accuracy passes a threshold or the level's bound of steps is reached.
@@ -62,7 +62,7 @@ class Settings:
         evaluate: steps between two measurements on development samples; 0 for none.
     """
 
-    steps: int = 4600
+    steps: int = 2800
     seed: int = 0
     levels: tuple[Level, ...] = LEVELS
     level_steps: tuple[int, ...] = (800, 500, 600, 500)
