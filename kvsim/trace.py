@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -20,45 +20,16 @@ from kvsim.errors import NeedsError, TraceError
 from kvsim.schema import AXES
 from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
 from kvsim.store.header import DIGESTED, ContentDigest, Header
+from kvsim.store.memory import ArrayLike, Memory, Source, as_tensor, as_tokens
 
 if TYPE_CHECKING:
     import xarray
 
 __all__ = ["Trace", "open_trace"]
 
-ArrayLike = Tensor | np.ndarray[Any, Any]
 Positions = Sequence[int] | slice | Tensor
 
 _ALL = slice(None)
-
-
-class Source(Protocol):
-    """Where the arrays of a trace are."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array that there is."""
-
-    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Part of an array; `layers` means nothing for arrays without a layer axis."""
-
-
-class _Memory:
-    """Arrays in memory; `read` gives views."""
-
-    def __init__(self, arrays: Mapping[str, Tensor]) -> None:
-        self.arrays = dict(arrays)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(array.shape) for name, array in self.arrays.items()}
-
-    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        array = self.arrays[name]
-        if AXES[name][0] != "layer":
-            return array[pos]
-        axis = AXES[name].index("pos")
-        return array[(layers, *[_ALL] * (axis - 1), pos)]
 
 
 class _PerQueryHead:
@@ -146,7 +117,7 @@ class Trace:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
         """
         given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse}
-        arrays = {key: _tensor(key, array) for key, array in given.items() if array is not None}
+        arrays = {key: as_tensor(key, array) for key, array in given.items() if array is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, _, n_pos, dim = arrays["q"].shape
         header = Header(
@@ -165,12 +136,12 @@ class Trace:
         for key, array in arrays.items():
             check_finite(key, array, name)
         if tokens is not None:
-            arrays["tokens"] = _tokens(tokens, n_pos, name)
+            arrays["tokens"] = as_tokens(tokens, n_pos, name)
         if token_text is not None and len(token_text) != n_pos:
             raise TraceError(
                 f"{name}: token_text has {len(token_text)} entries, expected {n_pos}, one per token"
             )
-        return cls(_Memory(arrays), header, dtype=dtype, token_text=token_text)
+        return cls(Memory(arrays), header, dtype=dtype, token_text=token_text)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the trace to `path` in the format of `docs/trace-format.md`; gives the path.
@@ -499,29 +470,6 @@ def open_trace(path: str | Path) -> Trace:
         digest=stored.digest,
         path=stored.path,
     )
-
-
-# --- checks ---
-
-
-def _tensor(name: str, array: ArrayLike) -> Tensor:
-    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array.detach()
-    if tensor.dtype not in DTYPES:
-        raise TraceError(
-            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected one of "
-            f"{', '.join(DTYPES.values())}"
-        )
-    return tensor
-
-
-def _tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
-    ids = torch.as_tensor(tokens)
-    if tuple(ids.shape) != (n_pos,) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise TraceError(
-            f"{where}: tokens has shape {tuple(ids.shape)} and dtype "
-            f"{str(ids.dtype).removeprefix('torch.')}, expected {n_pos} integers"
-        )
-    return ids.to(torch.int64)
 
 
 def _positions(at: Positions, n_pos: int) -> Tensor:

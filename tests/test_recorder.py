@@ -201,6 +201,19 @@ def test_bfloat16_is_kept_exactly(attention, tmp_path):
     assert verify(trace.path).ok
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_every_dtype_is_within_its_tolerance(dtype, attention):
+    """Models in any dtype are recorded, and a fused kernel stays far below the tolerance."""
+    model = build(*FAMILIES["llama"], attention=attention).to(dtype)
+
+    trace = capture(model, None, ids(300), max_new_tokens=10)
+
+    check = trace.meta["capture_check"]
+    share = max(check["max_relative_error"]) / check["tolerance"]
+    assert share < (1 / 3 if attention == "sdpa" else 1)
+
+
 def test_keys_are_exactly_the_cache():
     """Recorded keys and values are what the model's own cache holds after the same forward."""
     model = small("qwen3")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kvsim.attention import Rope
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
 from kvsim.store import TraceWriter, describe, verify
+from kvsim.store.layout import DIMENSIONS
 from kvsim.trace import Trace, open_trace
 
 N = 300
@@ -154,6 +156,15 @@ def test_arrays_follow_the_format(saved):
     assert attributes["n_tokens"] == attributes["committed_tokens"] == N
 
 
+def test_the_format_is_documented():
+    """The table of arrays in docs/trace-format.md has every array with its dimension names."""
+    document = (Path(__file__).parents[1] / "docs" / "trace-format.md").read_text()
+
+    for name, axes in DIMENSIONS.items():
+        assert f"| `{name}` | `{', '.join(axes)}` |" in document
+    assert f"# The kvsim trace format, version {FORMAT_VERSION}\n" in document
+
+
 def test_xarray_opens_it_with_named_dimensions(saved):
     """xarray opens the folder without kvsim, with named dimensions and layer numbers."""
     import xarray
@@ -247,8 +258,6 @@ def test_a_race_for_the_path_loses_nothing(tmp_path, monkeypatch):
 
 def test_a_failed_rename_puts_the_old_trace_back(stored, monkeypatch):
     """If the new trace cannot be renamed in, the old one is back at its place."""
-    from pathlib import Path
-
     rename = Path.rename
 
     def fail_for_new(self, target):

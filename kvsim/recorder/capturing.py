@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import ARRAYS, BlockRecorder, MemorySink, Sink
 from kvsim.recorder.generation import generate, stop_tokens
-from kvsim.recorder.hooks import KernelCall, attention_modules, listening
+from kvsim.recorder.hooks import KernelCall, attention_modules, kernel_name, listening
 from kvsim.recorder.models import (
     context_length,
     describe_model,
@@ -239,7 +239,12 @@ class _Capture:
                 return writer
 
             narrow = torch.float16 if self.options.store_dtype else None
-            recorder = BlockRecorder(open_sink, self.rope, store_dtype=narrow)
+            recorder = BlockRecorder(
+                open_sink,
+                self.rope,
+                store_dtype=narrow,
+                rounds_logits=kernel_name(self.model) == "eager",
+            )
             with listening(self.model, recorder.receive, limit=self.limit):
                 tokens, ended = generate(
                     self.model,

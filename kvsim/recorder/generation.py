@@ -72,12 +72,13 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> i
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode for as long as the block lasts: dropout would make q, k, v random."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

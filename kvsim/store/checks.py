@@ -71,8 +71,10 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
 
 
 #: Largest relative error allowed between a model's attention output and the one recomputed from
-#: q, k, v, by the coarsest dtype involved: rounding stays below, a wrong formula stays above.
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
+#: q, k, v, by the coarsest dtype involved: rounding stays some times below (measured on random
+#: models: 1e-6, 5e-4, 4e-3 from float32 on), a wrong formula far above. transformers' eager kernel
+#: takes the softmax of float64 models in float32.
+TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 
 
 def tolerance(*dtypes: str) -> float:

@@ -26,7 +26,9 @@ CODECS = ("bytes", "vlen-utf8", "blosc", "zstd", "gzip", "crc32c")
 #: Arrays that a trace must have.
 REQUIRED = ("layer", "q", "k", "v")
 
+#: Dimension names of the arrays of a trace; evictions belong to records.
 DIMENSIONS = {**AXES, "layer": ("layer",)}
+del DIMENSIONS["evicted_at"]
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
