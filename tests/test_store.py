@@ -466,6 +466,23 @@ def test_describe(saved):
     assert found["answer_check"] is None
 
 
+@pytest.mark.parametrize("value", [None, 3, "x", [1], {"model": 3, "notes": 1, "text": []}])
+def test_foreign_provenance_is_harmless(stored, value):
+    """Provenance of another shape than ours is ignored: nothing depends on it."""
+    change_root(meta=value)(stored)
+
+    assert describe(stored)["model"] == {}
+    assert verify(stored).ok
+
+
+def test_missing_checksums_are_a_problem(stored):
+    """A trace without checksums is readable, and does not verify."""
+    change_root(checksums=None)(stored)
+
+    assert open_trace(stored).n_pos == N
+    assert "checksum" in verify(stored).problems[0]
+
+
 # --- bad input ---
 
 
@@ -570,6 +587,30 @@ def old_zarr(path):
     edit(path / "q" / "zarr.json", lambda array: array.update(zarr_format=2))
 
 
+def no_shape(path):
+    """Leave out the shape of q."""
+    edit(path / "q" / "zarr.json", lambda array: array.pop("shape"))
+
+
+def bad_blosc(path):
+    """Name a compressor that blosc does not have."""
+
+    def change(array):
+        array["codecs"][1]["configuration"]["cname"] = "none"
+
+    edit(path / "q" / "zarr.json", change)
+
+
+def codecs_are_no_list(path):
+    """Put a number where codecs belong."""
+    edit(path / "q" / "zarr.json", lambda array: array.update(codecs=3))
+
+
+def not_a_group(path):
+    """Make the root something else."""
+    edit(path / "zarr.json", lambda root: root.update(node_type="thing"))
+
+
 def damaged_layer(path):
     """Damage the layer numbers."""
     flip(path / "layer" / "c" / "0")
@@ -596,6 +637,10 @@ def damaged_layer(path):
         (object_array, "q has data type 'object'"),
         (unknown_codec, "q has codec 'numcodecs.pickle'"),
         (old_zarr, "q has zarr_format 2"),
+        (no_shape, "metadata is not usable"),
+        (bad_blosc, "metadata is not usable"),
+        (codecs_are_no_list, "q has codec 3"),
+        (not_a_group, "metadata is not usable"),
         (damaged_layer, "a chunk of layer is damaged"),
     ],
 )

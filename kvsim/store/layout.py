@@ -107,7 +107,8 @@ def check_array_metadata(name: str, document: Mapping[str, Any], where: str) -> 
             f"{where}: {name} has data type {data_type!r}, expected one of "
             f"{', '.join(DATA_TYPES)}; kvsim loads nothing else"
         )
-    for codec in document.get("codecs", ()):
+    codecs = document.get("codecs")
+    for codec in codecs if isinstance(codecs, list) else [codecs]:
         codec_name = codec.get("name") if isinstance(codec, dict) else codec
         if codec_name not in CODECS:
             raise TraceError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,16 @@ class StoredTrace:
         return tensor
 
     def _open(self) -> dict[str, ZarrArray]:
-        group = zarr.open_group(self.path, mode="r", zarr_format=3, use_consolidated=False)
+        with self._metadata():
+            group = zarr.open_group(self.path, mode="r", zarr_format=3, use_consolidated=False)
         arrays: dict[str, ZarrArray] = {}
         for name in DIMENSIONS:
             folder = self.path / name
             if not folder.is_dir():
                 continue
             check_array_metadata(name, read_json(folder / "zarr.json", self.where), self.where)
-            array = group[name]
+            with self._metadata():
+                array = group[name]
             if not isinstance(array, zarr.Array):
                 raise TraceError(f"{self.where}: {name} is no array; record the trace again")
             arrays[name] = array
@@ -110,6 +113,18 @@ class StoredTrace:
                 "record the trace again"
             )
         return arrays
+
+    @contextmanager
+    def _metadata(self) -> Iterator[None]:
+        """Turn what zarr says about metadata that it cannot use into one clear line."""
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TraceError(
+                f"{self.where}: its metadata is not usable ({reason}), expected what "
+                "docs/trace-format.md describes; record the trace again"
+            ) from error
 
     def _check(self) -> None:
         for name, array in self.arrays.items():
@@ -145,8 +160,9 @@ class StoredTrace:
             return np.asarray(self.arrays[name][index])
         except (ValueError, RuntimeError, OSError, EOFError) as error:
             # zarr's codecs report a wrong checksum or a truncated chunk with these
+            reason = " ".join(str(error).split())
             raise TraceError(
-                f"{self.where}: a chunk of {name} is damaged ({error}), expected data that its "
+                f"{self.where}: a chunk of {name} is damaged ({reason}), expected data that its "
                 "checksum fits; copy the trace again or record it again"
             ) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,8 @@ class _Check:
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
         axis = AXES[name].index("pos") - 1
         self.digest.update_all(name, layer, values.numpy(), axis)
-        recorded = self.stored.attributes.get("checksums", {}).get(name, [])
+        recorded = _entry(self.stored.attributes, "checksums").get(name)
+        recorded = recorded if isinstance(recorded, list) else []
         computed = self.digest.checksums()[name][-1]
         if layer >= len(recorded) or recorded[layer] != computed:
             self.problems.append(
@@ -190,8 +191,7 @@ class _Check:
 
 def _recorded_tolerance(stored: StoredTrace) -> float:
     """What the capture allowed: a model's kernel may round more than its dtype alone tells."""
-    check = stored.header.meta.get("capture_check")
-    recorded = check.get("tolerance") if isinstance(check, dict) else None
+    recorded = _entry(stored.header.meta, "capture_check").get("tolerance")
     return min(float(recorded), 0.5) if isinstance(recorded, int | float) else 0.0
 
 
@@ -214,7 +214,8 @@ def describe(path: str | Path) -> dict[str, Any]:
     """
     stored = StoredTrace(Path(path))
     meta = stored.header.meta
-    text = meta.get("text", {})
+    text = _entry(meta, "text")
+    notes = meta.get("notes")
     files = [file for file in stored.path.rglob("*") if file.is_file()]
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
     return {
@@ -245,15 +246,21 @@ def describe(path: str | Path) -> dict[str, Any]:
         },
         "bytes": sum(file.stat().st_size for file in files),
         "files": len(files),
-        "model": {key: value for key, value in meta.get("model", {}).items() if key != "config"},
-        "versions": meta.get("versions", {}),
-        "generation": meta.get("generation", {}),
+        "model": {key: value for key, value in _entry(meta, "model").items() if key != "config"},
+        "versions": _entry(meta, "versions"),
+        "generation": _entry(meta, "generation"),
         "prompt": _head(text.get("prompt")),
         "response": _head(text.get("response")),
-        "answer_check": meta.get("answer_check"),
-        "capture_check": meta.get("capture_check"),
-        "notes": list(meta.get("notes", [])),
+        "answer_check": _entry(meta, "answer_check") or None,
+        "capture_check": _entry(meta, "capture_check") or None,
+        "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
+
+
+def _entry(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object of the metadata; empty where a foreign writer put something else."""
+    value = meta.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _head(text: object, length: int = 200) -> str | None:
