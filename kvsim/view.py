@@ -19,7 +19,7 @@ from kvsim.attention import Rope
 Group = Literal["mean", "max", "sum"]
 
 #: Bytes of logits that a View holds at once where it can work in blocks of rows.
-LOGIT_BYTES = 64 << 20
+LOGIT_BYTES = 16 << 20
 
 
 class Source(Protocol):
@@ -170,9 +170,9 @@ class View:
         """
         for size, known in self._windows.items():
             if size >= last:
-                return _reduce(known[..., max(0, known.shape[-2] - last) :, :], group)
+                return reduce_group(known[..., max(0, known.shape[-2] - last) :, :], group)
         self._windows[last] = self._rows(self.first(last), self.row + 1)
-        return _reduce(self._windows[last], group)
+        return reduce_group(self._windows[last], group)
 
     def received(self) -> Tensor:
         """Attention that each entry received since the last event that acted; [L, H, n].
@@ -224,7 +224,8 @@ def gather(stored: Tensor, entries: Entries) -> Tensor:
     return out if bool(entries.live.all()) else out.masked_fill_(~entries.live.unsqueeze(-1), 0.0)
 
 
-def _reduce(attention: Tensor, group: Group | None) -> Tensor:
+def reduce_group(attention: Tensor, group: Group | None) -> Tensor:
+    """Attention [L, H, G, w, n] with its query heads reduced to [L, H, w, n], or as it is."""
     if group is None:
         return attention
     if group == "max":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsim.composition import Scores
 from kvsim.engine.block import Block, check
-from kvsim.view import Group, View, gather
+from kvsim.view import Group, View, gather, reduce_group
 
 #: Rows of a block. More means fewer gathers, and more holes to compute over.
 ROWS = 32
@@ -70,15 +70,16 @@ class RowView:
 
     def __init__(self, block: Block, start: int, stop: int) -> None:
         self._block, self._start, self._stop = block, start, stop
+        # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
-        self._total: Tensor | None = None
+        self._attention: Tensor | None = None
         self.pos, self.layers, self.budget = block.entries.pos, block.layers, block.budget
         self.live = self.pos < start
         self.row = start
 
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
-        self.row, self._total = row, None
+        self.row, self._attention = row, None
         self.live[..., slot] = True
 
     def close(self, slot: Tensor) -> None:
@@ -95,36 +96,25 @@ class RowView:
         """Attention of the current row (`last` is 1); [L, H, G, 1, n], or [L, H, 1, n] by group."""
         if last != 1:
             raise ValueError(f"a scorer with per_row sees one row, this one asks for {last}")
-        weight = self._weight()
-        share = 1.0 / self._sum(weight)
-        if group in ("sum", "mean"):  # sum over G of weight / total, without a [G, n] product
-            got = torch.matmul(share.transpose(-1, -2), weight) * self.live.unsqueeze(2)
-            return got if group == "sum" else got / weight.shape[2]
-        out = (weight * share * self.live.unsqueeze(2)).unsqueeze(3)
-        return out if group is None else out.amax(2)
+        if self._attention is None:
+            self._attention = self._softmax()
+        return reduce_group(self._attention.unsqueeze(3), group)
 
     def received(self) -> Tensor:
         """Attention received from the current row, summed over the group; [L, H, n]."""
         return self.attn(1, group="sum")[..., 0, :]
 
-    def _weight(self) -> Tensor:
-        """exp(logit - a maximum) of the current row; arbitrary where not live. [L, H, G, n]."""
+    def _softmax(self) -> Tensor:
+        """Softmax over the live entries, [L, H, G, n]."""
         if self._weights is None:
             z = self._logits(self._start, self._stop)
             self._weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
-        weight = self._weights[:, :, self.row - self._start]
-        if bool((self._sum(weight) < _FAINT).any()):
+        weight = self._weights[:, :, self.row - self._start] * self.live.unsqueeze(2)
+        total = weight.sum(-1, keepdim=True)
+        if bool((total < _FAINT).any()):
             z = self._logits(self.row, self.row + 1)[:, :, 0]
-            z.masked_fill_(~self.live.unsqueeze(2), -torch.inf)
-            weight = z.sub_(z.amax(-1, keepdim=True)).exp_()
-            self._total = None
-        return weight
-
-    def _sum(self, weight: Tensor) -> Tensor:
-        """Sum of the weights of the live entries, [L, H, G, 1]."""
-        if self._total is None:
-            self._total = torch.matmul(weight, self.live.to(weight.dtype).unsqueeze(-1))
-        return self._total
+            return z.masked_fill_(~self.live.unsqueeze(2), -torch.inf).softmax(-1)
+        return weight.div_(total)
 
     def _logits(self, start: int, stop: int) -> Tensor:
         """Logits of rows start..stop-1 against every slot; [L, H, w, G, n]."""

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvsim.schema import CHUNK
 from kvsim.trace import Trace
 
 
@@ -16,6 +17,7 @@ class TraceSource:
     def __init__(self, trace: Trace, layers: slice, device: torch.device) -> None:
         self._trace, self._layers, self._device = trace, layers, device
         self.rope, self.scale = trace.rope, trace.scale
+        self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
 
     @cached_property
     def keys(self) -> Tensor:
@@ -29,7 +31,14 @@ class TraceSource:
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d]."""
-        q = self._trace.read("q", self._layers, slice(start, stop)).to(self._device)
+        first, held = self._window_start, self._window.shape[2]
+        if start < first or stop > first + held:
+            # whole chunks, because neighbouring rows are asked for next
+            first = start // CHUNK * CHUNK
+            last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
+            q = self._trace.read("q", self._layers, slice(first, last))
+            self._window, self._window_start = q.to(self._device), first
+        q = self._window[:, :, start - first : stop - first]
         out: Tensor = q.unflatten(1, (self._trace.n_heads, -1))
         return out
 

@@ -7,7 +7,7 @@ the trace alone; `catalogue` names them all and `table` makes tidy tables.
 from kvsim.metrics.catalogue import METRICS, Metric, metric
 from kvsim.metrics.output import OutputError, output_error
 from kvsim.metrics.overlap import window_overlap
-from kvsim.metrics.retention import retained_iou, wipeout
+from kvsim.metrics.retention import entries_seen, retained_iou, wipeout
 from kvsim.metrics.table import COLUMNS, fidelity, measure
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "METRICS",
     "Metric",
     "OutputError",
+    "entries_seen",
     "fidelity",
     "measure",
     "metric",

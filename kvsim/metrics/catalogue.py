@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvsim.errors import PolicyError, suggest
 from kvsim.metrics.output import OutputError
 from kvsim.metrics.overlap import default_window, window_overlap
-from kvsim.metrics.retention import retained_iou, wipeout
+from kvsim.metrics.retention import entries_seen, retained_iou, wipeout
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -94,6 +94,11 @@ def _iou(subject: Subject) -> Iterator[Cells]:
         yield Cells(layer, found.iou, "head", chance=found.chance, events=found.rows)
 
 
+def _entries(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        yield Cells(layer, entries_seen(evicted_at, subject.trace.prompt_len), "head")
+
+
 def _overlap(subject: Subject) -> Iterator[Cells]:
     trace = subject.trace
     window = default_window(trace.n_pos)
@@ -136,6 +141,10 @@ METRICS: Mapping[str, Metric] = {
     "retained_iou": Metric(
         "intersection over union of the sets kept after consecutive events, beside chance",
         "sets", "share", None, "AMS, Table 14", _iou,
+    ),
+    "entries_seen": Metric(
+        "entries that a row sees, mean over rows after the prompt: the cache a policy really used",
+        "sets", "entries", None, "kvsim", _entries,
     ),
     "window_overlap": Metric(
         "share of the last rows' top keys that were top keys of earlier rows, beside chance",

@@ -132,6 +132,18 @@ def retained_iou(evicted_at: NDArray[np.int32]) -> RetainedIoU:
     )
 
 
+def entries_seen(evicted_at: NDArray[np.int32], prompt_len: int) -> Floats:
+    """Entries that a row after the prompt sees, mean over those rows; [H], NaN without rows."""
+    heads, total = evicted_at.shape
+    rows = total - prompt_len
+    if not rows:
+        return np.full(heads, np.nan)
+    first = np.maximum(np.arange(total), prompt_len)
+    last = np.minimum(evicted_at, total - 1).astype(np.int64)
+    seen: Floats = np.maximum(last - first + 1, 0).sum(-1) / rows
+    return seen
+
+
 def _histogram(index: Ints, shape: tuple[int, int]) -> Ints:
     """Counts [H, shape[1]] of index [H, m]."""
     out = np.zeros(shape, np.int64)

@@ -1,0 +1,149 @@
+"""How close replay comes to the hardware: ratios measured in one process.
+
+    python tests/benchmarks/replay.py            # the sizes of the aim, about a minute
+    python tests/benchmarks/replay.py --smallest # seconds; what the test suite runs
+
+Prints
+* the fp32 matrix-product rate of the machine, and the rate of replay with output error as a share
+  of it. Useful operations are 4 x dim x the entries that query heads see, over rows after the prompt;
+  time is scoring, selection, merging and the error, with the full output and log-sum-exp given.
+* for policies that evict after every row, the time of a row against reading the live keys once.
+* the time that each part takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import kvsim
+from kvsim.metrics import output_error
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of one run."""
+
+    layers: int
+    heads: int
+    group: int
+    dim: int
+    tokens: int
+    prompt: int
+    budget: int
+    interval: int | None
+    matrix: int = 2048
+    repeats: int = 3
+
+
+AIM = Size(1, 4, 7, 128, tokens=4096, prompt=512, budget=512, interval=512, repeats=5)
+AIM_ROWS = Size(28, 4, 7, 128, tokens=2048, prompt=64, budget=256, interval=1, repeats=2)
+SMALLEST = Size(1, 2, 2, 32, tokens=512, prompt=128, budget=64, interval=64, matrix=256)
+SMALLEST_ROWS = Size(2, 2, 2, 32, tokens=256, prompt=64, budget=64, interval=1, matrix=256)
+
+
+def best(call: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of some calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def matrix_rate(size: int) -> float:
+    """fp32 operations per second of a square matrix product."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / best(lambda: a @ b, 8)
+
+
+def arrays(size: Size) -> dict[str, torch.Tensor]:
+    """Random q, k, v with their full attention."""
+    torch.manual_seed(0)
+    rows = (size.layers, size.heads * size.group, size.tokens, size.dim)
+    entries = (size.layers, size.heads, size.tokens, size.dim)
+    given = {"q": torch.randn(rows), "k": torch.randn(entries), "v": torch.randn(entries)}
+    if size.interval != 1:
+        trace = fresh(size, given)
+        given["attn_out"], given["lse"] = trace.attn_out, trace.lse
+    return given
+
+
+def fresh(size: Size, given: dict[str, torch.Tensor]) -> kvsim.Trace:
+    """A trace that has cached nothing."""
+    rope = kvsim.Rope.default(size.dim)
+    return kvsim.Trace.from_arrays(**given, prompt_len=size.prompt, rope=rope)
+
+
+def error_rate(size: Size, name: str, given: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Operations per second of replay and output error, and the seconds of both parts."""
+    outcome = {"rate": 0.0, "replay_s": 0.0, "error_s": 0.0}
+    policy = kvsim.policy(name)
+    for _ in range(size.repeats):
+        trace = fresh(size, given)
+        start = time.perf_counter()
+        record = kvsim.replay(trace, policy, budget=size.budget, interval=size.interval)
+        middle = time.perf_counter()
+        output_error(trace, [record])
+        end = time.perf_counter()
+        seen = sum(int(record.kept(row).sum()) for row in range(size.prompt, size.tokens))
+        rate = 4 * size.dim * seen * size.group / (end - start)
+        if rate > outcome["rate"]:
+            outcome = {"rate": rate, "replay_s": middle - start, "error_s": end - middle}
+    return outcome
+
+
+def row_cost(size: Size, name: str, given: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Seconds per row that evicts, and seconds of reading the live keys of all layers once."""
+    trace = fresh(size, given)
+    policy = kvsim.policy(name)
+    total = best(lambda: kvsim.replay(trace, policy, budget=size.budget), size.repeats)
+    live = torch.randn(size.layers, size.heads, size.budget, size.dim)
+    read = best(live.sum, 50)
+    return total / (size.tokens - max(size.prompt, size.budget)), read
+
+
+def run(size: Size, rows: Size) -> dict[str, float]:
+    """Print the report; ratios by name."""
+    ratios = {}
+    print(f"threads {torch.get_num_threads()}, torch {torch.__version__}")
+    given = arrays(size)
+    print(f"{size}")
+    for name in ("tova", "snapkv"):
+        before = matrix_rate(size.matrix)
+        found = error_rate(size, name, given)
+        rate = max(
+            before, matrix_rate(size.matrix)
+        )  # the machine may be busy at one of the moments
+        ratios[name] = found["rate"] / rate
+        print(
+            f"{name:8} {found['rate'] / 1e9:7.1f} of {rate / 1e9:.1f} Gop/s: {ratios[name]:.2f}  "
+            f"(replay {found['replay_s'] * 1e3:.0f} ms, error {found['error_s'] * 1e3:.0f} ms)"
+        )
+    given = arrays(rows)
+    print(f"{rows}")
+    for name in ("tova", "h2o"):
+        cost, read = row_cost(rows, name, given)
+        ratios[f"{name} row"] = cost / read
+        print(
+            f"{name:8} {cost * 1e3:.3f} ms per row, {cost / read:.1f} times reading the live keys "
+            f"once ({read * 1e3:.3f} ms)"
+        )
+    return ratios
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smallest", action="store_true", help="seconds instead of a minute")
+    smallest = parser.parse_args().smallest
+    run(*((SMALLEST, SMALLEST_ROWS) if smallest else (AIM, AIM_ROWS)))
+
+
+if __name__ == "__main__":
+    main()

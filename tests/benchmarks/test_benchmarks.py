@@ -1,0 +1,27 @@
+"""Benchmarks run at their smallest size; their figures are printed, not asserted."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def load(name):
+    """A benchmark script as a module."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_replay_benchmark_prints_its_ratios(capsys):
+    """The replay benchmark runs and prints a ratio for every policy that it names."""
+    replay = load("replay")
+
+    ratios = replay.run(replay.SMALLEST, replay.SMALLEST_ROWS)
+
+    with capsys.disabled():
+        print("\n" + capsys.readouterr().out)
+    assert set(ratios) == {"tova", "snapkv", "tova row", "h2o row"}
+    assert all(value > 0 for value in ratios.values())

@@ -1,0 +1,78 @@
+"""A trace much larger than the memory budget replays within it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.errors import MemoryLimitError
+
+BUDGET = 96 << 20
+INTERPRETER = 500 << 20  # the interpreter, torch, zarr and polars
+
+REPLAY = """
+import json, resource, sys
+import kvsim
+from kvsim.sweeps import sweep
+
+trace = kvsim.open_trace(sys.argv[1])
+policies = [kvsim.policy("tova"), kvsim.policy("snapkv")]
+run = sweep(
+    [trace], policies, [512], interval=1024, memory=int(sys.argv[2]),
+    metrics=["output_error", "wipeout"],
+)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"peak": peak, "rows": len(run.table), "failures": len(run.failures)}))
+"""
+
+
+@pytest.fixture
+def large_trace(tmp_path):
+    """A stored trace of more than four times BUDGET; every layer holds the same numbers."""
+    torch.manual_seed(0)
+    layers, qheads, heads, tokens, dim = 33, 4, 2, 4096, 64
+    q = torch.randn(1, qheads, tokens, dim).expand(layers, -1, -1, -1)
+    k, v = (torch.randn(1, heads, tokens, dim).expand(layers, -1, -1, -1) for _ in range(2))
+    # attention output and log-sum-exp are given, whatever their values: they are read like any
+    out, lse = torch.randn(1, qheads, tokens, dim), torch.randn(1, qheads, tokens) + 20
+    trace = kvsim.Trace.from_arrays(
+        q,
+        k,
+        v,
+        prompt_len=3000,
+        rope=kvsim.Rope.default(dim),
+        attn_out=out.expand(layers, -1, -1, -1),
+        lse=lse.expand(layers, -1, -1),
+    )
+    assert trace.bytes_per_layer * layers > 4 * BUDGET
+    return trace.save(tmp_path / "large.zarr")
+
+
+def test_replay_of_a_trace_four_times_the_memory_budget_stays_within_it(large_trace):
+    """Peak memory of replay and metrics is at most the budget and what the interpreter needs."""
+    command = [sys.executable, "-c", REPLAY, str(large_trace), str(BUDGET)]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"peak {found['peak'] / 2**20:.0f} MiB, memory budget {BUDGET / 2**20:.0f} MiB")
+    assert found["failures"] == 0
+    assert found["peak"] <= BUDGET + INTERPRETER
+
+
+def test_a_memory_budget_below_one_layer_is_refused_with_what_is_needed():
+    """The error names the memory that one layer needs."""
+    small_trace = kvsim.Trace.from_arrays(
+        torch.randn(1, 2, 32, 4),
+        torch.randn(1, 1, 32, 4),
+        torch.randn(1, 1, 32, 4),
+        prompt_len=8,
+        rope=kvsim.Rope.default(4),
+    )
+
+    with pytest.raises(MemoryLimitError, match="give at least --memory"):
+        kvsim.replay(small_trace, kvsim.policy("tova"), budget=16, memory=1 << 20)
