@@ -153,7 +153,8 @@ def _streaming_llm(event: Event) -> Scored:
 def _h2o(event: Event) -> Scored:
     protected = []
     for live, budget in zip(event.live, event.budgets, strict=True):
-        recent = budget // 2
+        given = event.params["recent"]
+        recent = budget // 2 if given is None else int(given)
         protected.append(set(live[len(live) - recent :]) if recent else set())
     return [dict(received) for received in event.received], protected
 
@@ -247,7 +248,7 @@ RULES: dict[str, Rule] = {
     "random": Rule(_random, {"seed": 0}),
     "streaming_llm": Rule(_streaming_llm, {"sink": 4}),
     "streaming_llm@original": Rule(_streaming_llm, {"sink": 4}),
-    "h2o": Rule(_h2o, accumulates=True),
+    "h2o": Rule(_h2o, {"recent": None}, accumulates=True),
     "h2o@kvpress": Rule(_h2o_kvpress, every_row=False),
     "tova": Rule(_tova, {"protect_last": False}),
     "tova@kvpress": Rule(_tova, {"protect_last": True}, every_row=False),
@@ -264,6 +265,8 @@ def smallest_budget(name: str, params: Mapping[str, Any], row: int) -> int:
     full = {**RULES[name].params, **params}
     if "sink" in full:
         return max(1, min(int(full["sink"]), row + 1))
+    if full.get("recent") is not None:
+        return max(1, min(int(full["recent"]), row + 1))
     if "window" in full:
         return min(int(full["window"]), row + 1)
     return 1

@@ -205,6 +205,8 @@ def parameters(draw: st.DrawFn, name: str, most: int = 10) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
     if "sink" in known:
         drawn["sink"] = draw(st.integers(0, min(6, most)))
+    if "recent" in known:
+        drawn["recent"] = draw(st.none() | st.integers(0, min(6, most)))
     if "seed" in known:
         drawn["seed"] = draw(st.integers(0, 5))
     if "window" in known:
