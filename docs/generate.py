@@ -6,10 +6,18 @@ python docs/generate.py --check    change nothing; exit with status 1 if somethi
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvsim.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +40,63 @@ def _link(paper: str) -> str:
     return f"[{paper}](https://arxiv.org/abs/{number}) " if number != paper else paper
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"policies": policies}
+def policy_notes() -> str:
+    """For each policy the docstring of its file, its schedules and its parameters."""
+    from kvsim.cli.show import schedule  # noqa: PLC0415 - as policies()
+    from kvsim.policies import CATALOGUE, policy  # noqa: PLC0415
+
+    parts = []
+    for name, entry in CATALOGUE.items():
+        doc = inspect.cleandoc(sys.modules[entry.scorer.__module__].__doc__ or "")
+        lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
+        for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):
+            one = policy(full_name)
+            when = schedule(one.schedule.interval, prefill=one.schedule.prefill)
+            params = ", ".join(f"`{key}={value}`" for key, value in one.params.items())
+            lines.append(f"| `{full_name}` | {when} | {params or 'none'} |")
+        parts.append(f"## {name}\n\n{doc}\n\n" + "\n".join(lines))
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def metrics() -> str:
+    """The table of metrics."""
+    from kvsim.metrics import METRICS  # noqa: PLC0415 - as policies()
+
+    lines = ["| metric | says | reads | unit | better | source |", "| --- " * 6 + "|"]
+    for name, one in METRICS.items():
+        says = one.summary.replace("|", r"\|")
+        cells = (f"`{name}`", says, one.kind, one.unit, one.better or "", one.source)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def commands() -> str:
+    """What `--help` prints for each command, 80 columns wide."""
+    command = typer.main.get_command(app)
+    parts = [_help(command, [])]
+    parts += [_help(command, [name]) for name in command_names()]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def command_names() -> list[str]:
+    """The commands, in the order of `kvsim --help`."""
+    return [info.name or info.callback.__name__ for info in app.registered_commands]
+
+
+def _help(command: Any, path: list[str]) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        command.main([*path, "--help"], "kvsim", standalone_mode=False, terminal_width=80)
+    title = " ".join(["kvsim", *path])
+    return f"## {title}\n\n```text\n{text.getvalue().strip()}\n```"
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "commands": commands,
+    "metrics": metrics,
+    "policies": policies,
+    "policy_notes": policy_notes,
+}
 
 
 def pages() -> list[Path]:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvsim.metrics import METRICS
+from kvsim.policies import CATALOGUE
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
@@ -26,13 +29,17 @@ _REASON = re.compile(r"<!-- not run: (?P<reason>[^\n]+?) -->\n+\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `how` is "run", the reason why it is not run, or None if it says neither."""
+    """A fenced block: `how` is "run", the reason why it is not run, or None if it says neither.
+
+    file: the name of a file that the block is the content of, written when the page runs.
+    """
 
     page: str
     line: int
     language: str
     how: str | None
     body: str
+    file: str | None = None
 
 
 def blocks(page: str, text: str) -> list[Block]:
@@ -41,9 +48,11 @@ def blocks(page: str, text: str) -> list[Block]:
     for match in _FENCE.finditer(text):
         language, _, run = match["info"].strip().partition(" ")
         reason = _REASON.search(text, 0, match.start())
-        how = "run" if run == "exec" else reason["reason"] if reason and not run else None
+        file = run.removeprefix("file=") if run.startswith("file=") else None
+        runs = run == "exec" or file is not None
+        how = "run" if runs else reason["reason"] if reason and not run else None
         line = text.count("\n", 0, match.start("body")) + 1
-        found.append(Block(page, line, language, how, match["body"]))
+        found.append(Block(page, line, language, how, match["body"], file))
     return found
 
 
@@ -55,6 +64,7 @@ def test_blocks_are_found_with_their_declarations():
     text = (
         "```bash exec\nls\n```\n\n<!-- not run: needs a key -->\n```bash\nrm x\n```\n"
         "<!-- not run: far away -->\n\ntext\n\n```json\n{}\n```\n\n````text exec\n```\n````\n"
+        "```python file=x.py\n1\n```\n"
     )
 
     found = [(b.line, b.language, b.how, b.body) for b in blocks("x.md", text)]
@@ -64,17 +74,22 @@ def test_blocks_are_found_with_their_declarations():
         (7, "bash", "needs a key", "rm x\n"),
         (14, "json", None, "{}\n"),
         (18, "text", "run", "```\n"),
+        (21, "python", "run", "1\n"),
     ]
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_says_whether_it_runs(name):
-    """A fenced block is marked `exec`, or preceded by `<!-- not run: reason -->`."""
-    silent = [f"{b.page}:{b.line}" for b in ALL if b.page == name and b.how is None]
+    """A block of code is marked `exec` or `file=NAME`, or preceded by `<!-- not run: reason -->`.
+
+    What is no code says so: json, text.
+    """
+    code = [b for b in ALL if b.page == name and b.language not in ("json", "text")]
+    silent = [f"{b.page}:{b.line}" for b in code if b.how is None]
     strange = [
         f"{b.page}:{b.line}"
         for b in ALL
-        if b.page == name and b.how == "run" and b.language not in ("bash", "python")
+        if b.page == name and b.how == "run" and not b.file and b.language not in ("bash", "python")
     ]
 
     assert silent == []
@@ -87,12 +102,15 @@ def test_blocks_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a page may add to it
     names = {"__name__": "__main__"}
     for block in ALL:
         if block.page != name or block.how != "run":
             continue
         where = f"{block.page}:{block.line}"
-        if block.language == "bash":
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.body, "utf-8")
+        elif block.language == "bash":
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", block.body],
                 capture_output=True,
@@ -112,6 +130,27 @@ def test_generated_parts_are_fresh(name):
     text = PAGES[name].read_text("utf-8")
 
     assert generate.generated(text) == text
+
+
+def test_everything_is_documented():
+    """Every command, policy, preset and metric has its place in the documentation."""
+    commands = PAGES["docs/cli.md"].read_text("utf-8")
+    policies = PAGES["docs/policies.md"].read_text("utf-8")
+    metrics = PAGES["docs/metrics.md"].read_text("utf-8")
+    names = [(name, f"{name}@{preset}") for name, e in CATALOGUE.items() for preset in e.presets]
+
+    assert [c for c in generate.command_names() if f"## kvsim {c}\n" not in commands] == []
+    assert [p for p in CATALOGUE if f"## {p}\n" not in policies] == []
+    assert [p for _, p in names if f"| `{p}` |" not in policies] == []
+    assert [m for m in METRICS if f"| `{m}` |" not in metrics] == []
+
+
+def test_every_page_is_reachable():
+    """The README links to every page of the documentation."""
+    readme = PAGES["README.md"].read_text("utf-8")
+    unlinked = [n for n in PAGES if n.startswith("docs/") and f"]({n})" not in readme]
+
+    assert unlinked == []
 
 
 @pytest.mark.parametrize("name", PAGES)

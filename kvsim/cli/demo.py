@@ -252,9 +252,7 @@ class _Demo:
             "replay\nms": lambda row: f"{1000 * took(row):.0f}",
             "capture\n/ replay": lambda row: f"{self.seconds['capture'] / took(row):.0f}x",
         }
-        self._say(
-            f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, all at the same interval."
-        )
+        self._say(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
         echo_results(summarise(run.table), ["full"], more)
         self._say()
         self._say(means(SUMMARY, 1))

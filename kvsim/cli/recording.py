@@ -203,7 +203,7 @@ def info(trace: TracePath, as_json: Json = False) -> None:
         "name": quoted(facts["name"]),
         "digest": facts["digest"],
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
-        "tokens": _tokens(facts),
+        "length": _tokens(facts),
         "shape": f"{facts['layers']} layers, {facts['qheads']} query heads, "
         f"{facts['heads']} KV heads, dim {facts['dim']}",
         "prompt": quoted(facts["prompt"]),
