@@ -214,6 +214,8 @@ def causality(trial: Trial) -> None:
     """Rows later than an event, changed or absent, change nothing at or before it."""
     case = trial.case
     now = case.prompt_len - 1 + trial.salt % (case.n - case.prompt_len + 1)
+    if trial.record.events and trial.salt % 4:  # mostly a row whose event evicts
+        now = trial.record.events[trial.salt % len(trial.record.events)]
     rng = np.random.default_rng(trial.salt)
     later = {}
     for name in "qkv":
