@@ -72,19 +72,24 @@ class RowView:
         self._block, self._start, self._stop = block, start, stop
         # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
+        self._row_weights = torch.empty(0)
         self._attention: Tensor | None = None
         self.pos, self.layers, self.budget = block.entries.pos, block.layers, block.budget
         self.live = self.pos < start
+        # the same as numbers: bool times float takes a slow path
+        self._open = self.live.to(block.source.keys.dtype)
         self.row = start
 
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
         self.row, self._attention = row, None
         self.live[..., slot] = True
+        self._open[..., slot] = 1.0
 
     def close(self, slot: Tensor) -> None:
         """The entries at slot [L, H, 1] are gone."""
         self.live.scatter_(-1, slot, value=False)
+        self._open.scatter_(-1, slot, 0.0)
         if self._block.poison and self._weights is not None:  # whoever still counts them will show
             later = self._weights[:, :, self.row + 1 - self._start :]
             later.scatter_(-1, slot[:, :, None, None].expand(*later.shape[:-1], 1), 1e30)
@@ -109,12 +114,15 @@ class RowView:
         if self._weights is None:
             z = self._logits(self._start, self._stop)
             self._weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
-        weight = self._weights[:, :, self.row - self._start] * self.live.unsqueeze(2)
+            self._row_weights = torch.empty_like(self._weights[:, :, 0])
+        weight = self._weights[:, :, self.row - self._start]
+        # one buffer for all rows: fresh pages would cost more than the product
+        weight = torch.mul(weight, self._open.unsqueeze(2), out=self._row_weights)
         total = weight.sum(-1, keepdim=True)
         if bool((total < _FAINT).any()):
             z = self._logits(self.row, self.row + 1)[:, :, 0]
             return z.masked_fill_(~self.live.unsqueeze(2), -torch.inf).softmax(-1)
-        return weight.div_(total)
+        return weight.mul_(total.reciprocal_())
 
     def _logits(self, start: int, stop: int) -> Tensor:
         """Logits of rows start..stop-1 against every slot; [L, H, w, G, n]."""
