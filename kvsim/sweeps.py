@@ -16,7 +16,7 @@ from typing import Any
 import polars as pl
 
 from kvsim.composition import Policy
-from kvsim.engine import replay
+from kvsim.engine import layers_per_block, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError
 from kvsim.metrics import COLUMNS, measure
 from kvsim.record import Record, write_records
@@ -118,13 +118,15 @@ def sweep(
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
 
-    Budgets that a policy has no rule for are found before any work starts (BudgetError). A cell
-    that fails later is listed in `failures`, and the others are kept. Ctrl-C ends the replays; what
-    is done by then is measured and kept, and a second Ctrl-C leaves the last trace unmeasured.
+    Budgets that a policy has no rule for (BudgetError) and a memory budget that holds no layer
+    (MemoryLimitError) are found before any work starts. A cell that fails later is listed in
+    `failures`, and the others are kept. Ctrl-C ends the replays; what is done by then is measured
+    and kept, and a second Ctrl-C leaves the last trace unmeasured.
     """
     for trace, one, budget in _cells(traces, policies, budgets):
         if budget < trace.n_pos or budget < 1:
             one.check_budget(budget)
+        layers_per_block(trace.per_query_head() if one.per_query_head else trace, memory)
     total = len(traces) * len(policies) * len(budgets)
     report = progress or _silent
     records: list[Record] = []

@@ -10,7 +10,7 @@ import torch
 
 import kvsim
 from kvsim.composition import Policy, Protection
-from kvsim.errors import BudgetError, OutputError
+from kvsim.errors import BudgetError, MemoryLimitError, OutputError
 from kvsim.record import read_records
 from kvsim.sweeps import resolve_budget, summarise, sweep
 
@@ -138,6 +138,12 @@ def test_bad_budgets_are_found_before_any_work():
         )
 
     assert calls == []
+
+
+def test_a_memory_budget_that_holds_no_layer_is_found_before_any_work():
+    """One error for the sweep, not one for every cell."""
+    with pytest.raises(MemoryLimitError, match="give at least --memory"):
+        sweep([make_trace()], [kvsim.policy("tova")], [8], memory=1000)
 
 
 def test_a_cell_that_fails_is_listed_and_the_others_are_kept():

@@ -65,7 +65,7 @@ def replay(
     )
     done = 0
     with torch.inference_mode():
-        for run in _blocks(chosen, _layers_per_block(source, memory)):
+        for run in _blocks(chosen, layers_per_block(source, memory)):
             block = Block(
                 TraceSource(source, slice(run[0], run[-1] + 1), torch.device(device)),
                 policy,
@@ -102,8 +102,8 @@ def replay(
     )
 
 
-def _layers_per_block(trace: Trace, memory: int | None) -> int:
-    """Layers whose q, k, v and working space fit the memory budget."""
+def layers_per_block(trace: Trace, memory: int | None) -> int:
+    """Layers whose q, k, v and working space fit the memory budget, MemoryLimitError for none."""
     limit = DEFAULT_MEMORY if memory is None else memory
     item = torch.empty((), dtype=trace.dtype).element_size()
     stored = (trace.n_qheads + 2 * trace.n_heads) * trace.n_pos * trace.dim * item
