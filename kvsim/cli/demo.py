@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, cells, echo_json, echo_results, fidelity_shares
-from kvsim.cli.values import Json, Stop
+from kvsim.cli.values import Json, Stop, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class _Demo:
             from kvsim.recorder import load_model
             from kvsim.sweeps import SUMMARY, summarise
 
+            quiet_transformers()
             model, tokenizer = load_model("tiny")
         trace = self._record(model, tokenizer)
         self._verify()

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import echo_fields, echo_json, echo_table
-from kvsim.cli.values import Json, OptionError, Stop, TracePath, locate
+from kvsim.cli.values import (
+    Json,
+    OptionError,
+    Stop,
+    TracePath,
+    locate,
+    parse_device,
+    quiet_transformers,
+)
 from kvsim.errors import TraceError, TraceNotFoundError
 
 if TYPE_CHECKING:
@@ -79,7 +87,6 @@ def capture(
     if limit is not None and prompts is None:
         raise OptionError("--limit counts the prompts of a file; give --prompts FILE.jsonl")
 
-    from kvsim.cli.values import parse_device
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
@@ -92,6 +99,7 @@ def capture(
         check_target(path, overwrite=overwrite)
     _check_folder(paths[0].parent)
     parse_device(device)
+    quiet_transformers()
     before = {path: _identity(path) for path in paths}
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

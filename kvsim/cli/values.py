@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -82,6 +83,11 @@ def parse_memory(text: str) -> int:
     if found is None or unit is None or not float(found[1]):
         raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
     return int(float(found[1]) * unit)
+
+
+def quiet_transformers() -> None:
+    """Let transformers say errors alone: its remarks would stand among our own lines."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def parse_device(name: str) -> str:

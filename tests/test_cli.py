@@ -1,0 +1,752 @@
+"""The command line: what it prints, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import kvsim
+from kvsim.cli import demo as demo_module
+from kvsim.cli import main
+from kvsim.cli.values import OptionError, parse_memory, parse_set
+from kvsim.record import read_records
+from kvsim.tiny.ledger import prompts
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvsim import Policy
+from kvsim.composition import Protection, Schedule
+from kvsim.errors import NeedsError
+
+
+@dataclass(frozen=True)
+class Odd:
+    fails_at: int = 0
+    stops_at: int = 0
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = False
+
+    def score(self, view):
+        if view.budget == self.fails_at:
+            raise NeedsError("odd: the trace has no dense attention; record it with --attention")
+        if view.budget == self.stops_at:
+            raise KeyboardInterrupt
+        return view.pos.float()
+
+    def protection(self, budget):
+        return Protection()
+
+
+def odd(**parameters):
+    return Policy("odd", Odd(**parameters), schedule=Schedule(interval=8))
+
+
+not_a_policy = 3
+"""
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs one command in this process; gives (status, standard output, standard error)."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    """A prompt that tiny answers in a moment."""
+    return prompts(1, task="walk", facts=6, lines=6, colours=3)[0].prompt
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory, prompt):
+    """The path of a small trace."""
+    path = tmp_path_factory.mktemp("traces") / "small.zarr"
+    kvsim.capture("tiny", None, prompt, max_new_tokens=64, out=path)
+    return path
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with a policy of the user's own, which is the working folder."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return tmp_path
+
+
+def one_line(text):
+    """The only line of a text."""
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+# ------------------------------------------------------------------------------------- listings
+
+
+def test_version(run):
+    """The version is printed and nothing else."""
+    assert run("--version") == (0, f"kvsim {kvsim.__version__}\n", "")
+
+
+def test_no_command_shows_help(run):
+    """Without arguments there is help, and that is no error."""
+    status, out, err = run()
+
+    assert (status, err) == (0, "")
+    assert "Commands:" in out
+
+
+@pytest.mark.parametrize("command", ["capture", "info", "verify", "replay", "policies", "demo"])
+def test_every_command_has_help(run, command):
+    """`--help` names the command and describes its options."""
+    status, out, err = run(command, "--help")
+
+    assert (status, err) == (0, "")
+    assert out.startswith(f"Usage: kvsim {command}")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("policies", "snapkv@kvpress"), ("metrics", "wipeout")]
+)
+def test_listings(run, command, name):
+    """Policies and metrics are listed as text, and as one JSON document."""
+    _, text, _ = run(command)
+    _, document, err = run(command, "--json")
+
+    assert name in text
+    assert name in [row["name"] for row in json.loads(document)]
+    assert err == ""
+
+
+# ---------------------------------------------------------------------------- capture, info, verify
+
+
+def test_capture_prints_what_was_recorded(run, tmp_path, prompt):
+    """A captured trace is described in one line, with the verdict on the answer."""
+    out = tmp_path / "new" / "t.zarr"
+
+    status, text, err = run("capture", "--model", "tiny", "--prompt", prompt, "--out", out)
+
+    assert (status, err) == (0, "")
+    assert one_line(text).startswith(f"{out}: ")
+    assert text.rstrip().endswith(" right")
+    assert kvsim.open_trace(out).meta["answer_check"]["right"]
+
+
+def test_capture_of_a_file_of_prompts(run, tmp_path):
+    """Several prompts give a folder of traces; `--limit` takes the first; JSON describes them."""
+    file = tmp_path / "prompts.jsonl"
+    samples = prompts(3, task="walk", facts=4, lines=2, colours=2)
+    file.write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "prompt": s.prompt}) + "\n" for i, s in enumerate(samples)
+        )
+    )
+    arguments = ["capture", "--model", "tiny", "--prompts", file, "--max-new-tokens", "4", "--json"]
+
+    status, out, err = run(*arguments, "--limit", "2", "--out", tmp_path / "many")
+
+    assert (status, err) == (0, "")
+    assert [t["name"] for t in json.loads(out)["traces"]] == ["p0", "p1"]
+    assert sorted(p.name for p in (tmp_path / "many").iterdir()) == ["p0.zarr", "p1.zarr"]
+
+    status, out, _ = run(*arguments, "--limit", "1", "--out", tmp_path / "one.zarr")
+
+    assert status == 0
+    assert json.loads(out)["traces"][0]["path"] == str(tmp_path / "one.zarr")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "facts : hello world"], "'hello', 'world'; tiny speaks the ledger language"),
+        (["--prompt", "walk " * 5000], "5001 tokens, the model's context is 4096"),
+        ([], "python -m kvsim.tiny.ledger"),
+        (["--prompt", "walk", "--prompts", "p.jsonl"], "both --prompt and --prompts"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--prompt", "walk", "--limit", "2"], "--limit counts the prompts of a file"),
+        (["--prompt", "walk", "--dtype", "int8"], "dtype is 'int8', expected float32"),
+        (["--prompt", "walk", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
+        (["--prompt", "walk", "--max-new-tokens", "-1"], "--max-new-tokens"),
+        (["--prompt", "walk", "--seed", "x"], "see kvsim capture --help"),
+    ],
+)  # fmt: skip
+def test_capture_refuses(run, tmp_path, monkeypatch, arguments, expected):
+    """A prompt or an option that cannot be is one line, status 2, and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+
+    status, out, err = run("capture", "--model", "tiny", "--out", "t.zarr", *arguments)
+
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_capture_refuses_a_model_that_is_not_there(run, tmp_path):
+    """A folder that does not exist is not looked for on a hub."""
+    status, _, err = run(
+        "capture", "--model", "./no", "--prompt", "x", "--out", tmp_path / "t.zarr"
+    )
+
+    assert status == 2
+    assert "no model folder at './no'" in one_line(err)
+
+
+def test_capture_refuses_what_exists(run, tmp_path, trace, prompt):
+    """Something at the output path is kept, unless it is a trace and may be overwritten."""
+    target = tmp_path / "t.zarr"
+    shutil.copytree(trace, target)
+    before = kvsim.open_trace(target).digest
+    (tmp_path / "file").write_text("mine")
+    arguments = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", "2"]
+
+    status, _, err = run(*arguments, "--out", target)
+    assert status == 2
+    assert "exists, expected a free path" in one_line(err)
+    assert kvsim.open_trace(target).digest == before
+
+    status, _, err = run(*arguments, "--out", tmp_path / "file", "--overwrite")
+    assert status == 2
+    assert "is no kvsim trace" in one_line(err)
+    assert (tmp_path / "file").read_text() == "mine"
+
+    status, _, err = run(*arguments, "--out", tmp_path / "file" / "t.zarr")
+    assert status == 2
+    assert "is a file; expected a folder" in one_line(err)
+
+    status, _, _ = run(*arguments, "--out", target, "--overwrite")
+    assert status == 0
+    assert kvsim.open_trace(target).digest != before
+
+
+def test_info_describes(run, trace):
+    """Text for people, the same facts as JSON for programs."""
+    status, text, err = run("info", trace)
+    assert (status, err) == (0, "")
+    assert kvsim.open_trace(trace).digest in text
+
+    status, out, err = run("info", trace, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["heads"] == 2
+
+
+def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
+    """Text of a trace is printed with its control characters escaped."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(trace, path)
+    edit(path, lambda attributes: attributes["meta"]["text"].update(prompt="a\x1b[2Jb"))
+
+    _, text, _ = run("info", path)
+
+    assert "\x1b" not in text
+    assert "a\\u001b[2Jb" in text
+
+
+def test_verify_says_whole(run, trace):
+    """A good trace is whole, in text and in JSON."""
+    status, text, err = run("verify", trace)
+    assert (status, err) == (0, "")
+    assert "whole" in text
+
+    status, out, _ = run("verify", trace, "--json")
+    assert status == 0
+    assert json.loads(out)["ok"] is True
+
+
+def test_sample_is_a_trace(run):
+    """`sample` names the trace that ships."""
+    status, text, _ = run("info", "sample")
+
+    assert status == 0
+    assert str(kvsim.sample_trace()) in text
+
+
+# ------------------------------------------------------------------------------- damaged traces
+
+
+def edit(trace, change):
+    """Change the attributes of a stored trace."""
+    file = trace / "zarr.json"
+    root = json.loads(file.read_text())
+    change(root["attributes"])
+    file.write_text(json.dumps(root))
+
+
+def chunk(trace, name):
+    """A chunk of an array of a stored trace."""
+    return min(p for p in (trace / name / "c").rglob("*") if p.is_file())
+
+
+def flip(file):
+    """Flip the bits of a byte in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "incomplete": (lambda t: edit(t, lambda a: a.pop("complete")), "complete"),
+    "newer": (lambda t: edit(t, lambda a: a.update(kvsim_format=99)), "99"),
+    "missing chunk": (lambda t: chunk(t, "k").unlink(), "chunk"),
+    "damaged chunk": (lambda t: flip(chunk(t, "k")), "k"),
+    "missing array": (lambda t: shutil.rmtree(t / "v"), "no array v"),
+    "no trace": (lambda t: [shutil.rmtree(t), t.mkdir()], "zarr.json"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_traces_are_refused(run, tmp_path, trace, kind):
+    """Verify reports what is wrong, replay refuses; both with status 2 and without a traceback."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(trace, path)
+    damage, expected = DAMAGE[kind]
+    damage(path)
+
+    status, out, err = run("verify", path)
+    assert status == 2
+    assert "damaged" in out
+    assert expected in out
+    assert one_line(err).startswith("error: ")
+
+    status, out, _ = run("verify", path, "--json")
+    assert status == 2
+    assert json.loads(out)["ok"] is False
+
+    arguments = ["--policy", "tova,h2o", "--budget", "16", "--out", tmp_path / "run"]
+    status, out, err = run("replay", path, *arguments)
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.zarr"]
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "replay"])
+def test_missing_trace(run, tmp_path, command):
+    """A path where nothing is is named in one line."""
+    more = ["--policy", "tova", "--budget", "16"] if command == "replay" else []
+
+    status, out, err = run(command, tmp_path / "nowhere.zarr", *more)
+
+    assert (status, out) == (2, "")
+    assert "nowhere.zarr" in one_line(err)
+
+
+# --------------------------------------------------------------------------------------- replay
+
+
+def test_replay_prints_one_table(run, trace):
+    """A line per policy and budget, with the fidelity of the numbers."""
+    arguments = [
+        "--policy",
+        "full,tova",
+        "--policy",
+        "h2o",
+        "--budget",
+        "16,50%",
+        "--interval",
+        "8",
+    ]
+
+    status, out, err = run("replay", trace, *arguments)
+
+    assert (status, err) == (0, "")
+    table = [
+        line.split()[:2] for line in out.splitlines() if line.startswith(("full", "tova", "h2o"))
+    ]
+    half = str(kvsim.open_trace(trace).n_pos // 2)
+    assert table == [["full", "-"], ["tova", "16"], ["tova", half], ["h2o", "16"], ["h2o", half]]
+    assert "exact" in out
+    assert "recorded queries, keys and values" in out
+
+
+def test_replay_writes_a_run_and_json(run, trace, tmp_path):
+    """`--out` holds parameters, records and results; `--json` is one document with the cells."""
+    out = tmp_path / "runs" / "x"
+    arguments = ["--policy", "snapkv", "--budget", "16", "--set", "window=4", "--no-prefill"]
+
+    status, text, err = run(
+        "replay", trace, *arguments, "--interval", "8", "--events", "--out", out, "--json"
+    )
+
+    assert (status, err) == (0, "")
+    document = json.loads(text)
+    (cell,) = document["cells"]
+    assert (cell["policy"], cell["budget"], cell["prefill"]) == ("snapkv", 16, False)
+    assert cell["params"]["window"] == 4
+    assert 0 < cell["output_error"] < 2
+    assert sum(document["fidelity"].values()) == pytest.approx(1)
+    assert json.loads((out / "run.json").read_text())["traces"] == document["traces"]
+    (record,) = read_records(out / "records.zarr")
+    results = pl.read_parquet(out / "results.parquet")
+    wiped = results.filter((pl.col("metric") == "wipeout") & (pl.col("layer") == 0))
+    assert sorted(wiped["event"].unique()) == record.events
+
+
+def test_summary_does_not_depend_on_events(run, trace, tmp_path):
+    """`--events` adds rows to the results and changes no number of the table."""
+    arguments = ["replay", trace, "--policy", "tova,random", "--budget", "16", "--interval", "8"]
+
+    _, one, _ = run(*arguments, "--json")
+    _, other, _ = run(*arguments, "--json", "--events", "--out", tmp_path / "x")
+
+    for a, b in zip(json.loads(one)["cells"], json.loads(other)["cells"], strict=True):
+        assert a.pop("params") == b.pop("params")
+        assert a == pytest.approx(b)
+
+
+def test_metrics_of_the_trace_have_their_own_table(run, trace):
+    """A metric that belongs to no policy is shown where it is asked for."""
+    arguments = ["--policy", "tova", "--budget", "16", "--metric", "window_overlap,missing_mass"]
+
+    status, out, _ = run("replay", trace, *arguments)
+
+    assert status == 0
+    assert "window_overlap" in out
+    assert "missing" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--budget", "0"], "budget is 0; expected at least 1"),
+        (["--budget", "-3"], "expected at least 1"),
+        (["--budget", "150%"], "expected a share above 0%"),
+        (["--budget", "many"], "budget is 'many'"),
+        (["--budget", "16,,32"], "--budget is '16,,32'"),
+        (["--policy", "snapkv", "--budget", "8"], "the smallest budget that works is 32"),
+        (["--policy", "tovva"], "unknown policy 'tovva'; did you mean 'tova'?"),
+        (["--policy", "snapkv@kvpres"], "did you mean 'kvpress'?"),
+        (["--policy", "nomodule:x"], "cannot import 'nomodule'"),
+        (["--policy", "mine:nothing"], "'mine' has no 'nothing'"),
+        (["--policy", "mine:not_a_policy"], "expected a kvsim.Policy"),
+        (["--set", "windw=3", "--policy", "tova,snapkv"], "did you mean 'window'?"),
+        (["--set", "window"], "--set is 'window'; expected KEY=VALUE"),
+        (["--set", "protect_last=7.5"], "protect_last is 7.5; expected bool"),
+        (["--metric", "output_eror"], "did you mean 'output_error'?"),
+        (["--memory", "lots"], "--memory is 'lots'; expected a size such as 500MB"),
+        (["--memory", "1KB"], "the memory budget is"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--interval", "0"], "--interval"),
+        (["--events"], "give --out DIR as well"),
+        (["--out", "mine.py"], "mine.py exists"),
+        (["--polcy", "x"], "see kvsim replay --help"),
+    ],
+)  # fmt: skip
+def test_replay_refuses(run, trace, own, arguments, expected):
+    """What cannot be replayed is one line that says what to do, status 2, and changes nothing."""
+    defaults = {"--policy": "tova", "--budget": "16"}
+    more = [w for key, value in defaults.items() if key not in arguments for w in (key, value)]
+
+    status, out, err = run("replay", trace, *arguments, *more)
+
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert {p.name for p in own.iterdir()} <= {"mine.py", "__pycache__"}
+    assert (own / "mine.py").read_text() == OWN
+
+
+def test_replay_needs_policy_and_budget(run, trace):
+    """A missing option is named."""
+    status, _, err = run("replay", trace, "--policy", "tova")
+
+    assert status == 2
+    assert "--budget" in one_line(err)
+
+
+def test_two_traces_of_one_name_are_refused(run, trace, tmp_path):
+    """A table could not tell them apart."""
+    status, _, err = run("replay", trace, trace, "--policy", "tova", "--budget", "16")
+
+    assert status == 2
+    assert "both called 'small'" in one_line(err)
+
+
+def test_own_policy(run, trace, own):
+    """A policy in a file of the working folder is replayed by its name."""
+    status, out, err = run("replay", trace, "--policy", "mine:odd", "--budget", "16")
+
+    assert (status, err) == (0, "")
+    assert "odd" in out
+
+
+def test_policy_that_needs_what_the_trace_lacks(run, trace, own):
+    """Where no cell can be replayed, the reason is bad input."""
+    arguments = ["--policy", "mine:odd", "--set", "fails_at=16", "--budget", "16", "--out", "x"]
+
+    status, out, err = run("replay", trace, *arguments)
+
+    assert (status, out) == (2, "")
+    assert one_line(err) == (
+        "error: odd: the trace has no dense attention; record it with --attention"
+    )
+    assert not (own / "x").exists()
+
+
+def test_failed_cells_leave_the_others(run, trace, own):
+    """Some cells fail: status 1, the failures on standard error, the others kept."""
+    arguments = ["--policy", "tova,mine:odd", "--set", "fails_at=16", "--budget", "16,24"]
+
+    status, out, err = run("replay", trace, *arguments, "--out", "x", "--json")
+
+    assert status == 1
+    assert len(json.loads(out)["cells"]) == 3
+    assert [f["budget"] for f in json.loads(out)["failures"]] == [16]
+    assert "odd, budget 16: odd: the trace has no dense attention" in err
+    assert err.splitlines()[-1] == "error: 1 of 4 cells failed, the others are kept in x"
+    assert len(read_records(own / "x" / "records.zarr")) == 3
+
+
+def test_interrupted_sweep_keeps_what_is_done(run, trace, own):
+    """Ctrl-C: status 130; what was replayed is measured, shown and written."""
+    arguments = ["--policy", "tova,mine:odd", "--set", "stops_at=24", "--budget", "16,24"]
+
+    status, out, err = run("replay", trace, *arguments, "--out", "x", "--json")
+
+    assert status == 130
+    assert one_line(err) == "interrupted, 3 of 4 cells are done and kept in x"
+    assert json.loads(out)["interrupted"] is True
+    assert len(json.loads(out)["cells"]) == 3
+    assert pl.read_parquet(own / "x" / "results.parquet").height > 0
+
+
+def test_interrupt_before_the_first_cell(run, trace, own):
+    """Ctrl-C with nothing done writes nothing and says so."""
+    arguments = ["--policy", "mine:odd", "--set", "stops_at=16", "--budget", "16", "--out", "x"]
+
+    status, out, err = run("replay", trace, *arguments)
+
+    assert (status, out) == (130, "")
+    assert one_line(err) == "interrupted, no cell was done and nothing was written"
+    assert not (own / "x").exists()
+
+
+def test_bugs_show_their_traceback(monkeypatch, trace):
+    """What kvsim does not expect is not swallowed: Python reports it, with status 1."""
+
+    def broken(*_, **__):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kvsim.sweeps.sweep", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["replay", str(trace), "--policy", "tova", "--budget", "16"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("window=64", ("window", 64)),
+        ("a=0.5", ("a", 0.5)),
+        ("a=1e-3", ("a", 1e-3)),
+        ("pool=none", ("pool", None)),
+        ("flag=True", ("flag", True)),
+        ("pool=avg", ("pool", "avg")),
+        ("path=a=b", ("path", "a=b")),
+    ],
+)
+def test_values_of_settings(text, expected):
+    """Numbers, true, false and none are values; everything else is text."""
+    key, value = parse_set(text)
+
+    assert (key, value) == expected
+    assert type(value) is type(expected[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2GB", 2 * 10**9),
+        ("1GiB", 2**30),
+        ("500mb", 500 * 10**6),
+        ("1.5 kB", 1500),
+        ("4096", 4096),
+        ("12B", 12),
+    ],
+)
+def test_sizes(text, expected):
+    """Decimal and binary units, in any case."""
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "2 G B", "1XB", "1e9"])
+def test_sizes_that_are_none(text):
+    """What is no size says what one looks like."""
+    with pytest.raises(OptionError, match="expected a size such as 500MB"):
+        parse_memory(text)
+
+
+# ----------------------------------------------------------------------------------------- demo
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A folder with a demo, made in a process of its own, and what that printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsim.cli", "demo", "--out", "results/demo"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "results" / "demo", done
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    """Make demos of this process small: a short text and no figures."""
+    few = prompts(1, task="walk", facts=8, lines=24, colours=3)
+    monkeypatch.setattr("kvsim.tiny.ledger.prompts", lambda *_, **__: few)
+    monkeypatch.setattr(demo_module._Demo, "_draw", lambda *_: None)
+
+
+def test_demo_answers_the_question(demo):
+    """The demo prints one table of all policies at both budgets, how to read it, and its times."""
+    folder, done = demo
+    lines = done.stdout.splitlines()
+
+    assert done.stderr == ""
+    for name in demo_module.POLICIES:
+        rows = [line for line in lines if line.split()[:1] == [name]]
+        assert len(rows) >= (1 if name == "full" else 2)
+    assert "is right." in lines[0]
+    assert any(line.startswith("Fidelity of the values: ") for line in lines)
+    assert any(line.startswith("Seconds: ") for line in lines)
+    assert {p.name for p in folder.iterdir()} == demo_module._FILES
+    assert kvsim.open_trace(folder / "trace.zarr").meta["answer_check"]["right"]
+    for figure in ("retention.png", "error.png"):
+        assert (folder / figure).read_bytes().startswith(b"\x89PNG")
+    assert len(read_records(folder / "run" / "records.zarr")) == 12
+
+
+def test_demo_replaces_an_earlier_one(run, demo, small_demo, tmp_path):
+    """Run again, the demo takes the place of the folder that it made before."""
+    out = tmp_path / "demo"
+    shutil.copytree(demo[0], out)
+    before = json.loads((out / "demo.json").read_text())
+
+    status, text, err = run("demo", "--out", out, "--json")
+
+    assert (status, err) == (0, "")
+    assert json.loads(text)["trace"]["tokens"] != before["trace"]["tokens"]
+    assert not (out / "error.png").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "more"])
+def test_demo_refuses_what_it_did_not_make(run, demo, small_demo, tmp_path, kind):
+    """A folder without the demo's mark, or with anything besides, is left alone."""
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "link":
+        out.symlink_to(demo[0])
+    elif kind == "folder":
+        (out / "mine").mkdir(parents=True)
+    else:
+        out.mkdir()
+        (out / "demo.json").write_text("{}")
+        (out / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+
+    status, text, err = run("demo", "--out", out)
+
+    assert (status, text) == (2, "")
+    assert "nothing was changed" in one_line(err)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path, monkeypatch):
+    """Ctrl-C in a second demo: status 130, and the folder of the first is as it was."""
+    out = tmp_path / "demo"
+    shutil.copytree(demo[0], out)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module._Demo, "_draw", stop)
+    status, _, err = run("demo", "--out", out)
+
+    assert status == 130
+    assert one_line(err) == f"interrupted, {out} is as it was"
+    assert {p.name for p in out.iterdir()} == demo_module._FILES
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"]
+
+
+# ------------------------------------------------------------------------------ whole processes
+
+
+def kvsim_process(*arguments, **options):
+    """The installed command in a process of its own."""
+    program = Path(sys.executable).with_name("kvsim")
+    return subprocess.Popen(
+        [str(program), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_output_in_a_pipe(trace):
+    """In a pipe there is no progress bar, no colour, and no line is broken."""
+    process = kvsim_process(
+        "replay", trace, "--policy", "tova,streaming_llm", "--budget", "16",
+        env={**os.environ, "COLUMNS": "20"},
+    )  # fmt: skip
+    out, err = process.communicate()
+
+    assert (process.returncode, err) == (0, "")
+    assert "\x1b" not in out
+    assert sum(line.startswith(("tova", "streaming_llm")) for line in out.splitlines()) == 2
+
+
+def test_reader_that_stops(trace):
+    """A reader that closes the pipe early gets no traceback."""
+    process = kvsim_process("info", trace, "--json")
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    process.wait()
+
+    assert err == ""
+
+
+def test_interrupted_capture_leaves_nothing(tmp_path):
+    """SIGINT while the model writes: status 130, one line, and no part of a trace."""
+    sample = prompts(1, task="walk")[0]
+    out = tmp_path / "t.zarr"
+    process = kvsim_process("capture", "--model", "tiny", "--prompt", sample.prompt, "--out", out)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".t.zarr.*/q/c")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, err = process.communicate(timeout=60)
+
+    assert (process.returncode, stdout) == (130, "")
+    assert one_line(err) == "interrupted, no trace was written"
+    assert list(tmp_path.iterdir()) == []
