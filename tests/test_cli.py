@@ -604,15 +604,10 @@ def test_sizes_that_are_none(text):
 def demo(tmp_path_factory):
     """A folder with a demo, made in a process of its own, and what that printed."""
     folder = tmp_path_factory.mktemp("demo")
-    done = subprocess.run(
-        [sys.executable, "-m", "kvsim.cli", "demo", "--out", "results/demo"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "results" / "demo", done
+    process = kvsim_process("demo", "--out", "results/demo", cwd=folder)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    return folder / "results" / "demo", out
 
 
 @pytest.fixture
@@ -625,10 +620,9 @@ def small_demo(monkeypatch):
 
 def test_demo_answers_the_question(demo):
     """The demo prints one table of all policies at both budgets, how to read it, and its times."""
-    folder, done = demo
-    lines = done.stdout.splitlines()
+    folder, out = demo
+    lines = out.splitlines()
 
-    assert done.stderr == ""
     for name in demo_module.POLICIES:
         rows = [line for line in lines if line.split()[:1] == [name]]
         assert len(rows) >= (1 if name == "full" else 2)
