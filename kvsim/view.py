@@ -92,7 +92,7 @@ class View:
         entries: Entries,
         *,
         row: int,
-        since: int,
+        since: Tensor,
         layers: Tensor,
         budget: int,
         is_prompt: bool,
@@ -175,12 +175,12 @@ class View:
         return reduce_group(self._windows[last], group)
 
     def received(self) -> Tensor:
-        """Attention that each entry received since the last event that acted; [L, H, n].
+        """Attention each entry received since the last event that acted on its layer; [L, H, n].
 
         Summed over those rows and over the query heads of the group. Between two acting events
         nothing leaves, so each row saw exactly the live entries up to its own position.
         """
-        first = self._since + 1
+        first = int(self._since.min()) + 1
         if first == self.row:
             return self.attn(1, group="sum")[..., 0, :]
         example = self.keys
@@ -193,7 +193,11 @@ class View:
             seen = n - (
                 self.row + 1 - stop
             )  # the rows' own entries are the last slots of each head
-            total[..., :seen] += self._rows(start, stop, seen).sum((2, 3))
+            attention = self._rows(start, stop, seen).sum(2)  # [L, H, w, seen]
+            if int(self._since.max()) >= start:  # some layers acted later than others
+                counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
+                attention = attention * counted[:, None, :, None]
+            total[..., :seen] += attention.sum(2)
         return total
 
     def _rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:

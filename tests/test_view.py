@@ -36,7 +36,7 @@ def make_view(trace, *, row=14, since=-1, keep=None):
         source,
         entries,
         row=row,
-        since=since,
+        since=torch.tensor([since]),
         layers=torch.tensor([0]),
         budget=4,
         is_prompt=False,

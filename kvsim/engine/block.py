@@ -17,7 +17,8 @@ from kvsim.view import Entries, View
 class Block:
     """The cache of a block of layers while a policy is replayed over it.
 
-    evicted_at: int32 [L, H, T], what the replay is for. `since` is the last row whose event acted.
+    evicted_at: int32 [L, H, T], what the replay is for. since: int [L], the row of the last event
+    that acted on each layer, -1 for none.
     """
 
     def __init__(
@@ -38,16 +39,20 @@ class Block:
         shape = keys.shape[:3]
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
         self.entries = Entries(shape[0], shape[1], policy.scorer.columns, like=keys)
-        self.since = -1
+        self.since = torch.full_like(layers, -1)
         self._next = 0  # first position not yet appended
 
     def event(self, row: int) -> bool:
-        """Fire the event after row `row`. True if it acted."""
+        """Fire the event after row `row`. True if it acted on any layer.
+
+        It acts on the layers that hold more than the budget; in the others nothing moves.
+        """
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
         self._next = row + 1
         heads = entries.pos.shape[1]
-        if int(entries.count.sum(1).max()) <= self.budget * heads:
+        acts = entries.count.sum(1) > self.budget * heads
+        if not bool(acts.any()):
             return False
         view = View(
             self.source,
@@ -69,18 +74,20 @@ class Block:
                 f"{policy.name}: at row {row} a head is given fewer entries than are protected; "
                 "use a larger budget or protect less"
             )
-        keep = select(values, quotas, protected, entries.live)
+        acts = acts.view(-1, 1, 1)
+        keep = select(values, quotas, protected, entries.live).where(acts, entries.live)
         if self._internals is not None:
             self._internals.append(self._plans(row, values, quotas))
         self._evict(entries.live & ~keep, row)
-        entries.columns.update(scores.columns)
+        for name, column in scores.columns.items():
+            entries.columns[name] = column.where(acts, entries.columns[name])
         entries.compress(keep)
-        self.since = row
+        self.since = self.since.masked_fill(acts.flatten(), row)
         return True
 
     def advance(self, stop: int) -> None:
         """Rows up to stop - 1 were replayed on `entries` by other means, each of them acting."""
-        self._next, self.since = stop, stop - 1
+        self._next, self.since = stop, torch.full_like(self.since, stop - 1)
 
     def _evict(self, gone: Tensor, row: int) -> None:
         layer, head, slot = gone.nonzero(as_tuple=True)
