@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 import kvsim
@@ -33,10 +34,15 @@ SMALL = {
 NAMES = [*CATALOGUE, *(f"{name}@{p}" for name, entry in CATALOGUE.items() for p in entry.presets)]
 
 
+def examples(usual: int) -> int:
+    """How many to draw: the usual number, more of them under the nightly profile."""
+    return usual * max(1, settings().max_examples // 100)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_satisfies_every_invariant(name):
     """Each policy and preset, on generated traces at budgets near what it protects."""
-    check_policy(name, **SMALL.get(name, {}))
+    check_policy(name, max_examples=examples(40), **SMALL.get(name, {}))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_policy_satisfies_every_invariant(name):
 )
 def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
     """Parameters away from the defaults, h2o's fixed recent part among them."""
-    check_policy(name, max_examples=25, **params)
+    check_policy(name, max_examples=examples(20), **params)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Decaying:
 def test_policy_of_the_users_own_can_be_checked():
     """check_policy takes any Policy: one with columns, values and a schedule of its own."""
     mine = kvsim.Policy("mine", Decaying(), schedule=Schedule(interval=3, prefill=False))
-    check_policy(mine)
+    check_policy(mine, max_examples=examples(40))
 
 
 def test_every_preset_is_known_to_the_reference():

@@ -27,6 +27,11 @@ QUIET = settings(
 )
 
 
+def examples(usual: int) -> int:
+    """How many to draw: the usual number, more of them under the nightly profile."""
+    return usual * max(1, settings().max_examples // 100)
+
+
 def naive(case: Case, setup: Setup) -> reference.Outcome:
     """The reference replay of a generated case."""
     return reference.replay(
@@ -75,7 +80,7 @@ def test_replay_in_float64_equals_the_naive_replay(name):
     """In over 200 generated cases that evict, the engine evicts what the naive loops evict."""
     seen: Counter[str] = Counter()
 
-    @settings(QUIET, max_examples=220)
+    @settings(QUIET, max_examples=examples(220))
     @given(st.data())
     def check(data):
         case = data.draw(strategies.cases())
@@ -93,7 +98,7 @@ def test_replay_in_float64_equals_the_naive_replay(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(QUIET, max_examples=100)
+@settings(QUIET, max_examples=examples(100))
 @given(data=st.data())
 def test_replay_of_narrow_floats_equals_the_naive_replay(name, data):
     """In float32 and from float16 input, too, outside near-ties of the scores."""
@@ -103,7 +108,7 @@ def test_replay_of_narrow_floats_equals_the_naive_replay(name, data):
 
 
 @pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova"])
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=examples(40))
 @given(data=st.data())
 def test_small_blocks_of_rows_change_nothing(name, data):
     """Rows in blocks of three, attention received in blocks of one row: still the naive replay."""
@@ -249,7 +254,7 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         np.testing.assert_allclose(found.distance[known], expected.distance[known], **close)
 
 
-@settings(QUIET, max_examples=120)
+@settings(QUIET, max_examples=examples(120))
 @given(measured())
 def test_output_error_equals_the_naive_one(drawn):
     """Rows of small traces, whose events are close together."""
@@ -257,7 +262,7 @@ def test_output_error_equals_the_naive_one(drawn):
     check_outputs(case, record)
 
 
-@settings(QUIET, max_examples=80)
+@settings(QUIET, max_examples=examples(80))
 @given(measured(dtypes=(np.float64, np.float32), min_n=24), st.integers(1, 5))
 def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
     """Rows in blocks of a few, so that the path without a mask and the merge are taken."""
@@ -288,7 +293,7 @@ def test_records_measured_together_equal_records_measured_alone():
         np.testing.assert_array_equal(found.missing, alone.missing)
 
 
-@settings(QUIET, max_examples=150)
+@settings(QUIET, max_examples=examples(150))
 @given(
     measured(names=[name for name in NAMES if name != "full"], min_n=20),
     st.sampled_from((2, 3, 5, 8)),
@@ -325,7 +330,7 @@ def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
                 np.testing.assert_equal(found.hazard[head, j], expected.hazard)
 
 
-@settings(QUIET, max_examples=100)
+@settings(QUIET, max_examples=examples(100))
 @given(measured(names=[name for name in NAMES if name != "full"], min_n=12))
 def test_retained_iou_equals_the_naive_one(drawn):
     """IoU, survival and the random null between consecutive events."""
@@ -342,7 +347,7 @@ def test_retained_iou_equals_the_naive_one(drawn):
                 assert found.chance[head, j] == pytest.approx(expected.random_iou, abs=1e-12)
 
 
-@settings(QUIET, max_examples=60)
+@settings(QUIET, max_examples=examples(60))
 @given(
     strategies.cases(kinds=("normal", "sharp", "sink", "half"), min_n=12),
     st.integers(1, 8),
