@@ -250,30 +250,30 @@ def test_a_record_belongs_to_its_trace_and_budget():
 
 @dataclass(frozen=True)
 class Uneven:
-    """Gives the first layer a third of the budget, the others all of it."""
+    """Gives the first layer half of the budget, the others all of it."""
 
     bounded: ClassVar[bool] = True
 
     def plan(self, view, scores, protected):
         """The first layer drops below the budget, and then acts less often than the others."""
         quotas = torch.full_like(view.count, view.budget)
-        quotas[view.layers == 0] = view.budget // 3
+        quotas[view.layers == 0] = view.budget // 2
         return Plan(quotas)
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "random"])
 def test_an_event_acts_only_on_layers_that_hold_more_than_the_budget(name):
     """A layer with room is left alone, columns included: each layer replays as it does alone."""
-    trace = make_trace(layers=3)
-    params = {"recent": 2} if name == "h2o" else {}
+    trace = make_trace(layers=3, tokens=120)
+    params = {"recent": 1} if name == "h2o" else {}
     policy = replace(kvsim.policy(name, **params), allocator=Uneven())
 
-    together = kvsim.replay(trace, policy, budget=9, interval=2)
+    together = kvsim.replay(trace, policy, budget=16, interval=2)
 
     events = [set(np.unique(together.evicted_at[layer]).tolist()) - {NEVER} for layer in range(3)]
     assert events[0] < events[1] == events[2]
     for layer in range(3):
-        alone = kvsim.replay(trace, policy, budget=9, interval=2, layers=[layer])
+        alone = kvsim.replay(trace, policy, budget=16, interval=2, layers=[layer])
         assert (together.evicted_at[layer] == alone.evicted_at[0]).all()
 
 
