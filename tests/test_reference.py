@@ -121,6 +121,31 @@ def test_small_blocks_of_rows_change_nothing(name, data):
         assert disagreement(case, setup, _by_row=False) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "interval"),
+    [
+        ("h2o", {}, None),
+        ("h2o", {"recent": 10}, 33),
+        ("tova", {}, None),
+        ("random", {}, None),
+        ("streaming_llm", {}, None),
+        ("snapkv", {}, 100),
+        ("snapkv@kvpress", {}, 20),
+        ("snapkv@original", {}, 150),
+        ("h2o@kvpress", {}, 70),
+    ],
+)
+def test_replay_of_a_longer_trace_equals_the_naive_replay(name, params, interval, tmp_path):
+    """Several stored chunks and blocks of rows, in memory and from disk, at their real sizes."""
+    case = strategies.make_case("sharp", layers=2, heads=2, group=2, n=530, prompt_len=290, seed=1)
+    setup = Setup(name, params, 80, interval, prefill=None)
+    assert disagreement(case, setup) is None
+    stored = kvsim.open_trace(case.trace().save(tmp_path / "trace.zarr"))
+    policy = kvsim.policy(name, **params)
+    from_disk = kvsim.replay(stored, policy, 80, interval=interval)
+    assert (from_disk.evicted_at == replay(case, setup).evicted_at).all()
+
+
 def test_budget_below_what_is_protected_is_an_error_that_names_the_smallest():
     """Where the naive replay cannot keep what is protected, the engine refuses the budget."""
     case = strategies.make_case("normal", n=24, prompt_len=20)
