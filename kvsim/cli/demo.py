@@ -260,10 +260,10 @@ class _Demo:
         self._say(fidelity_line(run.table, SUMMARY))
         self._say(_reading(document["cells"]))
         self._say(
-            f"capture / replay: generating the text while recording took "
-            f"{self.seconds['capture']:.1f} s, so many times the replay alone; measuring all "
-            f"{len(run.records)} cells took another {self.seconds['measure']:.1f} s. On this "
-            "machine's CPU with a tiny model: the ratio of a large model is another one."
+            f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
+            f"column is that over the replay of a cell. Measuring all {len(run.records)} cells "
+            f"took another {self.seconds['measure']:.1f} s. Both on this machine's CPU with a "
+            "tiny model: the ratio of a large model is another one."
         )
         steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
         self._say(f"Seconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
