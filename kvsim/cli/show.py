@@ -56,7 +56,7 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
         numbers = 0 < right <= i
-        table.add_column(header, justify="right" if numbers else "left", no_wrap=numbers)
+        table.add_column(header, justify="right" if numbers else "left", no_wrap=numbers or i == 0)
     for row in rows:
         table.add_row(*row)
     if console.measure(table, options=console.options.update(width=10_000)).minimum > console.width:
