@@ -403,7 +403,9 @@ def retained_mass(trial: Trial) -> None:
     _require((some >= 0).all() and (some <= 1).all(), f"mass in {some.min()}..{some.max()}")
     before = record.events[0] + 1 if record.events else trial.case.n
     _require((some[:, :, :before] == 1).all(), "mass below 1 before the first event")
-    _require((more >= some - 1e-5).all(), f"mass falls by {(some - more).max()} with a larger set")
+    # the difference of two log-sum-exps is as exact as logits in the hundreds are
+    slack = 1e-6 if trial.case.q.dtype == np.float64 else 1e-4
+    _require((more >= some - slack).all(), f"mass falls by {(some - more).max()} with a larger set")
 
 
 def round_trip(trial: Trial) -> None:
