@@ -14,7 +14,7 @@ BUDGET = 96 << 20
 INTERPRETER = 500 << 20  # the interpreter, torch, zarr and polars
 
 REPLAY = """
-import json, resource, sys
+import json, pathlib, sys
 import kvsim
 from kvsim.sweeps import sweep
 
@@ -24,7 +24,9 @@ run = sweep(
     [trace], policies, [512], interval=1024, memory=int(sys.argv[2]),
     metrics=["output_error", "wipeout"],
 )
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# not ru_maxrss, which a process inherits from the one that started it
+status = pathlib.Path("/proc/self/status").read_text().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 print(json.dumps({"peak": peak, "rows": len(run.table), "failures": len(run.failures)}))
 """
 

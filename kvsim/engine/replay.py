@@ -112,7 +112,7 @@ def layers_per_block(trace: Trace, memory: int | None) -> int:
     if need > limit:
         raise MemoryLimitError(
             f"one layer of this trace needs {need / 2**20:.0f} MiB to replay, the memory budget is "
-            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MB"
+            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MiB"
         )
     return max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
 
