@@ -289,6 +289,21 @@ def test_an_interrupt_leaves_nothing(stored, monkeypatch):
     assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
 
 
+def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch):
+    """Even before there is a context manager to clean up."""
+    from kvsim.store import writer
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "create_array", stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        make().save(tmp_path / "made.zarr")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     """After a kill the path is free and what remains is hidden, incomplete and refused."""
     program = """

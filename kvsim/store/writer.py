@@ -65,14 +65,27 @@ class TraceWriter:
         self.path, self.overwrite = path, overwrite
         self.layer_ids = tuple(layer_ids)
         self.folder = path.parent / _hidden(path, "tmp")
-        with self._writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._group = zarr.create_group(self.folder, zarr_format=3)
-        self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         self._digest = ContentDigest()
         self._arrays: dict[str, ZarrArray] = {}
         self._next: dict[str, list[int]] = {}
         self._committed = 0
+        try:
+            self._create(shapes, source_dtypes, store_dtype)
+        except BaseException:  # an interrupt here comes before there is an __exit__ to clean up
+            self._discard()
+            raise
+
+    def _create(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        source_dtypes: Mapping[str, str],
+        store_dtype: str | None,
+    ) -> None:
+        """The hidden folder with its empty arrays."""
+        with self._writing():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._group = zarr.create_group(self.folder, zarr_format=3)
+        self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         for name, shape in shapes.items():
             source = source_dtypes[name]
             narrow = store_dtype is not None and name not in ("lse", "attention")
@@ -93,6 +106,9 @@ class TraceWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._discard()
+
+    def _discard(self) -> None:
         if self.folder.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
 
