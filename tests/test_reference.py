@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvsim
@@ -24,7 +24,7 @@ NAMES = tuple(reference.RULES)
 QUIET = settings(
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -78,23 +78,23 @@ def disagreement(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_in_float64_equals_the_naive_replay(name):
-    """In over 200 generated cases that evict, the engine evicts what the naive loops evict."""
+    """In 200 generated cases that evict, the engine evicts what the naive loops evict."""
     seen: Counter[str] = Counter()
 
-    @settings(QUIET, max_examples=examples(300))
+    @settings(QUIET, max_examples=examples(200))
     @given(st.data())
     def check(data):
         case = data.draw(strategies.cases())
         setup = data.draw(strategies.setups(case, [name]))
         outcome = naive(case, setup)
+        assume(outcome.cuts or name == "full")
         assert disagreement(case, setup, outcome) is None
         seen["cases"] += 1
-        seen["evicting"] += bool(outcome.cuts)
         seen[f"group {case.shape[2]}"] += 1
 
     check()
+    assert seen["cases"] >= 200
     assert all(seen[f"group {group}"] for group in strategies.GROUPS)
-    assert name == "full" or seen["evicting"] >= 200
 
 
 @pytest.mark.parametrize("name", NAMES)
