@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SEED = 1000  # of the first cell; development samples and examples use small seeds
 BATCH = 16  # sequences that generate together
+DEMO = range(24, 49)  # facts in a prompt of the demo
 
 
 @dataclass(frozen=True)
@@ -112,34 +113,37 @@ def respond(
 def accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cells: Sequence[Cell], n: int
 ) -> str:
-    """Table of exact chains, reports and answers for each cell, with intervals."""
+    """Table of exact chains, reports and answers for each cell, with intervals.
+
+    The last row pools the cells of the demo's sizes.
+    """
     rows = []
+    pooled: list[Check] = []
     for index, cell in enumerate(cells):
         samples = cell.samples(n, SEED + index)
         checks = [
             check(sample.prompt, response)
             for sample, response in zip(samples, respond(model, tokenizer, samples), strict=True)
         ]
-        lengths = [sample.tokens for sample in samples]
-        rows.append(
-            [
-                cell.name,
-                str(cell.facts),
-                str(cell.lines),
-                f"{min(lengths)}-{max(lengths)}",
-                _proportion([found.chain_exact for found in checks]),
-                _proportion([found.report_exact for found in checks]),
-                _proportion([found.answer_exact for found in checks]),
-                f"{_mean_share(checks):.4f}",
-            ]
-        )
+        if cell.facts in DEMO:
+            pooled += checks
+        tokens = [sample.tokens for sample in samples]
+        size = [str(cell.facts), str(cell.lines), f"{min(tokens)}-{max(tokens)}"]
+        rows.append([cell.name, *size, *_verdict(checks)])
         print(*rows[-1], sep="  ", file=sys.stderr)
+    if pooled:
+        rows.append(["together", f"{DEMO[0]}-{DEMO[-1]}", "", "", *_verdict(pooled)])
     head = ["task", "facts", "lines", "tokens", "chain", "report", "answer", "right tokens"]
     return _table(head, rows)
 
 
-def _mean_share(checks: Sequence[Check]) -> float:
-    return sum(found.share for found in checks) / len(checks)
+def _verdict(checks: Sequence[Check]) -> list[str]:
+    return [
+        _proportion([found.chain_exact for found in checks]),
+        _proportion([found.report_exact for found in checks]),
+        _proportion([found.answer_exact for found in checks]),
+        f"{sum(found.share for found in checks) / len(checks):.4f}",
+    ]
 
 
 def _proportion(hits: Sequence[bool]) -> str:
