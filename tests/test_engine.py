@@ -154,6 +154,12 @@ def test_a_layer_that_the_trace_lacks_is_refused():
         kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[2])
 
 
+def test_a_layer_named_twice_is_refused():
+    """A Record holds each layer once."""
+    with pytest.raises(PolicyError, match=r"layers are \[1, 1\]; expected each layer once"):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[1, 1])
+
+
 def test_progress_counts_layers():
     """Called after every block of layers with what is done and what there is."""
     calls = []

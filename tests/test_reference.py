@@ -273,7 +273,9 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
     np.testing.assert_allclose(found.mass, expected.retained_mass, **close)
     np.testing.assert_allclose(found.missing, expected.missing_mass, **close)
     known = ~np.isnan(found.distance)
-    if slots is None:
+    if slots is not None:
+        assert not known.any()
+    else:
         assert (known == (found.missing >= 1e-5)).all()
         close = {"rtol": 1e-3 if tolerance < 1e-4 else 0.2, "atol": 1e-3}
         np.testing.assert_allclose(found.distance[known], expected.distance[known], **close)
@@ -299,9 +301,12 @@ def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
 
 @settings(QUIET, max_examples=examples(60))
 @given(
-    strategies.cases(kinds=("normal", "sharp", "sink")), st.integers(0, 2**16), st.integers(1, 9)
+    strategies.cases(kinds=("normal", "sharp", "sink")),
+    st.integers(0, 2**16),
+    st.integers(1, 9),
+    st.sampled_from(["absolute", "slot"]),
 )
-def test_output_error_of_any_record_equals_the_naive_one(case, seed, rows):
+def test_output_error_of_any_record_equals_the_naive_one(case, seed, rows, positions):
     """Whatever left whenever, and however many each head holds: p <= r <= evicted_at."""
     rng = np.random.default_rng(seed)
     record = replay(case, Setup("full", {}, case.n, None, None))
@@ -309,7 +314,7 @@ def test_output_error_of_any_record_equals_the_naive_one(case, seed, rows):
     last = np.where(last >= case.n - 1, NEVER, last).astype(np.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics_output, "ROWS", rows)
-        check_outputs(case, replace(record, evicted_at=last))
+        check_outputs(case, replace(record, evicted_at=last, positions=positions))
 
 
 def test_output_error_of_a_longer_trace_equals_the_naive_one():

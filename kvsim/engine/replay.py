@@ -51,6 +51,8 @@ def replay(
     for layer in chosen:
         if not 0 <= layer < trace.n_layers:
             raise PolicyError(f"layer is {layer}; expected 0..{trace.n_layers - 1}")
+    if len(set(chosen)) < len(chosen):
+        raise PolicyError(f"layers are {list(chosen)}; expected each layer once")
     schedule = policy.schedule.override(interval, prefill)
     events = schedule.rows(trace.prompt_len, trace.n_pos)
     source = trace.per_query_head() if policy.per_query_head else trace

@@ -22,7 +22,7 @@ ROWS = 32
 
 # Below this, the sum of exp(logit - maximum of the block) over the live entries has lost precision,
 # because the maximum belongs to an entry that is gone; the row then gets a maximum of its own.
-_FAINT = 1e-20
+_FAINT = 1e-6
 
 
 def replay_rows(block: Block, events: Sequence[int]) -> None:

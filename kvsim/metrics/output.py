@@ -41,16 +41,18 @@ class OutputError:
     mass: share of the full attention that lies on what the row sees.
     missing: 1 - mass, without the cancellation.
     distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
+    rotated: keys were rotated to slots, so the error is no product of the two; distance is NaN.
     """
 
     error: NDArray[np.float32]
     mass: NDArray[np.float32]
     missing: NDArray[np.float32]
+    rotated: bool = False
 
     @property
     def distance(self) -> NDArray[np.float32]:
         """|o_evicted - o_seen| / |o_full| [layer, qhead, row]."""
-        known = self.missing >= _LEAST_MISSING
+        known = (self.missing >= _LEAST_MISSING) & (not self.rotated)
         out = np.full_like(self.error, np.nan)
         np.divide(self.error, self.missing, out=out, where=known)
         return out
@@ -65,7 +67,10 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     for record in records:
         _check(trace, record)
     results = [
-        OutputError(*(np.empty(_shape(trace, record), np.float32) for _ in range(3)))
+        OutputError(
+            *(np.empty(_shape(trace, record), np.float32) for _ in range(3)),
+            rotated=record.positions == "slot",
+        )
         for record in records
     ]
     with torch.inference_mode():
@@ -76,7 +81,7 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
                     continue
                 at = record.layers.index(layer)
                 last = torch.from_numpy(record.evicted_at[at]).to(rows.k.device)
-                error, missing = _layer_error(rows, last, slots=record.positions == "slot")
+                error, missing = _layer_error(rows, last, slots=result.rotated)
                 result.error[at] = error.cpu().numpy()
                 result.missing[at] = missing.cpu().numpy()
                 result.mass[at] = 1.0 - result.missing[at]
@@ -191,13 +196,7 @@ def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
     pos = torch.arange(last.shape[-1], device=last.device)
     for start in range(first, stop, ROWS):
         end = min(start + ROWS, stop)
-        some = (pos < end) & (last >= start)  # seen by at least one of the rows
-        count = some.sum(-1)
-        longest = int(count.max())
-        if int(count.min()) == longest:
-            at = some.nonzero()[:, 1].view(len(some), longest)
-        else:
-            at = some.byte().sort(dim=-1, stable=True).indices[:, -longest:]
+        at = _marked((pos < end) & (last >= start))  # seen by at least one of the rows
         row = torch.arange(start, end, device=last.device).unsqueeze(-1)
         mask = (at.unsqueeze(1) <= row) & (last.gather(1, at).unsqueeze(1) >= row)
         k, v = _take((layer.k, layer.v), at)
@@ -208,10 +207,11 @@ def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
 
 
 def _by_slot(layer: Layer, last: Tensor) -> Seen:
-    """The same with keys and query rotated to their slot in the cache, a row at a time.
+    """The same with the output of keys and query rotated to their slot in the cache.
 
-    Slots change with every event, so nothing is shared between rows; slow, and for presets that
-    re-rotate only.
+    The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
+    lies on what is seen. Slots change with every event, so nothing is shared between rows; slow,
+    and for presets that re-rotate only.
     """
     rope = layer.rope
     total = last.shape[-1]
@@ -221,13 +221,26 @@ def _by_slot(layer: Layer, last: Tensor) -> Seen:
     pos = torch.arange(total, device=last.device)
     for row in range(events[0] + 1, total):
         seen = (pos <= row) & (last >= row)
-        at = seen.nonzero()[:, 1].view(len(seen), -1)
+        at = _marked(seen)
+        mask = seen.gather(1, at)
+        slot = (mask.cumsum(-1) - 1).clamp_(min=0)
         k, v = _take((layer.k, layer.v), at)
-        slot = torch.arange(at.shape[-1], device=at.device)
-        k = rope.rotate(rope.unrotate(k, at), slot.expand_as(at))
-        q = rope.unrotate(layer.q[:, :, row : row + 1], pos[row : row + 1])
-        q = rope.rotate(q, slot[-1:])
-        yield row, row + 1, *attend(q, k[:, None], v[:, None], layer.scale)
+        q, shown = layer.q[:, :, row : row + 1], mask[:, None, None]
+        _, lse = attend(q, k[:, None], v[:, None], layer.scale, mask=shown)
+        k = rope.rotate(rope.unrotate(k, at), slot)
+        # the row's own entry is the last of each head
+        q = rope.rotate(rope.unrotate(q, pos[row : row + 1]), slot[:, None, -1:])
+        out, _ = attend(q, k[:, None], v[:, None], layer.scale, mask=shown)
+        yield row, row + 1, out, lse
+
+
+def _marked(mask: Tensor) -> Tensor:
+    """Positions marked in mask [H, T], ascending; [H, n], heads with fewer padded on the left."""
+    count = mask.sum(-1)
+    longest = int(count.max())
+    if int(count.min()) == longest:
+        return mask.nonzero()[:, 1].view(len(mask), longest)
+    return mask.byte().sort(dim=-1, stable=True).indices[:, mask.shape[-1] - longest :]
 
 
 def _take(stored: tuple[Tensor, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:

@@ -446,8 +446,8 @@ def outputs(
 ) -> Outputs:
     """Attention of every row over what it sees (`evicted_at` per KV head or per query head).
 
-    slot_theta: base of a rotary embedding; what a row sees is then rotated from its position to its
-    slot in the cache, and the query to the last slot (out_evicted keeps positions).
+    slot_theta: base of a rotary embedding; for out_seen, what a row sees is then rotated from its
+    position to its slot in the cache, and the query to the last slot. All else keeps positions.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     n_layers, qheads, n, dim = queries.shape
@@ -471,13 +471,12 @@ def outputs(
                 seen = past & (row <= last[layer, i])
                 at = layer, i, row
                 found.out_full[at], found.lse_full[at] = _attend(z[i, row], value, past)
-                logits = z[i, row]
+                found.out_seen[at], found.lse_seen[at] = _attend(z[i, row], value, seen)
                 if slot_theta is not None:
                     shift = np.cumsum(seen) - 1 - np.arange(n)  # slot - position
                     key = _turn(keys[layer, i // (qheads // heads)], shift, slot_theta)
                     query = _turn(queries[layer, i, row], shift[row], slot_theta)
-                    logits = factor * (key @ query)
-                found.out_seen[at], found.lse_seen[at] = _attend(logits, value, seen)
+                    found.out_seen[at], _ = _attend(factor * (key @ query), value, seen)
                 found.out_evicted[at], _ = _attend(z[i, row], value, past & ~seen)
     return found
 

@@ -102,7 +102,7 @@ class Case:
         A row replayed in a block shares the block's maximum, which may be 1e20 times its own: so
         much of the dtype's range is not there.
         """
-        return 1e-280 if self.q.dtype == np.float64 else 1e-17
+        return 1e-280 if self.q.dtype == np.float64 else 1e-30
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """How Hypothesis shows it: without the arrays."""

@@ -5,8 +5,9 @@
 
 Prints
 * the fp32 matrix-product rate of the machine, and the rate of replay with output error as a share
-  of it. Useful operations are 4 x dim x the entries that query heads see, over rows after the prompt;
-  time is scoring, selection, merging and the error, with the full output and log-sum-exp given.
+  of it. Useful operations are 4 x dim x the entries that query heads see, over rows after the
+  prompt; time is scoring, selection, merging and the error, with the full output and log-sum-exp
+  given.
 * for policies that evict after every row, the time of a row against reading the live keys once.
 * the time that each part takes.
 """
