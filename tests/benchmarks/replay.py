@@ -10,6 +10,8 @@ Prints
   given. Rows before the first eviction are useful and free; the share without them stands beside.
 * for policies that evict after every row, the time of a row against reading the live keys once.
 * the time that each part takes.
+
+With `--doc docs/performance.md` the report is put into that page.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import kvsim
 from kvsim.metrics import output_error
+
+BEGIN, END = "<!-- begin benchmark -->", "<!-- end benchmark -->"
 
 
 @dataclass(frozen=True)
@@ -116,42 +121,49 @@ def row_cost(size: Size, name: str, given: dict[str, torch.Tensor]) -> tuple[flo
     return total / (size.tokens - max(size.prompt, size.budget)), read
 
 
-def run(size: Size, rows: Size) -> dict[str, float]:
-    """Print the report; ratios by name."""
+def run(size: Size, rows: Size) -> tuple[dict[str, float], list[str]]:
+    """Ratios by name, and the report line by line."""
     ratios = {}
-    print(f"threads {torch.get_num_threads()}, torch {torch.__version__}")
+    lines = [f"threads {torch.get_num_threads()}, torch {torch.__version__}", f"{size}"]
     given = arrays(size)
-    print(f"{size}")
     for name in ("tova", "snapkv"):
         before = matrix_rate(size.matrix)
         found = error_rate(size, name, given)
-        rate = max(
-            before, matrix_rate(size.matrix)
-        )  # the machine may be busy at one of the moments
+        rate = max(before, matrix_rate(size.matrix))  # the machine may be busy at one moment
         ratios[name] = found["rate"] / rate
-        print(
-            f"{name:8} {found['rate'] / 1e9:7.1f} of {rate / 1e9:.1f} Gop/s: {ratios[name]:.2f}  "
-            f"({ratios[name] * (1 - found['idle']):.2f} without the rows before the first eviction; "
-            f"replay {found['replay_s'] * 1e3:.0f} ms, error {found['error_s'] * 1e3:.0f} ms)"
+        lines.append(
+            f"{name:7} {found['rate'] / 1e9:6.1f} of {rate / 1e9:.1f} Gop/s: {ratios[name]:.2f}, "
+            f"{ratios[name] * (1 - found['idle']):.2f} without the rows before the first eviction "
+            f"(replay {found['replay_s'] * 1e3:.0f} ms, error {found['error_s'] * 1e3:.0f} ms)"
         )
+    lines.append(f"{rows}")
     given = arrays(rows)
-    print(f"{rows}")
+    products = 2 * rows.dim * rows.layers * rows.heads * rows.group * rows.budget
     for name in ("tova", "h2o"):
+        rate = matrix_rate(rows.matrix)
         cost, read = row_cost(rows, name, given)
         ratios[f"{name} row"] = cost / read
-        print(
-            f"{name:8} {cost * 1e3:.3f} ms per row, {cost / read:.1f} times reading the live keys "
-            f"once ({read * 1e3:.3f} ms)"
+        lines.append(
+            f"{name:7} {cost * 1e3:.2f} ms per row: {cost / read:.1f} times reading the live keys "
+            f"once ({read * 1e3:.3f} ms), {cost * rate / products:.1f} times the products of its "
+            "queries with them at the matrix rate"
         )
-    return ratios
+    return ratios, lines
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smallest", action="store_true", help="seconds instead of a minute")
-    smallest = parser.parse_args().smallest
-    run(*((SMALLEST, SMALLEST_ROWS) if smallest else (AIM, AIM_ROWS)))
+    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
+    options = parser.parse_args()
+    _, lines = run(*((SMALLEST, SMALLEST_ROWS) if options.smallest else (AIM, AIM_ROWS)))
+    print("\n".join(lines))
+    if options.doc:
+        head, _, rest = options.doc.read_text("utf-8").partition(BEGIN)
+        _, _, tail = rest.partition(END)
+        report = "\n".join(["", "```text", *lines, "```", ""])
+        options.doc.write_text(head + BEGIN + report + END + tail, "utf-8")
 
 
 if __name__ == "__main__":
