@@ -66,13 +66,7 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     """
     for record in records:
         _check(trace, record)
-    results = [
-        OutputError(
-            *(np.empty(_shape(trace, record), np.float32) for _ in range(3)),
-            rotated=record.positions == "slot",
-        )
-        for record in records
-    ]
+    results = [_empty(trace, record) for record in records]
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
             rows = Layer.read(trace, layer, torch.device(device))
@@ -88,8 +82,10 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     return results
 
 
-def _shape(trace: Trace, record: Record) -> tuple[int, int, int]:
-    return len(record.layers), trace.n_qheads, trace.n_pos
+def _empty(trace: Trace, record: Record) -> OutputError:
+    shape = len(record.layers), trace.n_qheads, trace.n_pos
+    error, mass, missing = (np.empty(shape, np.float32) for _ in range(3))
+    return OutputError(error, mass, missing, rotated=record.positions == "slot")
 
 
 def _check(trace: Trace, record: Record) -> None:
