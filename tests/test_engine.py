@@ -1,5 +1,8 @@
 """Replay: worked examples, schedules, blocks, and the path for an interval of 1."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -295,3 +298,32 @@ def test_one_set_per_query_head_on_request():
     assert record.per_query_head
     same = kvsim.replay(single, original, budget=8).evicted_at
     assert (same == kvsim.replay(single, kvsim.policy("snapkv", window=4), 8).evicted_at).all()
+
+
+DIGEST = """
+import hashlib, kvsim
+trace = kvsim.open_trace(kvsim.sample_trace())
+digest = hashlib.sha256()
+for name in ("random", "streaming_llm", "h2o", "tova", "snapkv"):
+    for interval in (1, 32):
+        record = kvsim.replay(trace, kvsim.policy(name), budget=64, interval=interval)
+        digest.update(record.evicted_at.tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_another_process_evicts_the_same():
+    """Records of a stored trace do not depend on the process or on its hash seed."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2")
+    }
+
+    assert len(found) == 1
