@@ -277,12 +277,6 @@ class Trace:
                 self._digest = self._compute_digest()
         return self._digest
 
-    @property
-    def bytes_per_layer(self) -> int:
-        """Bytes of one layer's q, k, v, attn_out and lse in the compute dtype."""
-        entries = (2 * self.n_qheads + 2 * self.n_heads) * self.dim + self.n_qheads
-        return entries * self.n_pos * self._dtype.itemsize
-
     def has(self, name: str) -> bool:
         """Whether the array `name` is recorded; one that can be computed does not count."""
         return name in self.source.shapes

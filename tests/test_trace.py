@@ -59,7 +59,6 @@ def test_sizes_come_from_the_arrays():
     assert trace.scale == 8**-0.5
     assert make(scale=0.3).scale == 0.3
     assert trace.layer_ids == (3, 7)
-    assert trace.bytes_per_layer == 4 * 40 * ((4 + 2 + 2 + 4) * 8 + 4)
 
 
 def test_reading_memory_is_a_view():
