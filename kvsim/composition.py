@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.view import View
+
+# Budgets that are tried in search of one that a policy has a rule for.
+_BUDGETS_TRIED = 100_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Scores:
 
 class Scorer(Protocol):
     """Which entries matter. A frozen dataclass; its fields are the policy's parameters."""
+
+    # A scorer whose window is longer than one row also says how long, as `rows`: memory budgets
+    # count what attention of so many rows takes.
 
     #: carried with each entry: name -> value of an entry that has no history
     columns: ClassVar[Mapping[str, float]] = {}
@@ -147,12 +153,16 @@ class Policy:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
         if self._protected(budget) <= budget:
             return
-        enough = budget + 1
-        while self._protected(enough) > enough:
-            enough += 1
+        larger = range(budget + 1, budget + _BUDGETS_TRIED)
+        enough = next((b for b in larger if self._protected(b) <= b), None)
+        way_out = (
+            f"the smallest budget that works is {enough}"
+            if enough is not None
+            else f"no budget up to {larger.stop} works"
+        )
         raise BudgetError(
             f"{self.name}: budget {budget} is below the {self._protected(budget)} entries that it "
-            f"always keeps; the smallest budget that works is {enough}"
+            f"always keeps; {way_out}"
         )
 
     def _protected(self, budget: int) -> int:
@@ -161,7 +171,17 @@ class Policy:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The scorer's parameters by name."""
+        """The scorer's parameters by name, and those pieces of the policy that are not plain."""
         scorer: Any = self.scorer
         known = fields(scorer) if is_dataclass(scorer) else ()
-        return {f.name: getattr(scorer, f.name) for f in known}
+        pieces: dict[str, Any] = {}
+        if self.protect != Protection():
+            pieces["protect"] = asdict(self.protect)
+        if not isinstance(self.allocator, Uniform | Everything):
+            pieces["allocator"] = repr(self.allocator)
+        return {f.name: getattr(scorer, f.name) for f in known} | pieces
+
+    @property
+    def rows(self) -> int:
+        """Most recent rows whose attention the scorer asks for at once."""
+        return int(getattr(self.scorer, "rows", 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class Record:
     digest: str = ""
     positions: str = "absolute"
     per_query_head: bool = False
+    #: the share of the trace that the budget was asked for as, such as "25%"
+    share: str | None = None
     #: True where the events fire for the policy's own schedule, False where it was overridden
     own_schedule: bool = True
     internals: tuple[Plans, ...] = field(default=(), repr=False)
@@ -59,7 +62,7 @@ class Record:
         """Tokens of the trace."""
         return int(self.evicted_at.shape[-1])
 
-    @property
+    @cached_property
     def events(self) -> list[int]:
         """Rows after which at least one entry left, ascending."""
         rows = np.unique(self.evicted_at)

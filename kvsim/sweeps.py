@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,7 @@ import polars as pl
 
 from kvsim.composition import Policy
 from kvsim.engine import layers_per_block, replay
-from kvsim.errors import BudgetError, KvsimError, OutputError
+from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
 from kvsim.metrics import COLUMNS, measure
 from kvsim.record import Record, write_records
 from kvsim.trace import Trace
@@ -123,10 +124,20 @@ def sweep(
     `failures`, and the others are kept. Ctrl-C ends the replays; what is done by then is measured
     and kept, and a second Ctrl-C leaves the last trace unmeasured.
     """
+    by_name: dict[str, Policy] = {}
+    for one in policies:
+        if by_name.setdefault(one.name, one) != one:
+            raise PolicyError(
+                f"two different policies are called {one.name!r}; expected one of a name, so that "
+                "results can be told apart: replay them one by one or name them differently"
+            )
     for trace, one, budget in _cells(traces, policies, budgets):
         if budget < trace.n_pos or budget < 1:
             one.check_budget(budget)
-        layers_per_block(trace.per_query_head() if one.per_query_head else trace, memory)
+        source = trace.per_query_head() if one.per_query_head else trace
+        layers_per_block(source, one, memory)
+    asked = [str(budget).strip() for budget in budgets]
+    shares = [text if text.endswith("%") else None for text in asked]
     total = len(traces) * len(policies) * len(budgets)
     report = progress or _silent
     records: list[Record] = []
@@ -137,7 +148,9 @@ def sweep(
     for trace in traces:
         of_trace: list[Record] = []
         try:
-            for _, one, budget in _cells([trace], policies, budgets):
+            for (_, one, budget), share in zip(
+                _cells([trace], policies, budgets), itertools.cycle(shares), strict=False
+            ):
                 report(done, total, f"{trace.name}: {one.name}, budget {budget}")
                 try:
                     record = replay(
@@ -149,7 +162,7 @@ def sweep(
                         memory=memory,
                         device=device,
                     )
-                    of_trace.append(record)
+                    of_trace.append(replace(record, share=share))
                 except KvsimError as error:
                     failures.append(Failure(trace.name, one.name, budget, str(error)))
                 done += 1
@@ -199,17 +212,19 @@ SUMMARY = ("entries_seen", "output_error", "retained_mass", "wipeout", "retained
 
 
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = SUMMARY) -> pl.DataFrame:
-    """One row per trace-independent cell: policy, params, budget, and the mean of each metric.
+    """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
     Means over layers and heads within a trace, then over traces. `wipeout` is that of 32-token
     regions of which nothing is left, after the last event; `iou_chance` stands beside
     `retained_iou`; `exact` is the share of the values behind the row whose fidelity is exact.
     """
     regions = pl.col("metric").is_in(["wipeout", "wipeout_hazard"])
-    keys = ["policy", "params", "budget", "interval", "prefill"]
-    last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric")
+    keys = ["policy", "params", "asked", "interval", "prefill"]
+    last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric", "layer")
+    asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     chosen = (
-        table.filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
+        table.with_columns(asked=asked)
+        .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
         .filter(~regions | (pl.col("variant") == "length=32,threshold=0"))
         .filter((pl.col("metric") != "wipeout") | last)
     )
@@ -222,8 +237,12 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = SUMMARY) -> pl.DataF
     wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
     exact = chosen.group_by(keys).agg(exact=(pl.col("fidelity") == "exact").mean())
-    for more in (chance, exact):
+    sizes = chosen.group_by(keys).agg(
+        pl.col("budget").mean().round().cast(pl.Int64), pl.col("share").first()
+    )
+    for more in (chance, exact, sizes):
         wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
     known = [name for name in metrics if name in wide.columns]
     shown = [*known, *(["iou_chance"] if "retained_iou" in known else []), "exact"]
-    return wide.select(*keys, *shown)
+    first = ["policy", "params", "budget", "share", "interval", "prefill"]
+    return wide.select(*first, *shown)

@@ -12,8 +12,8 @@ import torch
 
 import kvsim
 from kvsim.composition import Plan, Policy, Protection, Schedule
-from kvsim.engine import rows
-from kvsim.errors import PolicyError, ScoreError
+from kvsim.engine import layers_per_block, rows
+from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
 
 
@@ -242,6 +242,80 @@ def test_a_nan_score_is_an_error_that_names_policy_row_layer_and_head(interval):
     """In both ways of replaying."""
     with pytest.raises(ScoreError, match="broken: NaN score at row 9, layer 1, head 1"):
         kvsim.replay(make_trace(), Policy("broken", Broken()), budget=7, interval=interval)
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Scores as it is told to."""
+
+    kind: str
+
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = True
+
+    def score(self, view):
+        """Infinite, of half precision, or for some entries only."""
+        score = view.pos.double()
+        if self.kind == "infinite":
+            return score + torch.inf
+        return score.half() if self.kind == "half" else score[..., :3]
+
+    def protection(self, budget):
+        """Nothing."""
+        return Protection()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("infinite", "infinite score at row 9, layer 0, head 0"),
+        ("half", r"torch.float16 .*expected torch.float32 or torch.float64 \[2, 2, 10\]"),
+        ("short", r"\[2, 2, 3\]; expected"),
+    ],
+)
+def test_scores_that_cannot_rank_every_entry_are_refused(kind, message, interval):
+    """An infinite score is no protection; scores are float32 or better, one for every entry."""
+    with pytest.raises(ScoreError, match=message):
+        kvsim.replay(make_trace(), Policy("odd", Odd(kind)), budget=7, interval=interval)
+
+
+@pytest.mark.parametrize("budget", [2.5, True, "25%", None, 10**30])
+def test_a_budget_that_is_no_whole_number_is_refused(budget):
+    """Shares are for the command line and for sweeps."""
+    with pytest.raises(BudgetError, match="expected a whole number of entries"):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=budget)
+
+
+def test_a_whole_number_of_numpy_is_a_budget():
+    """The Record keeps it as an int, which can be stored."""
+    record = kvsim.replay(make_trace(), kvsim.policy("tova"), budget=np.int64(8))
+
+    assert type(record.budget) is int
+
+
+@dataclass(frozen=True)
+class Greedy(Odd):
+    """Protects more than any budget."""
+
+    def protection(self, budget):
+        """One entry more than there is room for."""
+        return Protection(recent=budget + 1)
+
+
+def test_a_policy_without_a_workable_budget_says_so():
+    """The search for the smallest budget that works ends."""
+    with pytest.raises(BudgetError, match=r"no budget up to \d+ works"):
+        kvsim.replay(make_trace(), Policy("greedy", Greedy("plain")), budget=7)
+
+
+def test_a_memory_budget_counts_the_window_of_the_scorer():
+    """Attention of a long window takes memory, so fewer layers fit into a block."""
+    trace = make_trace(layers=1, tokens=400)
+    short, long = (kvsim.policy("snapkv", window=w) for w in (4, 300))
+    memory = 100 << 20
+
+    assert layers_per_block(trace, short, memory) > layers_per_block(trace, long, memory)
 
 
 def test_a_record_belongs_to_its_trace_and_budget():

@@ -147,6 +147,18 @@ def test_slots_rotate_keys_and_query_to_their_place_in_the_cache():
     assert (abs(absolute.error - found.error) > 1e-4).any()
 
 
+def test_a_record_of_another_stored_trace_is_refused_by_every_metric(tmp_path):
+    """Traces of one shape are told apart by their digest."""
+    paths = [make_trace(layers=n).save(tmp_path / f"{n}.zarr") for n in (1, 2)]
+    one, other = (kvsim.open_trace(path) for path in paths)
+    record = kvsim.replay(one, kvsim.policy("tova"), budget=8)
+
+    with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
+        kvsim.measure(other, record, ["wipeout"])
+    with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
+        kvsim.measure(make_trace(tokens=61), record, ["entries_seen"])
+
+
 def test_a_record_of_another_trace_is_refused():
     """The message says which shapes met."""
     record = kvsim.replay(make_trace(tokens=60), kvsim.policy("tova"), budget=8)
@@ -283,7 +295,7 @@ def test_window_overlap_equals_loops_over_keys():
             assert found.union[i] == pytest.approx(expected.union)
             assert found.union_size[i] == pytest.approx(expected.union_size)
             assert found.equal_budget[i] == pytest.approx(expected.equal_budget)
-            assert found.chance[i] == expected.chance
+            assert found.chance[i] == pytest.approx(expected.chance)
             assert found.chance_union[i] == pytest.approx(expected.chance_union)
 
 

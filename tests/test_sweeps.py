@@ -1,7 +1,7 @@
 """Sweeps: budgets, run folders, failures that keep the rest."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import polars as pl
@@ -10,7 +10,7 @@ import torch
 
 import kvsim
 from kvsim.composition import Policy, Protection
-from kvsim.errors import BudgetError, MemoryLimitError, OutputError
+from kvsim.errors import BudgetError, MemoryLimitError, OutputError, PolicyError
 from kvsim.record import read_records
 from kvsim.sweeps import resolve_budget, summarise, sweep
 
@@ -61,7 +61,7 @@ def test_a_budget_that_is_neither_is_refused(budget):
 
 
 def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
-    """Traces, policies and budgets cross; the summary has a row per policy and budget."""
+    """Traces, policies and budgets cross; a share is one row of the summary, not one per trace."""
     traces = [make_trace("a"), make_trace("b", tokens=60)]
     policies = [kvsim.policy("tova"), kvsim.policy("random")]
 
@@ -72,14 +72,23 @@ def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
     cells = run.table.filter(pl.col("metric") == "output_error")
     assert cells.select("trace", "policy", "budget").n_unique() == 8
     summary = summarise(run.table)
-    assert summary.select("policy", "budget").rows() == [
-        ("tova", 16),
-        ("tova", 20),
-        ("random", 16),
-        ("random", 20),
-        ("tova", 15),
-        ("random", 15),
+    assert summary.select("policy", "budget", "share").rows() == [
+        ("tova", 16, None),
+        ("tova", 18, "25%"),  # 20 entries of one trace, 15 of the other
+        ("random", 16, None),
+        ("random", 18, "25%"),
     ]
+
+
+def test_two_policies_of_one_name_are_refused():
+    """Their results could not be told apart; what a policy protects is part of what it is."""
+    first = kvsim.policy("tova")
+    second = replace(first, protect=Protection(sink=4))
+
+    with pytest.raises(PolicyError, match="two different policies are called 'tova'"):
+        sweep([make_trace()], [first, second], [16])
+    run = sweep([make_trace()], [second], [16])
+    assert run.parameters["policies"]["tova"]["protect"] == {"sink": 4, "recent": 0}
 
 
 def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():

@@ -184,6 +184,8 @@ def _tokens(facts: Mapping[str, Any]) -> str:
 def _answer(check: Mapping[str, Any] | None) -> str:
     if not check or check.get("right") is None:
         return ""
+    if check.get("answer") is None:
+        return ", no answer in the response"
     verdict = "right" if check["right"] else "wrong"
     return f", answer {quoted(check.get('answer'))} {verdict}"
 
@@ -216,7 +218,8 @@ def info(trace: TracePath, as_json: Json = False) -> None:
         f"{facts['heads']} KV heads, dim {facts['dim']}",
         "prompt": quoted(facts["prompt"]),
         "response": quoted(facts["response"]),
-        "answer": _answer(facts["answer_check"]).removeprefix(", answer ") or "not checked",
+        "answer": _answer(facts["answer_check"]).removeprefix(", ").removeprefix("answer ")
+        or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
         **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},

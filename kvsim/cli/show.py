@@ -29,7 +29,7 @@ _COLUMNS = {
     "exact": ("exact", "{:.0%}"),
 }
 #: Columns of a summary that say which cell a row is.
-_KEYS = ("policy", "params", "budget", "interval", "prefill")
+_KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
 
 OPEN_LOOP = (
     "open: computed from the recorded queries, keys and values; in a live run errors also add up "
@@ -101,7 +101,7 @@ def echo_results(
     ]
     columns: dict[str, list[str]] = {
         "policy": [row["policy"] for row in rows],
-        "budget": ["-" if row["policy"] in free else str(row["budget"]) for row in rows],
+        "budget": ["-" if row["policy"] in free else _budget(row) for row in rows],
     }
     schedules = [
         "never" if row["policy"] in free else schedule(row["interval"], prefill=row["prefill"])
@@ -121,6 +121,11 @@ def echo_results(
     for header, make in (more or {}).items():
         columns[header] = [make(row) for row in rows]
     echo_table(list(columns), list(zip(*columns.values(), strict=True)), right=right)
+
+
+def _budget(row: Mapping[str, Any]) -> str:
+    """Entries, and the share of the trace that they are where they were asked for as one."""
+    return str(row["budget"]) if row["share"] is None else f"{row['budget']} ({row['share']})"
 
 
 def schedule(interval: int | None, *, prefill: bool) -> str:

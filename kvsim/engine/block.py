@@ -108,11 +108,18 @@ class Block:
 
 
 def check(policy: Policy, values: Tensor, live: Tensor, layers: Tensor, row: int) -> None:
-    """Raise ScoreError where a live entry's score is NaN."""
-    bad = values.isnan() & live
-    if bool(bad.any()):
-        layer, head, _ = bad.nonzero()[0].tolist()
+    """Raise ScoreError unless each live entry has a score below infinity, float32 or better."""
+    if values.shape != live.shape or values.dtype not in (torch.float32, torch.float64):
         raise ScoreError(
-            f"{policy.name}: NaN score at row {row}, layer {int(layers[layer])}, head {head}; "
-            "a scorer must give every live entry a number"
+            f"{policy.name}: scores at row {row} are {values.dtype} {list(values.shape)}; expected "
+            f"torch.float32 or torch.float64 {list(live.shape)} [layer, head, entry]"
+        )
+    # NaN compares with nothing, so what is not below infinity is either
+    bad = ~(values < torch.inf) & live
+    if bool(bad.any()):
+        layer, head, slot = bad.nonzero()[0].tolist()
+        found = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
+        raise ScoreError(
+            f"{policy.name}: {found} score at row {row}, layer {int(layers[layer])}, head {head}; "
+            "a scorer must give every live entry a number, and what must stay is protected"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,8 +12,9 @@ from kvsim.composition import Policy, Uniform
 from kvsim.engine.block import Block
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
-from kvsim.errors import MemoryLimitError, PolicyError
+from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
 from kvsim.record import Plans, Record
+from kvsim.schema import NEVER
 from kvsim.trace import Trace
 from kvsim.view import LOGIT_BYTES
 
@@ -45,6 +47,7 @@ def replay(
     Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
     where the policy has no rule for the budget, ScoreError, MemoryLimitError.
     """
+    budget = whole(budget)
     if budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         policy.check_budget(budget)
     chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
@@ -67,7 +70,7 @@ def replay(
     )
     done = 0
     with torch.inference_mode():
-        for run in _blocks(chosen, layers_per_block(source, memory)):
+        for run in _blocks(chosen, layers_per_block(source, policy, memory)):
             block = Block(
                 TraceSource(source, slice(run[0], run[-1] + 1), torch.device(device)),
                 policy,
@@ -104,13 +107,27 @@ def replay(
     )
 
 
-def layers_per_block(trace: Trace, memory: int | None) -> int:
+def whole(budget: int) -> int:
+    """The budget as an int. BudgetError for anything else, a share or a truth value included."""
+    try:
+        if not isinstance(budget, bool) and operator.index(budget) <= NEVER:
+            return operator.index(budget)
+    except TypeError:
+        pass
+    raise BudgetError(
+        f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
+    )
+
+
+def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     """Layers whose q, k, v and working space fit the memory budget, MemoryLimitError for none."""
     limit = DEFAULT_MEMORY if memory is None else memory
     item = torch.empty((), dtype=trace.dtype).element_size()
     stored = (trace.n_qheads + 2 * trace.n_heads) * trace.n_pos * trace.dim * item
-    # gathered keys and values of the largest event, and the logits of one block of rows
-    need = stored + 2 * trace.n_heads * trace.n_pos * trace.dim * item + 4 * LOGIT_BYTES
+    # gathered keys and values of the largest event; logits, mask and attention of the window
+    event = 2 * trace.n_heads * trace.n_pos * trace.dim * item
+    event += 3 * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
+    need = stored + event + 4 * LOGIT_BYTES  # and those of one block of rows
     if need > limit:
         raise MemoryLimitError(
             f"one layer of this trace needs {need / 2**20:.0f} MiB to replay, the memory budget is "

@@ -65,7 +65,7 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     does not belong to the trace.
     """
     for record in records:
-        _check(trace, record)
+        check_record(trace, record)
     results = [_empty(trace, record) for record in records]
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
@@ -88,7 +88,15 @@ def _empty(trace: Trace, record: Record) -> OutputError:
     return OutputError(error, mass, missing, rotated=record.positions == "slot")
 
 
-def _check(trace: Trace, record: Record) -> None:
+def check_record(trace: Trace, record: Record) -> None:
+    """Raise TraceError where the record was not replayed from the trace, as far as can be told."""
+    known = record.digest and trace.path is not None
+    if (known and record.digest != trace.digest) or record.prompt_len != trace.prompt_len:
+        raise TraceError(
+            f"the record of {record.policy} was replayed from {record.trace} ({record.digest}, "
+            f"prompt {record.prompt_len}), not from {trace.name} ({trace.digest}, prompt "
+            f"{trace.prompt_len}); measure a record on the trace it was replayed from"
+        )
     heads = trace.n_qheads if record.per_query_head else trace.n_heads
     found, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
     if found != expected or max(record.layers, default=0) >= trace.n_layers:

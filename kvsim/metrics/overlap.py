@@ -26,9 +26,12 @@ SHARES = (0.05, 0.1, 0.25, 0.5)
 class WindowOverlap:
     """Overlap of the last block's top keys with those of the three before; [share] or [3, share].
 
+    chance: top keys / keys, the expected overlap of two independent sets; a little above the share,
+    because a set of keys has a whole size.
+
     before: each earlier block, the oldest first. union: all three together, whose size is
     `union_size` of the keys. equal_budget: as many keys as in one top set, by the largest of the
-    three blocks' scores. chance, chance_union: what independent sets would give. Means over heads.
+    three blocks' scores. Means over heads.
     """
 
     shares: Floats
@@ -36,16 +39,12 @@ class WindowOverlap:
     union: Floats
     union_size: Floats
     equal_budget: Floats
-
-    @property
-    def chance(self) -> Floats:
-        """Expected overlap of two independent sets."""
-        return self.shares
+    chance: Floats
 
     @property
     def chance_union(self) -> Floats:
         """Expected share that three independent sets cover."""
-        return 1.0 - (1.0 - self.shares) ** 3
+        return 1.0 - (1.0 - self.chance) ** 3
 
 
 def default_window(n_pos: int) -> int:
@@ -82,6 +81,7 @@ def window_overlap(
         before=(last & earlier).sum(2).mean(1) / top,
         union=(last & union).sum(1).mean(0) / top,
         union_size=union.mean((0, 1)),
+        chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )
 

@@ -93,8 +93,9 @@ def wipeout(
 class RetainedIoU:
     """Consecutive retained sets of one layer; rows [E - 1] are those of the first event of a pair.
 
-    iou, survival, chance [H, E - 1]: |K and K'| / |K or K'|; |K and K'| / |K|; the IoU expected of
-    a random choice of the same size from K and the entries that came since.
+    iou, survival, chance [H, E - 1]: |K and K'| / |K or K'|; |K and K'| / |K|; the IoU of a random
+    choice of the same size that shares as many entries as expected from K and the entries that came
+    since.
     """
 
     rows: Ints

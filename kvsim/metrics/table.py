@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.metrics.catalogue import METRICS, Cells, Metric, Subject, mean_known, metric
-from kvsim.metrics.output import OutputError, output_error
+from kvsim.metrics.output import OutputError, check_record, output_error
 from kvsim.record import Record
 from kvsim.schema import FIDELITY
 from kvsim.trace import Trace
@@ -22,6 +22,7 @@ COLUMNS: dict[str, Any] = {
     "policy": pl.String,
     "params": pl.String,
     "budget": pl.Int64,
+    "share": pl.String,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
     "metric": pl.String,
@@ -55,6 +56,8 @@ def measure(
     Raises PolicyError for an unknown metric, TraceError where a record belongs to another trace.
     """
     records = [record] if isinstance(record, Record) else list(record)
+    for one in records:
+        check_record(trace, one)
     chosen = {name: metric(name) for name in (METRICS if metrics is None else metrics)}
 
     @cache
@@ -117,6 +120,7 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
         "policy": record.policy,
         "params": json.dumps(dict(record.params)),
         "budget": record.budget,
+        "share": record.share,
         "interval": record.interval,
         "prefill": record.prefill,
     }
@@ -126,16 +130,16 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
-    """How far a value can be trusted as what a live run would have shown: "exact" or "open".
+    """Whether a live run that is fed the recorded tokens would show the value: "exact", or "open".
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
     and kept sets decided once, at the end of the prefill, which attention had finished by then.
     Everything else is open loop: recorded q, k, v carry no error from the layers below.
     """
-    once = record.events in ([], [record.prompt_len - 1])
     if kind == "trace" or len(record.layers) == 1 or trace.layer_ids[layer] == 0:
         return "exact"
+    once = record.events == [record.prompt_len - 1]
     if not record.events or (kind == "sets" and once):
         return "exact"
     return "open"

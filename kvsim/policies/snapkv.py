@@ -48,6 +48,11 @@ class SnapKV:
                 "pooled score belongs to one entry"
             )
 
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
     def score(self, view: View) -> Tensor:
         """s_j = mean over the group of pool_j(mean over the window of a_r(j)); [L, H, n].
 

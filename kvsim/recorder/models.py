@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,12 +125,16 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # a class chos
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars, which it also prints into pipes."""
+    """Without progress bars, which come in pipes too, and without the hub's word on every retry."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        hub.setLevel(level)
         if shown:
             transformers_logging.enable_progress_bar()
 

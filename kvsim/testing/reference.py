@@ -651,7 +651,9 @@ def window_overlap(
             ]
         )
     a, b, c, union_share, union_size, equal = np.mean(found, axis=0).tolist()
-    return WindowOverlap((a, b, c), union_share, union_size, equal, share, 1 - (1 - share) ** 3)
+    return WindowOverlap(
+        (a, b, c), union_share, union_size, equal, top / domain, 1 - (1 - top / domain) ** 3
+    )
 
 
 def _top(score: Floats, count: int) -> set[int]:
