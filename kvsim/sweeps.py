@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import platform
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 import polars as pl
 
 from kvsim.composition import Policy
-from kvsim.engine import layers_per_block, replay
+from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
 from kvsim.metrics import COLUMNS, measure
 from kvsim.record import Record, write_records
@@ -131,13 +130,8 @@ def sweep(
                 f"two different policies are called {one.name!r}; expected one of a name, so that "
                 "results can be told apart: replay them one by one or name them differently"
             )
-    for trace, one, budget in _cells(traces, policies, budgets):
-        if budget < trace.n_pos or budget < 1:
-            one.check_budget(budget)
-        source = trace.per_query_head() if one.per_query_head else trace
-        layers_per_block(source, one, memory)
-    asked = [str(budget).strip() for budget in budgets]
-    shares = [text if text.endswith("%") else None for text in asked]
+    for trace, one, budget, _ in _cells(traces, policies, budgets):
+        check_cell(trace, one, budget, memory)
     total = len(traces) * len(policies) * len(budgets)
     report = progress or _silent
     records: list[Record] = []
@@ -148,9 +142,7 @@ def sweep(
     for trace in traces:
         of_trace: list[Record] = []
         try:
-            for (_, one, budget), share in zip(
-                _cells([trace], policies, budgets), itertools.cycle(shares), strict=False
-            ):
+            for _, one, budget, share in _cells([trace], policies, budgets):
                 report(done, total, f"{trace.name}: {one.name}, budget {budget}")
                 try:
                     record = replay(
@@ -200,11 +192,14 @@ def _silent(done: int, total: int, what: str) -> None:
 
 def _cells(
     traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
-) -> Iterator[tuple[Trace, Policy, int]]:
+) -> Iterator[tuple[Trace, Policy, int, str | None]]:
+    """Every cell: its budget in entries, and the share that was asked for, None where none was."""
     for trace in traces:
         for one in policies:
             for budget in budgets:
-                yield trace, one, resolve_budget(budget, trace.n_pos)
+                asked = str(budget).strip()
+                share = asked if asked.endswith("%") else None
+                yield trace, one, resolve_budget(budget, trace.n_pos), share
 
 
 #: Metrics of the summary, in the order in which they are shown.

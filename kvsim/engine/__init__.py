@@ -4,6 +4,6 @@
 interval of 1. All three give the same Record.
 """
 
-from kvsim.engine.replay import layers_per_block, replay
+from kvsim.engine.replay import check_cell, layers_per_block, replay
 
-__all__ = ["layers_per_block", "replay"]
+__all__ = ["check_cell", "layers_per_block", "replay"]

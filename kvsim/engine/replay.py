@@ -47,9 +47,9 @@ def replay(
     Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
     where the policy has no rule for the budget, ScoreError, MemoryLimitError.
     """
+    source = trace.per_query_head() if policy.per_query_head else trace
     budget = whole(budget)
-    if budget < max(trace.n_pos, 1):  # a budget that never binds needs no rule
-        policy.check_budget(budget)
+    check_cell(trace, policy, budget, memory)
     chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
     for layer in chosen:
         if not 0 <= layer < trace.n_layers:
@@ -58,7 +58,6 @@ def replay(
         raise PolicyError(f"layers are {list(chosen)}; expected each layer once")
     schedule = policy.schedule.override(interval, prefill)
     events = schedule.rows(trace.prompt_len, trace.n_pos)
-    source = trace.per_query_head() if policy.per_query_head else trace
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] | None = [] if internals else None
     by_row = (
@@ -117,6 +116,13 @@ def whole(budget: int) -> int:
     raise BudgetError(
         f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
     )
+
+
+def check_cell(trace: Trace, policy: Policy, budget: int, memory: int | None) -> None:
+    """Raise BudgetError or MemoryLimitError for what a replay would refuse, without any work."""
+    if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
+        policy.check_budget(budget)
+    layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
 
 def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
