@@ -64,20 +64,48 @@ class Rope:
         """The inverse of `rotate`: x as it was before the rotary embedding."""
         return self._turn(x, pos, -1.0)
 
+    def rotate_mean(self, x: Tensor, start: int, count: int) -> Tensor:
+        """The mean of x [..., d] turned by each of the positions start..start+count-1.
+
+        In closed form: the pair of frequency f turns to the middle position and shrinks by the
+        Dirichlet factor sin(count f/2) / (count sin(f/2)). Turning by -p is the transpose of
+        turning by p, so the positions 1-start-count..-start give the transpose of this mean.
+        """
+        frequency = self._frequencies(x)
+        # whole turns per position change nothing, and without them sin(f/2) is 0 for f = 0 alone
+        frequency = frequency - 2 * math.pi * (frequency / (2 * math.pi)).round()
+        shrink = torch.sinc(frequency * count / (2 * math.pi))
+        shrink /= torch.sinc(frequency / (2 * math.pi))
+        angle = frequency * (start + (count - 1) / 2)
+        size = shrink * self.attention_scaling
+        return self._apply(x, (angle.cos() * size).to(x.dtype), (angle.sin() * size).to(x.dtype))
+
+    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The two components of each rotated pair of x [..., d], [..., pairs] each."""
+        turned = x[..., : 2 * len(self.inv_freq)]
+        if self.layout == "half":
+            a, b = turned.chunk(2, dim=-1)
+            return a, b
+        return turned[..., 0::2], turned[..., 1::2]
+
     def _turn(self, x: Tensor, pos: Tensor, sign: float) -> Tensor:
-        frequency = torch.tensor(self.inv_freq, dtype=torch.float64, device=x.device)
-        angle = pos.to(torch.float64).unsqueeze(-1) * frequency  # [..., n, pairs]
+        angle = pos.to(torch.float64).unsqueeze(-1) * self._frequencies(x)  # [..., n, pairs]
         # rotate multiplies by the attention scaling, unrotate divides it out again
         size = self.attention_scaling**sign
         cos = (angle.cos() * size).to(x.dtype)
         sin = (angle.sin() * (sign * size)).to(x.dtype)
-        width = 2 * len(self.inv_freq)
-        turned, rest = x[..., :width], x[..., width:]
+        return self._apply(x, cos, sin)
+
+    def _frequencies(self, x: Tensor) -> Tensor:
+        return torch.tensor(self.inv_freq, dtype=torch.float64, device=x.device)
+
+    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Each pair of x as a complex number, times cos + i sin; the other dimensions stay."""
+        a, b = self.pairs(x)
+        rest = x[..., 2 * len(self.inv_freq) :]
         if self.layout == "half":
-            a, b = turned.chunk(2, dim=-1)
             out = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         else:
-            a, b = turned[..., 0::2], turned[..., 1::2]
             out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
         return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
 

@@ -143,3 +143,46 @@ def test_a_rope_whose_numbers_do_not_fit_is_refused():
         Rope((1.0, 0.1), rotary_dim=6)
     with pytest.raises(ValueError, match="expected 'half' or 'interleaved'"):
         Rope((1.0,), layout="pairs")
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (7, 1), (5, 2), (300, 512), (-40, 17)])
+def test_the_mean_rotation_is_the_average_of_rotations(layout, start, count):
+    """The closed form equals the loop, also for frequencies of 0 and of more than a turn."""
+    frequencies = (1.0, 0.3, 1e-4, 0.0, 2 * math.pi, 3 * math.pi, 9.0)
+    rope = Rope(frequencies, attention_scaling=1.3, layout=layout)
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+
+    mean = rope.rotate_mean(x, start, count)
+
+    each = [rope.rotate(x, torch.tensor(p)) for p in range(start, start + count)]
+    torch.testing.assert_close(mean, torch.stack(each).mean(0))
+
+
+def test_a_mean_rotation_over_one_position_is_that_rotation():
+    """Nothing is damped."""
+    rope, x = Rope.default(8), torch.randn(5, 8, dtype=torch.float64)
+
+    torch.testing.assert_close(rope.rotate_mean(x, 11, 1), rope.rotate(x, torch.tensor(11)))
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_the_mean_rotation_by_negative_positions_is_the_transpose(layout):
+    """(R x) . y = x . (R' y): what is rotated forward on one side goes back on the other."""
+    rope = Rope((1.0, 0.1, 0.02), attention_scaling=1.2, layout=layout)
+    x, y = torch.randn(2, 8, dtype=torch.float64)
+
+    forward = rope.rotate_mean(x, 30, 9) @ y
+    back = x @ rope.rotate_mean(y, 1 - 30 - 9, 9)
+
+    torch.testing.assert_close(forward, back)
+    assert not torch.isclose(forward, x @ rope.rotate_mean(y, 30, 9))
+
+
+def test_pairs_are_the_two_components_that_turn_together():
+    """First and second half, or even and odd; dimensions that do not rotate are left out."""
+    x = torch.arange(6.0)
+
+    assert [p.tolist() for p in Rope((1.0, 0.1)).pairs(x)] == [[0, 1], [2, 3]]
+    interleaved = Rope((1.0, 0.1), layout="interleaved")
+    assert [p.tolist() for p in interleaved.pairs(x)] == [[0, 2], [1, 3]]
