@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -13,22 +14,58 @@ from kvsim.errors import BudgetError, PolicyError
 from kvsim.view import View
 
 # Budgets that are tried in search of one that a policy has a rule for.
-_BUDGETS_TRIED = 100_000
+_BUDGETS_TRIED = 10_000
 
 
 @dataclass(frozen=True)
 class Protection:
-    """Entries that are always kept: the `sink` first positions and the `recent` last ones."""
+    """Entries that are always kept: the `sink` first positions, the `recent` last ones, the prompt.
+
+    Counts of 0 or more; `prompt` keeps every position of the prompt.
+    """
 
     sink: int = 0
     recent: int = 0
+    prompt: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sink", "recent"):
+            if getattr(self, name) < 0:
+                raise PolicyError(f"protect: {name} is {getattr(self, name)}; expected 0 or more")
 
     def __or__(self, other: Protection) -> Protection:
-        return Protection(max(self.sink, other.sink), max(self.recent, other.recent))
+        return Protection(
+            max(self.sink, other.sink), max(self.recent, other.recent), self.prompt or other.prompt
+        )
 
-    def mask(self, pos: Tensor, row: int) -> Tensor:
+    def size(self, prompt_len: int) -> int:
+        """Entries that it keeps once that many exist."""
+        return max(self.sink, prompt_len if self.prompt else 0) + self.recent
+
+    def mask(self, pos: Tensor, row: int, prompt_len: int = 0) -> Tensor:
         """bool, the shape of pos: protected right after row `row`. Pads (-1) never are."""
-        return ((pos < self.sink) | (pos > row - self.recent)) & (pos >= 0)
+        first = max(self.sink, prompt_len if self.prompt else 0)
+        return ((pos < first) | (pos > row - self.recent)) & (pos >= 0)
+
+
+class Protects(Protocol):
+    """A piece that says what is to be kept in any case."""
+
+    def protection(self, budget: int) -> Protection:
+        """At `budget` entries per head."""
+
+
+def protected_by(piece: Protects, view: View) -> Tensor:
+    """What the piece protects at this event, bool [L, H, n]; layers may have different budgets."""
+    budgets = view.budget.flatten().tolist()
+    by_budget = {b: piece.protection(b) for b in set(budgets)}
+    if len(set(by_budget.values())) == 1:
+        return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
+    masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}
+    return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])
+
+
+# ------------------------------------------------------------------------------------ the scorer
 
 
 @dataclass(frozen=True)
@@ -39,11 +76,12 @@ class Scores:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Scorer(Protocol):
-    """Which entries matter. A frozen dataclass; its fields are the policy's parameters."""
+class Scorer(ABC):
+    """Which entries matter. A frozen dataclass whose fields are the policy's parameters.
 
-    # A scorer whose window is longer than one row also says how long, as `rows`: memory budgets
-    # count what attention of so many rows takes.
+    Subclasses take these defaults and replace what differs; a scorer without parameters, state or
+    protection is one function, `score`.
+    """
 
     #: carried with each entry: name -> value of an entry that has no history
     columns: ClassVar[Mapping[str, float]] = {}
@@ -51,49 +89,155 @@ class Scorer(Protocol):
     #: blocks in which the entries that left remain as holes
     per_row: ClassVar[bool] = False
 
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is asked for at once; memory budgets count what they take."""
+        return 1
+
+    @property
+    def signed(self) -> bool:
+        """Whether a score can be negative."""
+        return False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Arrays that a trace must hold beyond q, k and v."""
+        return frozenset()
+
+    @property
+    def clairvoyant(self) -> bool:
+        """Whether rows later than the event are looked at: a bound, and no policy to deploy."""
+        return False
+
+    @property
+    def least_rows(self) -> int:
+        """Fewest rows that must exist at an event that acts."""
+        return 1
+
+    @abstractmethod
     def score(self, view: View) -> Tensor | Scores:
         """Scores of the view's entries, [L, H, n]."""
 
     def protection(self, budget: int) -> Protection:
         """What the scorer cannot score and therefore keeps: its window, its sinks."""
+        return Protection()
+
+
+# --------------------------------------------------------------------------------- the allocator
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many entries each head keeps at an event: quotas int [L, H]."""
+    """How many entries stay at an event, and from where.
+
+    quotas: int [L, H], or [L, H, S] where each of S groups is chosen from by itself; groups then
+    says which one every entry belongs to, int [L, H, n]. eligible: bool [L, H, n], entries outside
+    leave unless they are protected. columns: new values of the allocator's columns. notes: what
+    figures may want to show, by name; [L, H, ...].
+    """
 
     quotas: Tensor
+    groups: Tensor | None = None
+    eligible: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Allocator(Protocol):
-    """How many from where. `bounded` is False where the budget does not limit what stays."""
+class Allocator(ABC):
+    """How many from where. A frozen dataclass whose fields are parameters."""
 
-    bounded: ClassVar[bool] = True
+    #: carried with each entry, as a scorer's
+    columns: ClassVar[Mapping[str, float]] = {}
 
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is asked for at once."""
+        return 1
+
+    @property
+    def bounded(self) -> bool:
+        """False where the budget does not limit what stays."""
+        return True
+
+    @property
+    def binds(self) -> bool:
+        """False where protection only shows in the plan and is not enforced."""
+        return True
+
+    def protection(self, budget: int) -> Protection:
+        """What the allocator itself keeps in any case."""
+        return Protection()
+
+    def remark(self, budget: int) -> str:
+        """What a reader of results at this budget should know; empty for nothing."""
+        return ""
+
+    @abstractmethod
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """Quotas for scores [L, H, n]; each at least the head's protected entries."""
+        """Quotas for scores [L, H, n]; together at least the head's protected entries."""
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Every head keeps the budget."""
-
-    bounded: ClassVar[bool] = True
+class Uniform(Allocator):
+    """Every head keeps the budget of its layer."""
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same quota for every head."""
-        return Plan(torch.full_like(view.count, view.budget))
+        return Plan(view.budget.expand_as(view.count))
 
 
 @dataclass(frozen=True)
-class Everything:
+class Everything(Allocator):
     """Every head keeps all it has: no budget binds."""
 
-    bounded: ClassVar[bool] = False
+    @property
+    def bounded(self) -> bool:
+        """Never."""
+        return False
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """What each head holds."""
         return Plan(view.count)
+
+
+# ---------------------------------------------------------------------------- the layers' budgets
+
+
+class LayerBudgets(ABC):
+    """How much each layer gets, in entries per head."""
+
+    #: the layers share one budget: an event acts on all of them together, or on none
+    across_layers: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is asked for at once."""
+        return 1
+
+    @property
+    def bounded(self) -> bool:
+        """False where the policy's budget does not limit what stays."""
+        return True
+
+    def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
+        """What is known beforehand of the layers' budgets; `longest` entries at most are held."""
+        return (budget,)
+
+    @abstractmethod
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """The budget of each layer at an event, int [L]; `budget` is the policy's."""
+
+
+@dataclass(frozen=True)
+class Even(LayerBudgets):
+    """Every layer gets the budget."""
+
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """The same for all."""
+        return torch.full_like(view.layers, budget)
+
+
+# ---------------------------------------------------------------------------------- the schedule
 
 
 @dataclass(frozen=True)
@@ -118,6 +262,11 @@ class Schedule:
             return prompt
         return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
 
+    def longest(self, prompt_len: int, budget: int) -> int:
+        """Most entries that a head holds before an event at a budget that every layer gets."""
+        prompt = prompt_len if self.prefill else 0
+        return max(prompt, budget + (self.interval or 0), 1)
+
     def override(self, interval: int | None, prefill: bool | None) -> Schedule:
         """This schedule with what is given replaced."""
         out = self
@@ -126,10 +275,14 @@ class Schedule:
         return out if prefill is None else replace(out, prefill=prefill)
 
 
+# ------------------------------------------------------------------------------------ the policy
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy, ready to replay: named pieces, no state.
 
+    protect: kept in any case, beside what scorer and allocator keep by their own definition.
     positions: "slot" where the implementation rotates keys to their slot in the cache instead of
     their position in the text (the output of the attention changes, the kept sets do not).
     per_query_head: keep one set per query head, which a grouped cache cannot store; for analysis.
@@ -140,48 +293,120 @@ class Policy:
     allocator: Allocator = Uniform()
     schedule: Schedule = Schedule()
     protect: Protection = Protection()
+    layer_budgets: LayerBudgets = Even()
     positions: Literal["absolute", "slot"] = "absolute"
     per_query_head: bool = False
 
-    def protection(self, budget: int) -> Protection:
-        """The union of what the policy and its scorer protect."""
-        return self.protect | self.scorer.protection(budget)
+    def __post_init__(self) -> None:
+        pieces = {"scorer": Scorer, "allocator": Allocator, "layer_budgets": LayerBudgets}
+        for name, kind in pieces.items():
+            found = type(getattr(self, name))
+            if not issubclass(found, kind):
+                raise PolicyError(
+                    f"{self.name}: {name} is a {found.__name__}; expected a "
+                    f"kvsim.composition.{kind.__name__}: class {found.__name__}({kind.__name__})"
+                )
+        both = set(self.scorer.columns) & set(self.allocator.columns)
+        if both:
+            raise PolicyError(
+                f"{self.name}: scorer and allocator both carry a column {min(both)!r} with each "
+                "entry; expected different names"
+            )
 
-    def check_budget(self, budget: int) -> None:
-        """Raise BudgetError where the policy has no rule for the budget."""
+    @property
+    def columns(self) -> Mapping[str, float]:
+        """What is carried with each entry."""
+        return {**self.scorer.columns, **self.allocator.columns}
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the budget limits what stays."""
+        return self.allocator.bounded and self.layer_budgets.bounded
+
+    def asked(self, budget: int) -> Protection:
+        """The union of what the policy, its scorer and its allocator ask to keep."""
+        return self.protect | self.scorer.protection(budget) | self.allocator.protection(budget)
+
+    def protection(self, budget: int) -> Protection:
+        """What is kept in any case: all that is asked for, if the allocator lets that bind."""
+        return self.asked(budget) if self.allocator.binds else Protection()
+
+    def check_budget(
+        self, budget: int, *, prompt_len: int = 0, n_layers: int = 1, longest: int | None = None
+    ) -> None:
+        """Raise BudgetError where the policy has no rule for the budget.
+
+        prompt_len, n_layers: of the trace; longest: most entries that a head holds at an event.
+        """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
-        if self._protected(budget) <= budget:
+        longest = budget if longest is None else longest
+        least = self._least(budget, prompt_len, n_layers, longest)
+        if least is None:
             return
         larger = range(budget + 1, budget + _BUDGETS_TRIED)
-        enough = next((b for b in larger if self._protected(b) <= b), None)
+        enough = next(
+            (b for b in larger if self._least(b, prompt_len, n_layers, longest) is None), None
+        )
         way_out = (
             f"the smallest budget that works is {enough}"
             if enough is not None
             else f"no budget up to {larger.stop} works"
         )
+        own, always = least
+        share = f"budget {budget}" if own == budget else f"budget {own} of a layer"
         raise BudgetError(
-            f"{self.name}: budget {budget} is below the {self._protected(budget)} entries that it "
-            f"always keeps; {way_out}"
+            f"{self.name}: {share} is below the {always} entries that it always keeps; {way_out}"
         )
 
-    def _protected(self, budget: int) -> int:
-        always = self.protection(budget)
-        return always.sink + always.recent
+    def _least(
+        self, budget: int, prompt_len: int, n_layers: int, longest: int
+    ) -> tuple[int, int] | None:
+        """The first budget of a layer, and what is protected there, that do not fit."""
+        if not self.bounded:
+            return None
+        planned = self.layer_budgets.planned(budget, n_layers, longest)
+        sizes = ((own, self.protection(own).size(prompt_len)) for own in dict.fromkeys(planned))
+        return next(((own, always) for own, always in sizes if always > own), None)
+
+    def remark(self, budget: int) -> str:
+        """What a reader of results at this budget should know; empty for nothing."""
+        return self.allocator.remark(budget)
+
+    @property
+    def levels(self) -> tuple[tuple[Any, ...], ...]:
+        """The pieces from the outside in: the allocator, wrapped scorers, and the innermost scorer.
+
+        Pieces of one level share their parameters.
+        """
+        chain: list[Any] = [self.scorer]
+        while hasattr(chain[-1], "scorer"):
+            chain.append(chain[-1].scorer)
+        outer = [] if isinstance(self.allocator, Uniform | Everything) else [(self.allocator,)]
+        return (*outer, *((one,) for one in chain[:-1]), (chain[-1], self.layer_budgets))
 
     @property
     def params(self) -> dict[str, Any]:
-        """The scorer's parameters by name, and those pieces of the policy that are not plain."""
-        scorer: Any = self.scorer
-        known = fields(scorer) if is_dataclass(scorer) else ()
-        pieces: dict[str, Any] = {}
+        """The parameters of all pieces, by the names under which `kvsim.policy` takes them."""
+        out: dict[str, Any] = {}
+        seen: dict[str, int] = {}
+        for depth, name, value in self._parameters():
+            if name in seen and seen[name] == depth:
+                continue  # pieces of one level share it
+            out["scorer__" * (seen.get(name, -1) + 1) + name] = value
+            seen[name] = depth
         if self.protect != Protection():
-            pieces["protect"] = asdict(self.protect)
-        if not isinstance(self.allocator, Uniform | Everything):
-            pieces["allocator"] = repr(self.allocator)
-        return {f.name: getattr(scorer, f.name) for f in known} | pieces
+            out["protect"] = asdict(self.protect)
+        return out
+
+    def _parameters(self) -> Iterator[tuple[int, str, Any]]:
+        for depth, pieces in enumerate(self.levels):
+            for piece in pieces:
+                for one in fields(piece) if is_dataclass(piece) else ():
+                    if one.name != "scorer":
+                        yield depth, one.name, getattr(piece, one.name)
 
     @property
     def rows(self) -> int:
-        """Most recent rows whose attention the scorer asks for at once."""
-        return int(getattr(self.scorer, "rows", 1))
+        """Most recent rows whose attention is asked for at once."""
+        return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows)

@@ -20,14 +20,20 @@ class Plans:
     """What was decided at one event for a block of layers, kept on request (`internals=True`).
 
     layers: indices in the trace, [L]. pos [L, H, n] the entries (-1 on pads), scores [L, H, n]
-    (NaN on pads), quotas [L, H].
+    (NaN on pads), budgets [L] of the layers. quotas [L, H], or [L, H, S] by group; groups [L, H, n]
+    which group an entry belongs to, eligible [L, H, n] where only some may stay. notes: what the
+    allocator adds by name, such as the mass of `ams`.
     """
 
     row: int
     layers: tuple[int, ...]
     pos: NDArray[np.int64]
     scores: NDArray[np.float64]
+    budgets: NDArray[np.int64]
     quotas: NDArray[np.int64]
+    groups: NDArray[np.int64] | None = None
+    eligible: NDArray[np.bool_] | None = None
+    notes: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +61,8 @@ class Record:
     share: str | None = None
     #: True where the events fire for the policy's own schedule, False where it was overridden
     own_schedule: bool = True
+    #: what a reader of numbers at this budget should know, empty for nothing
+    remark: str = ""
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     @property

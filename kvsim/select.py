@@ -1,21 +1,41 @@
-"""Choosing, in one place: which entries stay, given scores, quotas and protection."""
+"""Choosing, in one place: which entries stay, and how whole numbers of them are shared out.
+
+No policy ranks or rounds by itself. Everything here is exact and ends for every input.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+# Fractions that differ by less than this are equal: what rounding left of a tie.
+_FRACTION = 2.0**-32
 
-def select(values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor) -> Tensor:
+
+def select(
+    values: Tensor,
+    quotas: Tensor,
+    protected: Tensor,
+    live: Tensor,
+    groups: Tensor | None = None,
+    eligible: Tensor | None = None,
+) -> Tensor:
     """The kept set of every head: protected first, then score descending, then the lower position.
 
     values [L, H, n] scores, higher = keep; quotas [L, H] entries to keep, at least the protected
     ones; protected, live bool [L, H, n]; entries are in position order. Returns bool [L, H, n].
-    A head with fewer live entries than its quota keeps them all.
+    A head with fewer live entries than its quota keeps them all. With groups int [L, H, n], quotas
+    are [L, H, S] and each group is chosen from by itself. Where eligible bool [L, H, n] is False
+    an entry stays only if it is protected.
 
-    Linear in n apart from one partial sort: the score at the cut is found first, what lies above it
-    stays, and the entries tied at the cut stay from the lowest position up to the quota.
+    Without groups linear in n apart from one partial sort: the score at the cut is found first,
+    what lies above it stays, and the entries tied at the cut stay from the lowest position up to
+    the quota.
     """
+    if eligible is not None:
+        live = live & (eligible | protected)
+    if groups is not None:
+        return _select_in_groups(values, quotas, protected, live, groups)
     candidate = live & ~protected
     need = quotas - (protected & live).sum(-1)  # [L, H]
     score = values.masked_fill(~candidate, -torch.inf)
@@ -29,3 +49,114 @@ def select(values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor) -> T
     tied = candidate & (score == cut)
     room = (need - above.sum(-1)).unsqueeze(-1)
     return (protected & live) | above | (tied & (tied.cumsum(-1) <= room))
+
+
+def _select_in_groups(
+    values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor, groups: Tensor
+) -> Tensor:
+    """The best `quotas` of every group, by two stable sorts; what is not live is a last group."""
+    last = quotas.shape[-1]
+    groups = groups.where(live, last)
+    order = values.masked_fill(protected, torch.inf).argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, groups.gather(-1, order).argsort(dim=-1, stable=True))
+    ranked = groups.gather(-1, order)  # group by group, best first
+    size = quotas.new_zeros(*quotas.shape[:-1], last + 1)
+    size.scatter_add_(-1, groups, torch.ones_like(groups))
+    first = size.cumsum(-1) - size
+    place = torch.arange(order.shape[-1], device=order.device) - first.gather(-1, ranked)
+    room = torch.cat([quotas, quotas.new_zeros(*quotas.shape[:-1], 1)], dim=-1)
+    keep = place < room.gather(-1, ranked)
+    return torch.empty_like(live).scatter_(-1, order, keep)
+
+
+def compete(
+    values: Tensor, floor: Tensor, total: Tensor, protected: Tensor, live: Tensor, pos: Tensor
+) -> Tensor:
+    """Entries of all heads of a layer compete for `total` places; how many each head gets, [L, H].
+
+    values [L, H, n]; floor [L, H] places that a head fills from its own best, protected entries
+    first and included; total [L], at least the sum of floor. Of entries with equal scores the one
+    at the lower position comes first, then the one of the lower head; pos [L, H, n].
+    """
+    safe = select(values, floor, protected, live)
+    rest = (live & ~safe).flatten(1)
+    need = total - safe.sum((1, 2))  # [L]
+    score = values.flatten(1).masked_fill(~rest, -torch.inf)
+    most = min(int(need.max()), score.shape[-1])
+    if most <= 0:
+        return safe.sum(-1)
+    best = score.topk(most, dim=-1).values
+    at = (need - 1).clamp(min=0, max=most - 1).unsqueeze(-1)
+    cut = best.gather(-1, at).masked_fill((need <= 0).unsqueeze(-1), torch.inf)
+    above, tied = rest & (score > cut), rest & (score == cut)
+    room = need - above.sum(-1)
+    if bool((tied.sum(-1) > room).any()):
+        heads = values.shape[1]
+        head = torch.arange(heads, device=pos.device).unsqueeze(-1)
+        turn = (pos * heads + head).flatten(1).masked_fill(~tied, torch.iinfo(pos.dtype).max)
+        before = turn.argsort(dim=-1).argsort(dim=-1)  # the turns of what is tied are all different
+        tied = tied & (before < room.unsqueeze(-1))
+    return (safe | (above | tied).view_as(safe)).sum(-1)
+
+
+def apportion(total: Tensor, weight: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
+    """Whole shares of `total`: floor + min(cap - floor, mu * weight), with mu such that it is used.
+
+    total int [...]; weight >= 0, floor and cap int [..., S]. Returns int [..., S], whose sum is
+    exactly total where sum(floor) <= total <= sum(cap). Units that rounding down leaves go to the
+    largest fractional parts, of equal ones to the lower index. Where every weighted share is at its
+    cap, or no weight is positive, the shares without weight divide the rest equally.
+    """
+    room = (cap - floor).double()
+    left = (total - floor.sum(-1)).double().unsqueeze(-1)
+    weighted = weight.double().clamp(min=0)
+    share = _fill(left, weighted, room)
+    left = left - share.sum(-1, keepdim=True)
+    share = share + _fill(left, (weighted == 0).double(), room)
+    # a share that is whole but for rounding is whole
+    share = torch.where((share - share.round()).abs() < _FRACTION, share.round(), share)
+    whole = share.floor()
+    over = (total - floor.sum(-1)).unsqueeze(-1) - whole.long().sum(-1, keepdim=True)
+    fraction = ((share - whole) / _FRACTION).round().masked_fill(whole >= room, -1.0)
+    turn = fraction.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return floor + whole.long() + ((turn < over) & (whole < room)).long()
+
+
+def _fill(total: Tensor, weight: Tensor, room: Tensor) -> Tensor:
+    """min(room, mu * weight) with the sum `total` [..., 1], or all the room there is.
+
+    mu is found at its breakpoints: shares are at their cap in the order of room / weight.
+    """
+    open_ = (weight > 0) & (room > 0)
+    weight = weight.where(open_, 0.0)
+    ratio = torch.where(open_, room / weight, torch.inf)
+    ratio, order = ratio.sort(dim=-1, stable=True)
+    capped = room.where(open_, 0.0).gather(-1, order)
+    capped = capped.cumsum(-1) - capped  # what those before hold
+    heavier = weight.gather(-1, order).flip(-1).cumsum(-1).flip(-1)  # weight from here on
+    mu = (total - capped) / heavier.clamp(min=torch.finfo(torch.double).tiny)
+    holds = (mu <= ratio) & (heavier > 0)
+    first = holds.to(torch.uint8).argmax(-1, keepdim=True)
+    level = torch.where(holds.any(-1, keepdim=True), mu.gather(-1, first), torch.inf)
+    level = level.clamp(min=0.0)
+    return torch.minimum(room, level * weight).where(open_, 0.0)
+
+
+def deal(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
+    """One unit per round to every share below its cap, by priority descending, then lower index.
+
+    total int [...], cap int [..., S], priority [..., S]. Ends when total is dealt or all are full;
+    in closed form: the number of whole rounds is found by bisection.
+    """
+    low = torch.zeros_like(total)
+    high = cap.amax(-1).expand_as(total).clone()
+    for _ in range(max(1, int(cap.max())).bit_length()):
+        middle = (low + high + 1) // 2
+        fits = torch.minimum(cap, middle.unsqueeze(-1)).sum(-1) <= total
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
+    dealt = torch.minimum(cap, low.unsqueeze(-1))
+    left = (total - dealt.sum(-1)).unsqueeze(-1)
+    more = cap > low.unsqueeze(-1)
+    order = priority.masked_fill(~more, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    turn = order.argsort(dim=-1)
+    return dealt + (more & (turn < left)).long()

@@ -9,6 +9,7 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -29,6 +30,10 @@ class Source(Protocol):
     scale: float
 
     @property
+    def n_rows(self) -> int:
+        """Rows of the whole sequence, those after the event included."""
+
+    @property
     def keys(self) -> Tensor:
         """[L, H, T, d], after RoPE."""
 
@@ -36,8 +41,30 @@ class Source(Protocol):
     def values(self) -> Tensor:
         """[L, H, T, d]."""
 
+    @property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head, [L, H, G, d, D]; NeedsError without one."""
+
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE."""
+
+    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention output [L, H, G, stop - start, d] and log-sum-exp of these rows, full cache."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same over the events of a replay.
+
+    interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
+    """
+
+    budget: int
+    prompt_len: int
+    interval: int | None
+    prefill: bool
+    n_layers: int
+    clairvoyant: bool = False
 
 
 class Entries:
@@ -90,24 +117,49 @@ class View:
         self,
         source: Source,
         entries: Entries,
+        setting: Setting,
         *,
         row: int,
         since: Tensor,
         layers: Tensor,
-        budget: int,
-        is_prompt: bool,
     ) -> None:
         self._source, self._entries, self._since = source, entries, since
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
+        #: what stays the same over the events
+        self.setting = setting
         #: the row after which the event fires; nothing later is visible
         self.row = row
-        #: entries that each head keeps when the budget is shared equally
-        self.budget = budget
-        #: True at the event that ends the prefill
-        self.is_prompt = is_prompt
         #: index of each layer of the block in the trace, int [L]
         self.layers = layers
+        #: entries that each head keeps when the layer's budget is shared equally, int [L, 1]
+        self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.setting.prompt_len
+
+    @property
+    def interval(self) -> int | None:
+        """Rows between decode-time events, None where only the prefill event fires."""
+        return self.setting.interval
+
+    @property
+    def is_prompt(self) -> bool:
+        """True at the event that ends the prefill."""
+        return self.row == self.setting.prompt_len - 1
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the trace."""
+        return self.setting.n_layers
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the whole trace, for clairvoyant scorers alone."""
+        self._look(self._source.n_rows)
+        return self._source.n_rows
 
     def __getitem__(self, column: str) -> Tensor:
         """A column that the policy carries with each entry, [L, H, n]."""
@@ -129,9 +181,25 @@ class View:
         return self._entries.count
 
     @property
+    def slot(self) -> Tensor:
+        """Place of each entry among the live ones of its head, negative on pads; int [L, H, n]."""
+        n = self.pos.shape[-1]
+        return torch.arange(n, device=self.pos.device) - (n - self.count).unsqueeze(-1)
+
+    @property
     def rope(self) -> Rope:
         """The model's rotary embedding."""
         return self._source.rope
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return self._source.scale
+
+    @property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head, D the hidden size; [L, H, G, d, D]."""
+        return self._source.o_proj
 
     @property
     def keys(self) -> Tensor:
@@ -158,8 +226,33 @@ class View:
 
     def unrotated(self, last: int) -> Tensor:
         """The same queries before RoPE."""
-        rows = torch.arange(self.first(last), self.row + 1, device=self.pos.device)
-        return self.rope.unrotate(self.queries(last), rows)
+        return self.unrotated_span(self.first(last), self.row + 1)
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """Queries of rows start..stop-1 after RoPE; later than the event for the clairvoyant."""
+        self._look(stop)
+        return self._source.queries(start, stop)
+
+    def unrotated_span(self, start: int, stop: int) -> Tensor:
+        """The same before RoPE."""
+        rows = torch.arange(start, stop, device=self.pos.device)
+        return self.rope.unrotate(self.span(start, stop), rows)
+
+    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
+        self._look(stop)
+        return self._source.full(start, stop)
+
+    def _look(self, stop: int) -> None:
+        if stop > self.row + 1 and not self.setting.clairvoyant:
+            raise ValueError(
+                f"a scorer asks for row {stop - 1} at the event after row {self.row}; only one "
+                "that declares itself clairvoyant may look ahead"
+            )
+
+    def logits(self, last: int) -> Tensor:
+        """Scaled logits of the `last` most recent rows, -inf where a row sees nothing."""
+        return self._logits(self.first(last), self.row + 1)[0]
 
     def attn(self, last: int, group: Group | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
@@ -202,17 +295,22 @@ class View:
 
     def _rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
         """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen]."""
+        z, hidden = self._logits(start, stop, seen)
+        out: Tensor = z.softmax(-1)
+        blind = hidden.all(-1)  # a row older than every live entry sees nothing
+        if bool(blind.any()):
+            out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)
+        return out
+
+    def _logits(self, start: int, stop: int, seen: int | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [L, H, G, w, seen], and where they are hidden from the rows, [L, H, w, seen]."""
         q, k = self._source.queries(start, stop), self.keys[..., :seen, :]
         z = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
         z *= self._source.scale
         rows = torch.arange(start, stop, device=z.device).unsqueeze(-1)
         pos, live = self.pos[..., :seen], self.live[..., :seen]
-        hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)  # [L, H, w, seen]
-        out: Tensor = z.masked_fill_(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-        blind = hidden.all(-1)  # a row older than every live entry sees nothing
-        if bool(blind.any()):
-            out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)
-        return out
+        hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)
+        return z.masked_fill_(hidden.unsqueeze(2), -torch.inf), hidden
 
 
 def gather(stored: Tensor, entries: Entries) -> Tensor:

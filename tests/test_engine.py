@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.composition import Plan, Policy, Protection, Schedule
+from kvsim.composition import Allocator, Plan, Policy, Protection, Schedule, Scorer
 from kvsim.engine import layers_per_block, rows
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
@@ -220,7 +220,7 @@ def test_the_size_of_a_block_of_rows_changes_nothing(size, monkeypatch):
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Scorer):
     """Scores NaN for one entry of one head."""
 
     columns: ClassVar[dict[str, float]] = {}
@@ -245,7 +245,7 @@ def test_a_nan_score_is_an_error_that_names_policy_row_layer_and_head(interval):
 
 
 @dataclass(frozen=True)
-class Odd:
+class Odd(Scorer):
     """Scores as it is told to."""
 
     kind: str
@@ -332,7 +332,7 @@ def test_a_record_belongs_to_its_trace_and_budget():
 
 
 @dataclass(frozen=True)
-class Uneven:
+class Uneven(Allocator):
     """Gives the first layer half of the budget, the others all of it."""
 
     bounded: ClassVar[bool] = True

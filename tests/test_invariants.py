@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch import Tensor
 
 import kvsim
-from kvsim.composition import Protection, Schedule, Scores
+from kvsim.composition import Protection, Schedule, Scorer, Scores
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.testing import reference, strategies
@@ -62,7 +62,7 @@ def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
 
 
 @dataclass(frozen=True)
-class Decaying:
+class Decaying(Scorer):
     """A user's scorer: value norms times a running maximum of attention, signed, with a window."""
 
     window: int = 2
@@ -115,7 +115,7 @@ def test_smallest_budget_is_what_a_policy_always_keeps():
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Scorer):
     """Scores by recency, and checks everything that a View shows at each event."""
 
     seen: list[int]
@@ -180,7 +180,7 @@ def test_columns_follow_their_entries():
     case = strategies.make_case("normal", layers=1, heads=2, n=30, dim=4, prompt_len=10)
 
     @dataclass(frozen=True)
-    class Counting:
+    class Counting(Scorer):
         columns: ClassVar[dict[str, float]] = {"events": 0.0}
         per_row: ClassVar[bool] = False
 

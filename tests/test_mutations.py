@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kvsim
 from kvsim import record as records
-from kvsim.composition import Plan, Protection, Schedule, Uniform
+from kvsim.composition import Allocator, Plan, Protection, Schedule, Scorer, Uniform
 from kvsim.engine import block as engine_block
 from kvsim.engine.rows import RowView
 from kvsim.engine.source import TraceSource
@@ -298,7 +298,7 @@ def test_seeded_bug_is_caught(bug, name, params, invariant, monkeypatch):
 
 
 @dataclass(frozen=True)
-class Mine:
+class Mine(Scorer):
     """A scorer of the user's own: attention of the last row."""
 
     columns: ClassVar[dict[str, float]] = {}
@@ -391,7 +391,7 @@ class FirstHead(Mine):
 
 
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(Allocator):
     """An allocator that keeps one entry more in the first head."""
 
     bounded: ClassVar[bool] = True

@@ -6,7 +6,7 @@ import torch
 import kvsim
 from kvsim import view as view_module
 from kvsim.engine.source import TraceSource
-from kvsim.view import Entries, View
+from kvsim.view import Entries, Setting, View
 
 
 @pytest.fixture
@@ -35,11 +35,10 @@ def make_view(trace, *, row=14, since=-1, keep=None):
     return View(
         source,
         entries,
+        Setting(budget=4, prompt_len=5, interval=1, prefill=True, n_layers=1),
         row=row,
         since=torch.tensor([since]),
         layers=torch.tensor([0]),
-        budget=4,
-        is_prompt=False,
     )
 
 

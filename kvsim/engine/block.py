@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kvsim.composition import Policy, Scores
+from kvsim.composition import Plan, Policy, Protection, Scores, protected_by
 from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, ScoreError
 from kvsim.record import Plans
 from kvsim.schema import NEVER
 from kvsim.select import select
-from kvsim.view import Entries, View
+from kvsim.view import Entries, Setting, View
 
 
 class Block:
@@ -25,65 +27,70 @@ class Block:
         self,
         source: TraceSource,
         policy: Policy,
-        budget: int,
+        setting: Setting,
         layers: Tensor,
         *,
-        prompt_len: int,
         poison: bool = False,
         internals: list[Plans] | None = None,
     ) -> None:
-        self.source, self.policy, self.budget = source, policy, budget
-        self.layers, self.prompt_len = layers, prompt_len
+        self.source, self.policy, self.setting = source, policy, setting
+        self.layers = layers
         self.poison, self._internals = poison, internals
         keys = source.keys
         shape = keys.shape[:3]
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
-        self.entries = Entries(shape[0], shape[1], policy.scorer.columns, like=keys)
+        self.entries = Entries(shape[0], shape[1], policy.columns, like=keys)
         self.since = torch.full_like(layers, -1)
         self._next = 0  # first position not yet appended
 
     def event(self, row: int) -> bool:
         """Fire the event after row `row`. True if it acted on any layer.
 
-        It acts on the layers that hold more than the budget; in the others nothing moves.
+        It acts on the layers that hold more than their budget; in the others nothing moves. Layers
+        that share one budget act together.
         """
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
         self._next = row + 1
-        heads = entries.pos.shape[1]
-        acts = entries.count.sum(1) > self.budget * heads
+        view = View(
+            self.source, entries, self.setting, row=row, since=self.since, layers=self.layers
+        )
+        acts = self._acts(view)
         if not bool(acts.any()):
             return False
-        view = View(
-            self.source,
-            entries,
-            row=row,
-            since=self.since,
-            layers=self.layers,
-            budget=self.budget,
-            is_prompt=row == self.prompt_len - 1,
-        )
         answer = policy.scorer.score(view)
         scores = answer if isinstance(answer, Scores) else Scores(answer)
         values = scores.values
         check(policy, values, entries.live, self.layers, row)
-        protected = policy.protection(self.budget).mask(entries.pos, row)
-        quotas = policy.allocator.plan(view, values, protected).quotas
-        if bool((quotas < protected.sum(-1)).any()):
-            raise BudgetError(
-                f"{policy.name}: at row {row} a head is given fewer entries than are protected; "
-                "use a larger budget or protect less"
-            )
+        protected = protected_by(_Asked(policy), view)
+        plan = policy.allocator.plan(view, values, protected)
+        if not policy.allocator.binds:
+            protected = torch.zeros_like(protected)
+        _check_quotas(policy, plan, protected, row)
+        keep = select(values, plan.quotas, protected, entries.live, plan.groups, plan.eligible)
         acts = acts.view(-1, 1, 1)
-        keep = select(values, quotas, protected, entries.live).where(acts, entries.live)
+        keep = keep.where(acts, entries.live)
         if self._internals is not None:
-            self._internals.append(self._plans(row, values, quotas))
+            self._internals.append(self._plans(view, values, plan))
         self._evict(entries.live & ~keep, row)
-        for name, column in scores.columns.items():
+        for name, column in (*scores.columns.items(), *plan.columns.items()):
             entries.columns[name] = column.where(acts, entries.columns[name])
         entries.compress(keep)
         self.since = self.since.masked_fill(acts.flatten(), row)
         return True
+
+    def _acts(self, view: View) -> Tensor:
+        """Which layers hold more than their budget, bool [L]; the view is told the budgets."""
+        budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
+        held = view.count.sum(1)  # [L]
+        if budgets.across_layers:
+            acts = (held.sum() > self.setting.budget * heads * len(held)).expand_as(held)
+            if not bool(acts.any()):
+                return acts
+            view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
+            return acts
+        view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
+        return held > view.budget.flatten() * heads
 
     def advance(self, stop: int) -> None:
         """Rows up to stop - 1 were replayed on `entries` by other means, each of them acting."""
@@ -96,14 +103,42 @@ class Block:
         if self.poison:
             self.source.poison(self.evicted_at != NEVER)
 
-    def _plans(self, row: int, values: Tensor, quotas: Tensor) -> Plans:
+    def _plans(self, view: View, values: Tensor, plan: Plan) -> Plans:
         shown = values.double().masked_fill(~self.entries.live, torch.nan)
         return Plans(
-            row,
-            tuple(self.layers.tolist()),
-            self.entries.pos.cpu().numpy(),
-            shown.cpu().numpy(),
-            quotas.cpu().numpy(),
+            row=view.row,
+            layers=tuple(self.layers.tolist()),
+            pos=self.entries.pos.cpu().numpy(),
+            scores=shown.cpu().numpy(),
+            budgets=view.budget.flatten().cpu().numpy(),
+            quotas=plan.quotas.cpu().numpy(),
+            groups=None if plan.groups is None else plan.groups.cpu().numpy(),
+            eligible=None if plan.eligible is None else plan.eligible.cpu().numpy(),
+            notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a policy asks to keep, whether or not its allocator lets that bind."""
+
+    policy: Policy
+
+    def protection(self, budget: int) -> Protection:
+        return self.policy.asked(budget)
+
+
+def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> None:
+    """Raise BudgetError where fewer entries may stay than are protected, of a head or a group."""
+    if plan.groups is None:
+        least = protected.sum(-1)
+    else:
+        least = torch.zeros_like(plan.quotas)
+        least.scatter_add_(-1, plan.groups, protected.to(plan.quotas.dtype))
+    if bool((plan.quotas < least).any()):
+        raise BudgetError(
+            f"{policy.name}: at row {row} a head is given fewer entries than are protected; "
+            "use a larger budget or protect less"
         )
 
 

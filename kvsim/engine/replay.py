@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvsim.composition import Policy, Uniform
+from kvsim.composition import Even, Policy, Schedule, Uniform
 from kvsim.engine.block import Block
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
@@ -16,7 +16,7 @@ from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
 from kvsim.record import Plans, Record
 from kvsim.schema import NEVER
 from kvsim.trace import Trace
-from kvsim.view import LOGIT_BYTES
+from kvsim.view import LOGIT_BYTES, Setting
 
 #: Bytes of keys, queries and working space that one block of layers may take by default.
 DEFAULT_MEMORY = 2 << 30
@@ -49,14 +49,14 @@ def replay(
     """
     source = trace.per_query_head() if policy.per_query_head else trace
     budget = whole(budget)
-    check_cell(trace, policy, budget, memory)
+    schedule = policy.schedule.override(interval, prefill)
+    check_cell(trace, policy, budget, memory, schedule)
     chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
     for layer in chosen:
         if not 0 <= layer < trace.n_layers:
             raise PolicyError(f"layer is {layer}; expected 0..{trace.n_layers - 1}")
     if len(set(chosen)) < len(chosen):
         raise PolicyError(f"layers are {list(chosen)}; expected each layer once")
-    schedule = policy.schedule.override(interval, prefill)
     events = schedule.rows(trace.prompt_len, trace.n_pos)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] | None = [] if internals else None
@@ -65,17 +65,32 @@ def replay(
         and schedule.interval == 1
         and policy.scorer.per_row
         and isinstance(policy.allocator, Uniform)
+        and isinstance(policy.layer_budgets, Even)
         and not internals
     )
+    setting = Setting(
+        budget=budget,
+        prompt_len=trace.prompt_len,
+        interval=schedule.interval,
+        prefill=schedule.prefill,
+        n_layers=trace.n_layers,
+        clairvoyant=policy.scorer.clairvoyant,
+    )
     done = 0
+    runs = _blocks(chosen, layers_per_block(source, policy, memory))
+    if policy.layer_budgets.across_layers and len(runs) > 1:
+        raise PolicyError(
+            f"{policy.name}: the layers share one budget, and {len(chosen)} layers were to be "
+            f"replayed in {len(runs)} parts; expected consecutive layers and a memory budget that "
+            "holds all of them"
+        )
     with torch.inference_mode():
-        for run in _blocks(chosen, layers_per_block(source, policy, memory)):
+        for run in runs:
             block = Block(
                 TraceSource(source, slice(run[0], run[-1] + 1), torch.device(device)),
                 policy,
-                budget,
+                setting,
                 torch.tensor(run, device=device),
-                prompt_len=trace.prompt_len,
                 poison=_poison,
                 internals=plans,
             )
@@ -102,6 +117,7 @@ def replay(
         positions=policy.positions,
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
+        remark=policy.remark(budget),
         internals=tuple(plans or ()),
     )
 
@@ -118,10 +134,36 @@ def whole(budget: int) -> int:
     )
 
 
-def check_cell(trace: Trace, policy: Policy, budget: int, memory: int | None) -> None:
-    """Raise BudgetError or MemoryLimitError for what a replay would refuse, without any work."""
+def check_cell(
+    trace: Trace,
+    policy: Policy,
+    budget: int,
+    memory: int | None,
+    schedule: Schedule | None = None,
+) -> None:
+    """Raise what a replay would refuse, without any work.
+
+    BudgetError: no rule for the budget. NeedsError: an array that the trace lacks. PolicyError: an
+    event before there are rows enough for the scorer. MemoryLimitError.
+    """
+    schedule = schedule or policy.schedule
+    missing = sorted(name for name in policy.scorer.needs if not trace.has(name))
+    if missing:
+        trace.read(missing[0])  # says what is missing and how it is recorded
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
-        policy.check_budget(budget)
+        policy.check_budget(
+            budget,
+            prompt_len=trace.prompt_len,
+            n_layers=trace.n_layers,
+            longest=schedule.longest(trace.prompt_len, budget),
+        )
+        first = next((r for r in schedule.rows(trace.prompt_len, trace.n_pos) if r >= budget), None)
+        least = policy.scorer.least_rows
+        if first is not None and first + 1 < least:
+            raise PolicyError(
+                f"{policy.name}: the first event that evicts fires after {first + 1} rows; "
+                f"expected at least {least}; use a longer prompt, another schedule, or other parameters"
+            )
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
 

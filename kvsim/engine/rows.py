@@ -41,7 +41,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     held = entries.pos.shape[-1]
     entries.append(start, stop)
     view = RowView(block, start, stop)
-    protection = policy.protection(block.budget)
+    protection, prompt_len = policy.protection(view.setting.budget), view.setting.prompt_len
     last = entries.pos.shape[-1] - 1
     for row in range(start, stop):
         view.open(row, held + row - start)
@@ -49,7 +49,7 @@ def _run(block: Block, start: int, stop: int) -> None:
         scores = answer if isinstance(answer, Scores) else Scores(answer)
         check(policy, scores.values, view.live, block.layers, row)
         entries.columns.update(scores.columns)
-        free = view.live & ~protection.mask(entries.pos, row)
+        free = view.live & ~protection.mask(entries.pos, row, prompt_len)
         # the lowest score leaves; of equal ones the highest position
         rank = scores.values.masked_fill(~free, torch.inf)
         slot = (last - rank.flip(-1).argmin(-1)).unsqueeze(-1)
@@ -74,7 +74,8 @@ class RowView:
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
         self._attention: Tensor | None = None
-        self.pos, self.layers, self.budget = block.entries.pos, block.layers, block.budget
+        self.setting, self.layers, self.pos = block.setting, block.layers, block.entries.pos
+        self.budget = torch.full_like(block.layers, block.setting.budget).unsqueeze(-1)
         self.live = self.pos < start
         # the same as numbers: bool times float takes a slow path
         self._open = self.live.to(block.source.keys.dtype)

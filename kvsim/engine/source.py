@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvsim.attention import causal_attention
 from kvsim.schema import CHUNK
 from kvsim.trace import Trace
 
@@ -41,6 +42,35 @@ class TraceSource:
         q = self._window[:, :, start - first : stop - first]
         out: Tensor = q.unflatten(1, (self._trace.n_heads, -1))
         return out
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the trace."""
+        return self._trace.n_pos
+
+    @cached_property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head, [L, H, G, d, D]."""
+        stored = self._trace.read("o_proj", self._layers).to(self._device)
+        out: Tensor = stored.unflatten(1, (self._trace.n_heads, -1))
+        return out
+
+    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""
+        output, lse = self._full
+        return output[..., start:stop, :], lse[..., start:stop]
+
+    @cached_property
+    def _full(self) -> tuple[Tensor, Tensor]:
+        # what the model computed where the trace holds it, else computed here
+        group = (self._trace.n_heads, -1)
+        if self._trace.has("attn_out") and self._trace.has("lse"):
+            names = ("attn_out", "lse")
+            found = [self._trace.read(n, self._layers).to(self._device) for n in names]
+        else:
+            q, k, v = (self._trace.read(n, self._layers).to(self._device) for n in "qkv")
+            found = list(causal_attention(q, k, v, self.scale))
+        return found[0].unflatten(1, group), found[1].unflatten(1, group)
 
     def poison(self, gone: Tensor) -> None:
         """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""

@@ -21,13 +21,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection, Scores
+from kvsim.composition import Protection, Scorer, Scores
 from kvsim.errors import PolicyError
 from kvsim.view import View
 
 
 @dataclass(frozen=True)
-class H2O:
+class H2O(Scorer):
     """Accumulated attention; `recent` newest entries are kept, half the budget by default."""
 
     recent: int | None = None
@@ -50,11 +50,8 @@ class H2O:
 
 
 @dataclass(frozen=True)
-class ObservedAttention:
+class ObservedAttention(Scorer):
     """kvpress's average: attention received in this forward / rows that could give it."""
-
-    columns: ClassVar[Mapping[str, float]] = {}
-    per_row: ClassVar[bool] = False
 
     def score(self, view: View) -> Tensor:
         """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""
@@ -62,7 +59,3 @@ class ObservedAttention:
         got = view.received() if view.is_prompt else view.attn(1, group="sum")[..., 0, :]
         n = view.pos.shape[-1]
         return got / group / (n - torch.arange(n, device=got.device))
-
-    def protection(self, budget: int) -> Protection:
-        """Nothing is protected."""
-        return Protection()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection
+from kvsim.composition import Scorer
 from kvsim.view import View
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Scorer):
     """Keeps a uniformly random set, drawn anew at every event, of every head independently.
 
     The score of an entry is a hash of (seed, layer, row, head, position): SplitMix64 (Steele, Lea
@@ -24,7 +23,6 @@ class Random:
 
     seed: int = 0
 
-    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = True
 
     def score(self, view: View) -> Tensor:
@@ -34,10 +32,6 @@ class Random:
         for part in (view.layers.view(-1, 1, 1), view.row, heads.view(1, -1, 1), view.pos):
             state = _splitmix(state) ^ part
         return _shift(_splitmix(state), 11).double() / 2.0**53
-
-    def protection(self, budget: int) -> Protection:
-        """Nothing is protected."""
-        return Protection()
 
 
 def _splitmix(z: Tensor) -> Tensor:

@@ -14,28 +14,24 @@ the window is longer than the interval.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvsim.composition import Protection
+from kvsim.composition import Protection, Scorer
 from kvsim.errors import PolicyError
 from kvsim.view import View
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(Scorer):
     """Attention of a window of rows, pooled over neighbouring entries."""
 
     window: int = 32
     pool: Literal["max", "avg"] | None = "max"
     pool_kernel: int = 7
-
-    columns: ClassVar[Mapping[str, float]] = {}
-    per_row: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -11,24 +11,22 @@ output of the attention is not. The default keeps original positions, as the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvsim.composition import Protection
+from kvsim.composition import Protection, Scorer
 from kvsim.errors import PolicyError
 from kvsim.view import View
 
 
 @dataclass(frozen=True)
-class StreamingLLM:
+class StreamingLLM(Scorer):
     """Recency, with the `sink` first positions protected."""
 
     sink: int = 4
 
-    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

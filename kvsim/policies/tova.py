@@ -5,32 +5,41 @@ each row the entry with the lowest attention weight of that row, averaged over a
 the layer, leaves: one ranking for all heads, nothing protected, not even the current token.
 
 Deviations. `tova@kvpress` keeps the last token whatever its score and acts after the prompt only.
+Where heads keep sets of their own (inside AMS, AdaKV, CriticalKV), entries at one slot are
+different tokens and an average over all heads means nothing: there each KV head is ranked by its
+own group of query heads, `heads="group"`. `ams@release` averages by slot all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvsim.composition import Protection
+from kvsim.composition import Protection, Scorer
+from kvsim.errors import PolicyError
 from kvsim.view import View
 
 
 @dataclass(frozen=True)
-class TOVA:
-    """Attention of the last row, averaged over the query heads of the layer."""
+class TOVA(Scorer):
+    """Attention of the last row, averaged over the query heads of the layer or of each KV head."""
 
     protect_last: bool = False
+    heads: Literal["all", "group"] = "all"
 
-    columns: ClassVar[Mapping[str, float]] = {}
     per_row: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if self.heads not in ("all", "group"):
+            raise PolicyError(f"tova: heads is {self.heads!r}; expected 'all' or 'group'")
+
     def score(self, view: View) -> Tensor:
-        """s_j = mean over query heads of a_e(j), the same for every KV head; [L, H, n]."""
+        """s_j = mean over query heads of a_e(j); [L, H, n]."""
         attention = view.attn(1, group="mean")[..., 0, :]
+        if self.heads == "group":
+            return attention
         return attention.mean(1, keepdim=True).expand_as(attention)
 
     def protection(self, budget: int) -> Protection:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsim.composition import Plan, Policy, Uniform
+from kvsim.composition import Allocator, Plan, Policy, Uniform
 from kvsim.engine import replay
 from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, suggest
 from kvsim.metrics import output_error
@@ -299,12 +299,10 @@ def thread_count(trial: Trial) -> None:
 
 
 @dataclass(frozen=True)
-class PerHead:
+class PerHead(Allocator):
     """A testing allocator: a fixed number of entries for each KV head."""
 
     quotas: tuple[int, ...]
-
-    bounded: ClassVar[bool] = True
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same quotas in every layer and at every event."""
