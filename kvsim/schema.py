@@ -19,6 +19,7 @@ AXES = {
     "attn_out": ("layer", "qhead", "pos", "dim"),
     "lse": ("layer", "qhead", "pos"),
     "attention": ("layer", "qhead", "row", "pos"),
+    "o_proj": ("layer", "qhead", "dim", "hidden"),
     "tokens": ("pos",),
     "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),

@@ -19,7 +19,7 @@ from kvsim.attention import Rope, causal_attention
 from kvsim.errors import NeedsError, TraceError
 from kvsim.schema import AXES
 from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
-from kvsim.store.header import DIGESTED, ContentDigest, Header
+from kvsim.store.header import CHECKSUMMED, DIGESTED, ContentDigest, Header
 from kvsim.store.memory import ArrayLike, Memory, Source, as_tensor, as_tokens
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ __all__ = ["Trace", "open_trace"]
 Positions = Sequence[int] | slice | Tensor
 
 _ALL = slice(None)
+
+# Arrays that `kvsim capture` records only when asked.
+_ON_REQUEST = {"attention": "--attention (attention=True)", "o_proj": "--o-proj (o_proj=True)"}
 
 
 class _PerQueryHead:
@@ -88,6 +91,7 @@ class Trace:
         scale: float | None = None,
         attn_out: ArrayLike | None = None,
         lse: ArrayLike | None = None,
+        o_proj: ArrayLike | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
         name: str = "memory",
@@ -105,6 +109,7 @@ class Trace:
             scale: factor of the logits; dim ** -0.5 by default.
             attn_out: attention output before the output projection, like q; computed if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
+            o_proj: output projection of each query head [layer, qhead, dim, hidden].
             tokens: token ids [pos].
             token_text: the text of each token.
             name: for tables and figures.
@@ -116,7 +121,7 @@ class Trace:
         Raises:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
         """
-        given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse}
+        given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse, "o_proj": o_proj}
         arrays = {key: as_tensor(key, array) for key, array in given.items() if array is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, _, n_pos, dim = arrays["q"].shape
@@ -153,7 +158,7 @@ class Trace:
         """
         from kvsim.store.writer import write_trace  # noqa: PLC0415  the writer needs zarr
 
-        names = [key for key in DIGESTED if self.has(key)]
+        names = [key for key in CHECKSUMMED if self.has(key)]
 
         def read(key: str, layer: int) -> Tensor:
             layers = slice(layer, layer + 1)
@@ -269,7 +274,7 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, the same in memory and on disk (docs/trace-format.md)."""
+        """SHA-256 of what attention saw, the same in memory and on disk (docs/trace-format.md)."""
         if self._digest is None:
             if isinstance(self.source, _PerQueryHead):
                 self._digest = f"{self.source.base.digest}/per_query_head"
@@ -295,7 +300,7 @@ class Trace:
         Args:
             name: an array of `kvsim.schema.AXES` that the trace has.
             layers: layers by their place in the trace, step 1.
-            pos: positions, step 1; for `attention`, rows.
+            pos: positions, step 1; for `attention`, rows; without meaning for `o_proj`.
 
         Raises:
             NeedsError: the trace has no such array.
@@ -304,7 +309,8 @@ class Trace:
         if not self.has(name):
             raise NeedsError(
                 f"{self.name}: the trace has no array {name!r}, it has "
-                f"{', '.join(self.source.shapes)}; record it again with what is missing"
+                f"{', '.join(self.source.shapes)}; record it again with "
+                f"{_ON_REQUEST.get(name, 'what is missing')}"
             )
         for part in (layers, pos):
             if part.step not in (None, 1):
@@ -336,6 +342,18 @@ class Trace:
     def lse(self) -> Tensor:
         """Log-sum-exp of the logits of each row of full attention [layer, qhead, pos]."""
         return self.full(_ALL)[1]
+
+    @property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head [layer, qhead, dim, hidden].
+
+        A layer's attention gives sum_i attn_out[layer, i] @ o_proj[layer, i], and a bias, which
+        depends on no head and is not stored.
+
+        Raises:
+            NeedsError: it was not recorded; `kvsim capture --o-proj` does.
+        """
+        return self.read("o_proj")
 
     @property
     def tokens(self) -> Tensor | None:

@@ -153,6 +153,23 @@ def test_capture_prints_what_was_recorded(run, tmp_path, prompt):
     assert kvsim.open_trace(out).meta["answer_check"]["right"]
 
 
+def test_capture_with_output_projections(run, tmp_path, prompt, trace):
+    """`--o-proj` records them, `info` shows their size; without it they are not there."""
+    out = tmp_path / "t.zarr"
+    arguments = ["--prompt", prompt, "--max-new-tokens", "2", "--o-proj", "--out", out]
+
+    status, _, err = run("capture", "--model", "tiny", *arguments)
+
+    assert (status, err) == (0, "")
+    own = kvsim.open_trace(out)
+    assert own.o_proj.shape[:3] == (own.n_layers, own.n_qheads, own.dim)
+    _, text, _ = run("info", out)
+    (line,) = (line for line in text.splitlines() if line.startswith("o_proj "))
+    assert " x ".join(map(str, own.o_proj.shape)) in line
+    assert run("verify", out)[0] == 0
+    assert not kvsim.open_trace(trace).has("o_proj")
+
+
 def test_capture_of_a_file_of_prompts(run, tmp_path):
     """Several prompts give a folder of traces; `--limit` takes the first; JSON describes them."""
     file = tmp_path / "prompts.jsonl"

@@ -458,6 +458,162 @@ def test_dense_attention_is_refused_where_it_would_be_huge(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def projected(model, tokens):
+    """What each layer's own output projection gives in one forward [layer, n, hidden]."""
+    seen = []
+    handles = [
+        layer.self_attn.o_proj.register_forward_hook(lambda _, __, out: seen.append(out[0]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen)
+
+
+def through_o_proj(trace):
+    """Sum over query heads of the attention output through each head's block [layer, n, hidden]."""
+    return torch.einsum("lind,lidh->lnh", trace.attn_out.double(), trace.o_proj.double())
+
+
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False), ("qwen3", True)],
+)
+def test_the_output_projection_is_the_models_own(family, bias, tmp_path):
+    """Attention output through `o_proj`, summed over heads, is what the model's module gives."""
+    model = build(*FAMILIES[family], **({"attention_bias": True} if bias else {}))
+
+    memory = capture(model, None, ids(270), max_new_tokens=5, o_proj=True)
+    path = tmp_path / "a.zarr"
+    stored = capture(model, None, ids(270), max_new_tokens=5, o_proj=True, out=path)
+
+    expected = projected(model, memory.tokens.tolist()).double()
+    if bias:  # belongs to no head, and is not stored
+        biases = [layer.self_attn.o_proj.bias.detach() for layer in model.model.layers]
+        assert min(own.abs().min() for own in biases) > 0
+        expected -= torch.stack(biases).unsqueeze(1)
+    assert memory.o_proj.shape == (2, 6, 16, 48)
+    error = (through_o_proj(memory) - expected).abs().max() / expected.abs().max()
+    assert float(error) < 1e-5
+    assert torch.equal(stored.o_proj, memory.o_proj)
+    assert stored.digest == memory.digest
+    assert verify(path).ok
+    assert state(model)[0] == [(0, 0)] * len(state(model)[0])
+
+
+def test_the_output_projection_of_tiny(tmp_path):
+    """The same for the model that ships."""
+    model, tokenizer = tiny()
+    sample = ledger.prompts(1, 3, task="walk", facts=6, lines=4, colours=2)[0]
+
+    trace = capture(
+        model, tokenizer, sample.prompt, max_new_tokens=20, o_proj=True, out=tmp_path / "a.zarr"
+    )
+
+    expected = projected(model, trace.tokens.tolist()).double()
+    assert float((through_o_proj(trace) - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert not capture(model, tokenizer, sample.prompt, max_new_tokens=0).has("o_proj")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_the_output_projection_is_kept_exactly(dtype, tmp_path):
+    """Weights in any dtype are recorded without a changed bit; float16 storage rounds them."""
+    model = build(*FAMILIES["qwen3"]).to(dtype)
+    options = {"max_new_tokens": 0, "o_proj": True}
+
+    memory = capture(model, None, ids(40), **options)
+    stored = capture(model, None, ids(40), out=tmp_path / "a.zarr", **options)
+    narrow = capture(
+        model, None, ids(40), out=tmp_path / "b.zarr", store_dtype="float16", **options
+    )
+
+    weights = [layer.self_attn.o_proj.weight.T for layer in model.model.layers]
+    expected = torch.stack(weights).unflatten(1, (6, 16)).detach()
+    assert torch.equal(memory.o_proj, expected.to(memory.dtype))
+    assert torch.equal(stored.o_proj, expected.to(memory.dtype))
+    assert torch.equal(narrow.o_proj, expected.half().float())
+    assert stored.source_dtypes["o_proj"] == str(dtype).removeprefix("torch.")
+    assert verify(stored.path).ok
+
+
+class Adapted(torch.nn.Linear):
+    """A projection with something beside its weights."""
+
+    def forward(self, x):
+        """One percent more than the weights give."""
+        return super().forward(x) * 1.01
+
+
+class Unheard(torch.nn.Linear):
+    """A projection that is applied without its hooks."""
+
+    def __call__(self, x):
+        """The weights alone."""
+        return self.forward(x)
+
+
+def adapted(layer):
+    """Put an adapter around the projection of a layer."""
+    old = layer.self_attn.o_proj
+    layer.self_attn.o_proj = Adapted(old.in_features, old.out_features, bias=False)
+    layer.self_attn.o_proj.weight = old.weight
+
+
+def gated(layer):
+    """Let the projection see something else than the output of the kernel."""
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: (args[0].sigmoid(),))
+
+
+def renamed(layer):
+    """Call the projection something else."""
+    layer.self_attn.dense = layer.self_attn.o_proj
+    del layer.self_attn.o_proj
+    layer.self_attn.register_module("o_proj", None)
+
+
+def packed(layer):
+    """Keep the weights in another form than a matrix of numbers."""
+    own = layer.self_attn.o_proj
+    own.weight = torch.nn.Parameter(torch.zeros(10, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def narrow(layer):
+    """A projection of half the heads."""
+    layer.self_attn.o_proj = torch.nn.Linear(48, 48, bias=False)
+
+
+def unused(layer):
+    """A projection that nobody sees at work."""
+    layer.self_attn.o_proj = Unheard(96, 48, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "message"),
+    [
+        (adapted, [1], r"o_proj of layer 1 differs by 0\.01 .*: there is an adapter or a gate"),
+        (gated, [1], "o_proj of layer 1 differs by"),
+        (renamed, [0, 1], r"layer 0 \(LlamaAttention\) has no output projection: looked for a "),
+        (packed, [0], r"o_proj of layer 0 is uint8 \[10, 1\], expected a matrix"),
+        (narrow, [1], r"are \[48, 48\] float32, \[48, 96\] float32; expected one shape"),
+        (narrow, [0, 1], "o_proj of layer 0 takes 48 numbers, expected 96, 16 of each query head"),
+        (unused, [0, 1], "layer 0 did not apply its o_proj after its attention kernel"),
+    ],
+)  # fmt: skip
+def test_projections_that_are_something_else_are_refused(change, where, message, tmp_path):
+    """A model whose `o_proj` would not be what a trace says is refused, and nothing is written."""
+    model = build(*FAMILIES["llama"])
+    for layer in where:
+        change(model.model.layers[layer])
+
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(model, None, ids(20), max_new_tokens=2, o_proj=True, out=tmp_path / "a.zarr")
+
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_half_precision_storage(tmp_path):
     """Stored as float16, attention still follows from what is stored: rows sum to 1."""
     model = small("qwen2")

@@ -87,6 +87,29 @@ def test_round_trip_is_exact(dtype, tmp_path):
     assert opened.path == tmp_path / "a.zarr"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_output_projection_comes_back(dtype, tmp_path):
+    """`o_proj` is stored one layer per chunk, whatever its dtype, and verifies."""
+    weights = torch.randn(2, 4, 8, 20, dtype=torch.float64).to(dtype)
+    trace = make(o_proj=weights)
+
+    opened = open_trace(trace.save(tmp_path / "a.zarr"))
+
+    assert torch.equal(opened.o_proj, weights.float())
+    assert torch.equal(opened.read("o_proj", slice(1, 2), slice(0, 3)), weights[1:].float())
+    assert opened.source_dtypes["o_proj"] == str(dtype).removeprefix("torch.")
+    assert opened.digest == trace.digest == make().digest
+    report = verify(opened.path)
+    assert report.ok
+    array = zarr.open_group(opened.path, mode="r")["o_proj"]
+    assert array.chunks == (1, 4, 8, 20)
+    assert array.metadata.dimension_names == AXES["o_proj"]
+    assert describe(opened.path)["arrays"]["o_proj"]["bytes"] > 0
+    assert opened.to_xarray()["o_proj"].sizes["hidden"] == 20
+    again = open_trace(opened.save(tmp_path / "b.zarr"))
+    assert torch.equal(again.o_proj, opened.o_proj)
+
+
 def test_dtypes_on_disk(tmp_path):
     """bfloat16 is stored as float32 with its source dtype, float16 as float16."""
     half = zarr.open_group(make(torch.float16).save(tmp_path / "half.zarr"), mode="r")
@@ -376,6 +399,25 @@ def test_a_writer_refuses_what_is_not_finite_or_too_large(tmp_path):
         TraceWriter(tmp_path / "a.zarr", store_dtype="int8", **options)
 
 
+def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
+    """The output projection is held to the same as what is appended."""
+    writer = TraceWriter(
+        tmp_path / "a.zarr",
+        shapes={"q": (2, 2, 9, 8), "o_proj": (2, 2, 8, 20)},
+        source_dtypes={"q": "float32", "o_proj": "float32"},
+        layer_ids=[0, 1],
+        store_dtype="float16",
+    )
+    with writer:
+        with pytest.raises(TraceError, match="o_proj reaches 70000 in layer 1, float16 holds"):
+            writer.write_o_proj(1, torch.full((2, 8, 20), 7e4))
+        with pytest.raises(TraceError, match="o_proj is nan at layer 1, head 0, dim 0"):
+            writer.write_o_proj(1, torch.full((2, 8, 20), torch.nan))
+        writer.write_o_proj(0, torch.ones(2, 8, 20))
+        with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
+            writer._require_chunks("o_proj")
+
+
 def test_an_output_folder_that_cannot_be(tmp_path):
     """A path below a file is one clear error."""
     (tmp_path / "file").write_text("")
@@ -479,6 +521,39 @@ def test_describe(saved):
     assert found["prompt"] == "p" * 200 + "..."
     assert found["model"] == {"name": "m"}
     assert found["answer_check"] is None
+
+
+def test_verify_finds_a_changed_output_projection(tmp_path):
+    """A changed weight, a flipped bit and a lost chunk are each found."""
+    path = make(o_proj=torch.ones(2, 4, 8, 20)).save(tmp_path / "a.zarr")
+    lost = shutil.copytree(path, tmp_path / "lost.zarr")
+    flipped = shutil.copytree(path, tmp_path / "flipped.zarr")
+
+    def change(values):
+        values[1, 0, 5] = 2.0
+
+    rewrite(path, "o_proj", change)
+    flip(flipped / "o_proj" / "c" / "0" / "0" / "0" / "0")
+    (lost / "o_proj" / "c" / "1" / "0" / "0" / "0").unlink()
+
+    (problem,) = verify(path).problems
+    assert "checksum of o_proj in layer 1" in problem
+    (problem,) = verify(flipped).problems
+    assert "a chunk of o_proj is damaged" in problem
+    with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
+        open_trace(lost)
+
+
+def test_arrays_of_a_later_version_are_ignored(stored):
+    """An array that a reader does not know, with its checksums, changes nothing for it."""
+    group = zarr.open_group(stored, mode="r+", use_consolidated=False)
+    group.create_array("later", data=np.ones((2, 3)), dimension_names=("layer", "thing"))
+    sums = {**group.attrs["checksums"], "later": ["0" * 64, "1" * 64]}
+    change_root(checksums=sums)(stored)
+
+    assert verify(stored).ok
+    assert not open_trace(stored).has("later")
+    assert "later" not in describe(stored)["arrays"]
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", [1], {"model": 3, "notes": 1, "text": []}])

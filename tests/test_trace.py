@@ -169,6 +169,21 @@ def test_per_query_head():
     assert view.per_query_head() is view
 
 
+def test_the_output_projection_is_kept():
+    """`o_proj` is a view where it is in memory, has no positions, and leaves the digest alone."""
+    own = torch.randn(2, 4, 8, 20)
+
+    trace = make(o_proj=own)
+
+    assert trace.o_proj.data_ptr() == own.data_ptr()
+    assert torch.equal(trace.read("o_proj", slice(1, 2), slice(3, 5)), own[1:])
+    assert torch.equal(trace.per_query_head().o_proj, own)
+    assert trace.digest == make().digest
+    assert make(o_proj=own.bfloat16()).o_proj.dtype == torch.float32
+    assert make(o_proj=own, dtype=torch.float64).o_proj.dtype == torch.float64
+    assert trace.to_xarray()["o_proj"].dims == ("layer", "qhead", "dim", "hidden")
+
+
 def test_tokens_and_text():
     """Tokens are int64 whatever they came as; text stays as it was."""
     trace = make(tokens=range(40), token_text=list("ab" * 20))
@@ -278,6 +293,15 @@ def test_numbers_that_are_not_finite_are_named(name, value):
         Trace.from_arrays(**with_bad_number(name, value), prompt_len=1, rope=Rope.default(8))
 
 
+def test_a_bad_number_of_the_output_projection_is_named():
+    """It has dimensions where other arrays have positions."""
+    weights = torch.zeros(2, 4, 8, 20)
+    weights[1, 3, 5, 19] = math.nan
+
+    with pytest.raises(TraceError, match="o_proj is nan at layer 1, head 3, dim 5, expected"):
+        make(o_proj=weights)
+
+
 def test_large_finite_numbers_are_accepted():
     """Numbers whose sum overflows are still finite numbers."""
     data = arrays()
@@ -298,6 +322,15 @@ def test_large_finite_numbers_are_accepted():
         ({"q": torch.zeros(0, 4, 40, 8)}, "none of them 0"),
         ({"q": torch.zeros(2, 4, 40, 8, dtype=torch.int32)}, "q has dtype int32, expected one of"),
         ({"lse": torch.zeros(2, 2, 40)}, r"lse has shape \(2, 2, 40\), expected \(2, 4, 40\)"),
+        (
+            {"o_proj": torch.zeros(2, 2, 8, 9)},
+            r"o_proj has shape \(2, 2, 8, 9\), expected \(2, 4, 8",
+        ),
+        (
+            {"o_proj": torch.zeros(2, 4, 8)},
+            r"o_proj has shape \(2, 4, 8\), expected \[layer, qhead",
+        ),
+        ({"o_proj": torch.zeros(2, 4, 8, 0)}, "none of them 0"),
         ({"prompt_len": 0}, "prompt_len is 0, expected 1 to 40"),
         ({"prompt_len": 41}, "prompt_len is 41, expected 1 to 40"),
         ({"tokens": [1, 2]}, r"tokens has shape \(2,\)"),
@@ -321,8 +354,10 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_reading_what_is_not_there():
     """An array that the trace lacks is a NeedsError that lists what it has."""
-    with pytest.raises(NeedsError, match=r"no array 'attention', it has q, k, v"):
+    with pytest.raises(NeedsError, match=r"no array 'attention', it has q, k, v; .* --attention"):
         make().read("attention")
+    with pytest.raises(NeedsError, match=r"no array 'o_proj', it has q, k, v; .* with --o-proj"):
+        _ = make().o_proj
 
 
 def test_steps_are_not_supported():

@@ -58,6 +58,12 @@ def capture(
         bool,
         typer.Option("--attention", help="Store dense attention too, for short sequences only."),
     ] = False,
+    o_proj: Annotated[
+        bool,
+        typer.Option(
+            "--o-proj", help="Store the output projections too, which some policies read."
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +112,7 @@ def capture(
         "temperature": temperature,
         "seed": seed,
         "attention": attention,
+        "o_proj": o_proj,
         "store_dtype": store_dtype,
         "overwrite": overwrite,
         "progress": True,

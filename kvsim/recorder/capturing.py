@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError
@@ -25,6 +26,7 @@ from kvsim.recorder.models import (
     versions,
 )
 from kvsim.recorder.progress import progress_bar
+from kvsim.recorder.projections import Projections
 from kvsim.recorder.prompts import (
     Encoded,
     Prompt,
@@ -54,6 +56,7 @@ class _Options:
     temperature: float
     seed: int
     attention: bool
+    o_proj: bool
     overwrite: bool
     store_dtype: str | None
     progress: Progress | bool | None
@@ -69,6 +72,7 @@ def capture(
     temperature: float = 0.0,
     seed: int = 0,
     attention: bool = False,
+    o_proj: bool = False,
     overwrite: bool = False,
     store_dtype: str | None = None,
     answer: str | None = None,
@@ -89,8 +93,11 @@ def capture(
         seed: of the draws.
         attention: store dense attention too. It follows from q, k and lse at any time, so this is
             for short sequences and other programs.
+        o_proj: store the output projection of each layer too, which some policies read. It is as
+            large as these weights of the model, whatever the length of the sequence.
         overwrite: replace a trace at `out`.
-        store_dtype: None stores exactly, ``float16`` stores q, k, v and attn_out in half the space.
+        store_dtype: None stores exactly, ``float16`` stores q, k, v, attn_out and o_proj in half
+            the space.
         answer: the expected answer, for the answer check.
         name: of the trace; by default from `out`.
         progress: called with (tokens done, most tokens there can be); True shows a bar on a
@@ -101,11 +108,12 @@ def capture(
 
     Raises:
         CaptureError: a prompt that is empty, too long or has unknown words; a model whose attention
-            recomputed from q, k, v is not what it computed.
+            recomputed from q, k, v is not what it computed; with `o_proj`, one that has no such
+            projection, or does something else with the output of its attention.
         TraceExistsError: something is at `out`.
     """
     options = _Options(
-        max_new_tokens, temperature, seed, attention, overwrite, store_dtype, progress
+        max_new_tokens, temperature, seed, attention, o_proj, overwrite, store_dtype, progress
     )
     _check_options(options, out)
     if out is not None:
@@ -125,6 +133,7 @@ def capture_many(
     temperature: float = 0.0,
     seed: int = 0,
     attention: bool = False,
+    o_proj: bool = False,
     overwrite: bool = False,
     store_dtype: str | None = None,
     progress: Progress | bool | None = None,
@@ -135,7 +144,7 @@ def capture_many(
     the traces that are finished. Arguments and errors as for `capture`.
     """
     options = _Options(
-        max_new_tokens, temperature, seed, attention, overwrite, store_dtype, progress
+        max_new_tokens, temperature, seed, attention, o_proj, overwrite, store_dtype, progress
     )
     folder = Path(out_dir)
     prompts = with_distinct_ids(prompts)
@@ -210,6 +219,7 @@ class _Capture:
         self.limit = len(encoded.ids) + self.new_tokens
         self.layer_ids = tuple(attention_modules(model))
         self.rope = read_rope(model)
+        self.projections = Projections(model) if options.o_proj else None
 
     def _room(self) -> int:
         """How many new tokens fit into the model's context."""
@@ -230,6 +240,7 @@ class _Capture:
                 progress = stack.enter_context(progress_bar(self.name))
             report: Progress = progress if callable(progress) else _silent
             writer: TraceWriter | None = None
+            projections = self.projections
 
             def open_sink(call: KernelCall) -> Sink:
                 nonlocal writer
@@ -245,7 +256,16 @@ class _Capture:
                 store_dtype=narrow,
                 rounds_logits=kernel_name(self.model) == "eager",
             )
-            with listening(self.model, recorder.receive, limit=self.limit):
+
+            def receive(call: KernelCall) -> None:
+                recorder.receive(call)
+                if projections is not None:
+                    projections.receive(call)
+
+            with (
+                listening(self.model, receive, limit=self.limit),
+                nullcontext() if projections is None else projections.checking(),
+            ):
                 tokens, ended = generate(
                     self.model,
                     self.encoded.ids,
@@ -262,6 +282,8 @@ class _Capture:
                 return self._in_memory(recorder, header, tokens, texts)
             if self.options.attention:
                 self._write_attention(writer, header)
+            for place, blocks in enumerate(self._o_proj()):
+                writer.write_o_proj(place, blocks)
             writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(writer.path)
 
@@ -289,6 +311,9 @@ class _Capture:
                     "q, k and lse"
                 )
             shapes["attention"], dtypes["attention"] = (layers, qheads, n, n), exact
+        if self.projections is not None:
+            shapes["o_proj"] = (layers, qheads, dim, self.projections.hidden)
+            dtypes["o_proj"] = self.projections.dtype
         return TraceWriter(
             self.out,
             shapes=shapes,
@@ -350,12 +375,14 @@ class _Capture:
         if not isinstance(recorder.sink, MemorySink):
             raise TypeError("expected a sink in memory")
         arrays = {name: recorder.sink.array(name) for name in ARRAYS}
+        blocks = [block.to("cpu", copy=True) for block in self._o_proj()]
         return Trace.from_arrays(
             arrays["q"],
             arrays["k"],
             arrays["v"],
             attn_out=arrays["attn_out"],
             lse=arrays["lse"],
+            o_proj=torch.stack(blocks) if blocks else None,
             prompt_len=header.prompt_len,
             rope=header.rope,
             scale=header.scale,
@@ -365,6 +392,11 @@ class _Capture:
             layer_ids=header.layer_ids,
             meta=header.meta,
         )
+
+    def _o_proj(self) -> list[Tensor]:
+        """The output projections [qhead, dim, hidden] of the layers; none if not wanted."""
+        blocks = {} if self.projections is None else self.projections.blocks
+        return [blocks[layer] for layer in self.layer_ids if layer in blocks]
 
     def _write_attention(self, writer: TraceWriter, header: Header) -> None:
         """Dense attention from what is stored, a block of rows at a time."""

@@ -26,7 +26,7 @@ def stored_dtype(source: str) -> torch.dtype:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise TraceError where the shapes of q, k, v, attn_out and lse do not fit together."""
+    """Raise TraceError where the shapes of the arrays that are there do not fit together."""
     for name, shape in shapes.items():
         axes = AXES[name]
         if len(shape) != len(axes) or 0 in shape:
@@ -41,6 +41,8 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         "attn_out": (layers, qheads, n_pos, dim),
         "lse": (layers, qheads, n_pos),
     }
+    if "o_proj" in shapes:
+        expected["o_proj"] = (layers, qheads, dim, shapes["o_proj"][3])  # any hidden size
     for name, shape in shapes.items():
         if name in expected and shape != expected[name]:
             raise TraceError(
@@ -55,7 +57,10 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
 
 
 def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int = 0) -> None:
-    """Raise TraceError at the first NaN or infinity of array [layer, head, pos, ...]."""
+    """Raise TraceError at the first NaN or infinity of array [layer, head, pos, ...].
+
+    layer, pos: where the array begins in the whole one; the third axis of `o_proj` is `dim`.
+    """
     # A NaN or infinity survives in the sum, which costs one pass and no mask; a sum that is not
     # finite may also have overflowed, so only the second look decides.
     if math.isfinite(float(array.sum())):
@@ -66,7 +71,8 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
     place = bad.nonzero()[0].tolist()
     raise TraceError(
         f"{where}: {name} is {float(array[tuple(place)])} at layer {place[0] + layer}, "
-        f"head {place[1]}, pos {place[2] + pos}, expected finite numbers; record the trace again"
+        f"head {place[1]}, {AXES[name][2]} {place[2] + pos}, expected finite numbers; "
+        "record the trace again"
     )
 
 

@@ -24,6 +24,9 @@ from kvsim.schema import CHUNK
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
 
+#: Arrays that have checksums. Arrays that came after the digest was defined are no part of it.
+CHECKSUMMED = (*DIGESTED, "o_proj")
+
 Array = NDArray[Any]
 
 
@@ -142,8 +145,9 @@ class ContentDigest:
     """Checksums of the arrays, fed block by block, and the digest of the whole.
 
     Each array and layer has one SHA-256, over its blocks of 256 positions in order, each block as
-    C-order little-endian bytes in the stored dtype. The digest is the SHA-256 of a canonical JSON
-    text with these checksums, dtypes, shapes and the facts that decide what attention is computed.
+    C-order little-endian bytes in the stored dtype; an array without positions is one block. The
+    digest is the SHA-256 of a canonical JSON text with the checksums of `DIGESTED`, dtypes, shapes
+    and the facts that decide what attention is computed.
     """
 
     def __init__(self) -> None:

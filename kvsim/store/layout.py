@@ -32,7 +32,7 @@ del DIMENSIONS["evicted_at"]
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One layer, all heads, 256 positions; arrays without a layer axis are one chunk."""
+    """One layer, all heads, 256 positions if there are any; without a layer axis one chunk."""
     axes = DIMENSIONS[name]
     if len(axes) == 1:
         return (max(1, shape[0]),)

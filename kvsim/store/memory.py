@@ -26,7 +26,7 @@ class Source(Protocol):
         """Shape of each array that there is."""
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Part of an array; `layers` means nothing for arrays without a layer axis."""
+        """Part of an array; `layers` or `pos` mean nothing for arrays without such an axis."""
 
 
 class Memory:
@@ -45,6 +45,8 @@ class Memory:
         array = self.arrays[name]
         if AXES[name][0] != "layer":
             return array[pos]
+        if "pos" not in AXES[name]:
+            return array[layers]
         axis = AXES[name].index("pos")
         return array[(layers, *[_ALL] * (axis - 1), pos)]
 

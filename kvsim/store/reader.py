@@ -22,7 +22,7 @@ from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, check_array_meta
 _ALL = slice(None)
 
 #: Arrays that must be finite, so that a NaN means a chunk that was lost.
-_FINITE = ("q", "k", "v", "attn_out", "lse", "attention")
+_FINITE = ("q", "k", "v", "attn_out", "lse", "attention", "o_proj")
 
 
 class StoredTrace:
@@ -84,6 +84,8 @@ class StoredTrace:
         if AXES[name][0] != "layer":
             return torch.from_numpy(self._decode(name, (pos,)))
         axis = 2  # pos, or row of dense attention
+        if "pos" not in AXES[name]:
+            pos = _ALL
         values = self._decode(name, (layers, *[_ALL] * (axis - 1), pos))
         tensor = torch.from_numpy(values)
         if name in _FINITE:

@@ -13,7 +13,7 @@ from kvsim.attention import causal_attention
 from kvsim.errors import TraceError
 from kvsim.schema import AXES
 from kvsim.store.checks import relative_error, tolerance
-from kvsim.store.header import DIGESTED, ContentDigest, content_digest
+from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
@@ -99,7 +99,7 @@ class _Check:
     def layer(self, layer: int) -> None:
         stored, one = self.stored, slice(layer, layer + 1)
         parts: dict[str, torch.Tensor] = {}
-        for name in DIGESTED[1:]:
+        for name in CHECKSUMMED[1:]:
             if name not in stored.arrays:
                 continue
             try:
@@ -137,8 +137,10 @@ class _Check:
         self._judge("attention", layer, worst, self.lse_tolerance)
 
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
-        axis = AXES[name].index("pos") - 1
-        self.digest.update_all(name, layer, values.numpy(), axis)
+        if "pos" in AXES[name]:
+            self.digest.update_all(name, layer, values.numpy(), AXES[name].index("pos") - 1)
+        else:
+            self.digest.update(name, layer, values.numpy())
         recorded = _entry(self.stored.attributes, "checksums").get(name)
         recorded = recorded if isinstance(recorded, list) else []
         computed = self.digest.checksums()[name][-1]

@@ -27,6 +27,9 @@ from kvsim.store.layout import ZarrArray, consolidation_allowed, create_array, r
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
 
+# Arrays that are not appended position by position, but written when everything else is there.
+_LATE = ("attention", "o_proj")
+
 # What renaming onto something that is there fails with.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
@@ -39,10 +42,10 @@ class TraceWriter:
 
     Args:
         path: where the trace will be.
-        shapes: shape of each array of positions; the number of positions may be an upper bound.
+        shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
         layer_ids: the model's number of each layer.
-        store_dtype: ``float16`` to store q, k, v and attn_out in less than their own precision.
+        store_dtype: ``float16`` to store all but lse and attention in less than their precision.
         overwrite: replace a trace that is at `path`.
 
     Raises:
@@ -166,10 +169,24 @@ class TraceWriter:
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
 
     def _commit(self) -> None:
-        committed = min(min(ends) for name, ends in self._next.items() if name != "attention")
+        written = self._next.items()
+        committed = min(min(ends) for name, ends in written if name not in _LATE)
         if committed > self._committed:
             self._committed = committed
             self._set(committed_tokens=committed)
+
+    def write_o_proj(self, layer: int, weights: Tensor) -> None:
+        """Store the output projection of one layer: weights [qhead, dim, hidden].
+
+        Raises:
+            TraceError: NaN or infinity, or a number too large for float16 storage.
+        """
+        stored = weights.to("cpu", self.dtype("o_proj"))
+        self._check("o_proj", layer, 0, weights, stored)
+        values = stored.numpy()
+        with self._writing():
+            self._arrays["o_proj"][layer] = values
+        self._digest.update("o_proj", layer, values)
 
     def write_attention(self, layer: int, start: int, rows: Tensor) -> None:
         """Store dense attention rows [qhead, row, pos] of one layer from row `start` on."""
@@ -281,7 +298,7 @@ def write_trace(
     token_text: Sequence[str] | None,
     overwrite: bool,
 ) -> Path:
-    """Write arrays that are at hand, layer by layer: read(name, layer) -> [head, pos, ...]."""
+    """Write arrays that are at hand, layer by layer: read(name, layer) is [head, ...]."""
     arrays = {name: shape for name, shape in shapes.items() if name != "tokens"}
     sources = {name: header.source_dtypes.get(name, compute_dtype) for name in arrays}
     with TraceWriter(
@@ -289,6 +306,9 @@ def write_trace(
     ) as writer:
         for name, shape in arrays.items():
             for layer in range(shape[0]):
+                if name == "o_proj":
+                    writer.write_o_proj(layer, read(name, layer))
+                    continue
                 for block in read(name, layer).split(CHUNK, dim=1):
                     writer.append(name, layer, block)
         tokens = read("tokens", 0).numpy() if "tokens" in shapes else None

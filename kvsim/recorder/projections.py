@@ -1,0 +1,116 @@
+"""The output projection of each layer: read from the model, and checked while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvsim.errors import CaptureError
+from kvsim.recorder.hooks import KernelCall, attention_modules
+from kvsim.schema import CHUNK
+from kvsim.store.checks import DTYPES, relative_error, tolerance
+
+#: What llama, qwen, mistral and gemma call the output projection of their attention modules.
+NAME = "o_proj"
+
+
+class Projections:
+    """The output projections of a model, for one capture.
+
+    Each is checked on the first call of its layer: the output that the module gives must be the sum
+    over query heads of what the kernel returned times the head's block, plus the bias. So gates
+    between kernel and projection, adapters and the like are refused and not left out.
+
+    Attributes:
+        blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views.
+
+    Raises:
+        CaptureError: a layer has none under the known name, or none that is a plain matrix.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules = {
+            layer: _projection(layer, module) for layer, module in attention_modules(model).items()
+        }
+        kinds = {(module.weight.shape, module.weight.dtype) for module in self.modules.values()}
+        if len(kinds) != 1:
+            found = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
+            raise CaptureError(
+                f"the output projections ({NAME}) of {type(model).__name__} are {found}; expected "
+                "one shape and dtype in all layers, record it without --o-proj"
+            )
+        ((shape, dtype),) = kinds
+        self.hidden, self.dtype = int(shape[0]), DTYPES[dtype]
+        self.blocks: dict[int, Tensor] = {}
+        self._waiting: dict[int, Tensor] = {}
+
+    def receive(self, call: KernelCall) -> None:
+        """Take a kernel call, whose output goes through the projection next."""
+        if call.layer in self.blocks:
+            return
+        weight: Tensor = self.modules[call.layer].weight.detach()
+        heads, _, dim = call.out.shape
+        if weight.shape[1] != heads * dim:
+            raise CaptureError(
+                f"{NAME} of layer {call.layer} takes {weight.shape[1]} numbers, expected "
+                f"{heads * dim}, {dim} of each query head; record the model without --o-proj"
+            )
+        self.blocks[call.layer] = weight.T.unflatten(0, (heads, dim))
+        self._waiting[call.layer] = call.out[:, :CHUNK]
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Check each projection when it is first applied, and at the end that all were."""
+        with ExitStack() as stack:
+            for layer, module in self.modules.items():
+                handle = module.register_forward_hook(
+                    lambda _, __, output, layer=layer: self._applied(layer, output)
+                )
+                stack.callback(handle.remove)
+            yield
+        if self._waiting:
+            raise CaptureError(
+                f"layer {min(self._waiting)} did not apply its {NAME} after its attention kernel, "
+                "expected it to; record the model without --o-proj"
+            )
+
+    def _applied(self, layer: int, output: Tensor) -> None:
+        out = self._waiting.pop(layer, None)
+        if out is None:
+            return
+        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        expected = torch.einsum("iwd,idh->wh", out.to(dtype), self.blocks[layer].to(dtype))
+        bias = getattr(self.modules[layer], "bias", None)
+        if isinstance(bias, Tensor):
+            expected += bias.detach().to(dtype)
+        found = output[:, : out.shape[1]].to(dtype)
+        error = float(relative_error(found, expected.unsqueeze(0)).max())
+        allowed = tolerance(self.dtype, DTYPES[out.dtype])
+        if not error <= allowed:
+            raise CaptureError(
+                f"{NAME} of layer {layer} differs by {error:.3g} (relative) from its weights times "
+                f"the attention output, expected at most {allowed:g}: there is an adapter or a "
+                "gate; merge it into the weights, or record the model without --o-proj"
+            )
+
+
+def _projection(layer: int, module: nn.Module) -> Any:  # a module with a matrix `weight`
+    projection = getattr(module, NAME, None)
+    weight = getattr(projection, "weight", None)
+    if not isinstance(projection, nn.Module) or not isinstance(weight, Tensor):
+        raise CaptureError(
+            f"layer {layer} ({type(module).__name__}) has no output projection: looked for a "
+            f"module {NAME} with a weight; record the model without --o-proj"
+        )
+    if weight.dim() != 2 or weight.dtype not in DTYPES:
+        raise CaptureError(
+            f"{NAME} of layer {layer} is {str(weight.dtype).removeprefix('torch.')} "
+            f"{list(weight.shape)}, expected a matrix [hidden, qheads x dim] of "
+            f"{', '.join(DTYPES.values())}; record the model unquantised or without --o-proj"
+        )
+    return projection
