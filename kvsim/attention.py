@@ -107,7 +107,9 @@ class Rope:
             out = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         else:
             out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
+        if not rest.shape[-1]:
+            return out
+        return torch.cat([out, rest.expand(*out.shape[:-1], -1)], dim=-1)
 
 
 def attend(

@@ -126,6 +126,16 @@ def test_unrotate_undoes_rotate_with_scaling_and_partial_rotation():
     torch.testing.assert_close(rope.unrotate(rope.rotate(x, pos), pos), x)
 
 
+def test_one_vector_turns_to_many_positions():
+    """Also with dimensions that do not rotate, which are the same at each of them."""
+    rope, x, pos = Rope((1.0, 0.1)), torch.randn(3, 1, 6, dtype=torch.float64), torch.arange(5)
+
+    turned = rope.rotate(x, pos)
+
+    assert turned.shape == (3, 5, 6)
+    torch.testing.assert_close(turned[:, 4], rope.rotate(x[:, 0], torch.tensor(4)))
+
+
 def test_rotated_products_depend_on_the_distance_alone():
     """The property that rotary embedding exists for."""
     rope = Rope.default(8, theta=100.0)
