@@ -1,0 +1,37 @@
+"""KeyDiff: keep the keys that point away from the others.
+
+Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+Resource-Constrained Environments", arXiv 2504.15364. The anchor is the mean of the normalised keys
+in the cache, and the less similar a key is to it, the better: s_j = -cos(k_j, anchor). Keys are
+taken as they are cached, after the rotary embedding.
+
+Deviations. The paper prefills in blocks and evicts after each of them; here an event sees the whole
+cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvsim.composition import Scorer
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class KeyDiff(Scorer):
+    """Distance in angle from the mean direction of the keys."""
+
+    @property
+    def signed(self) -> bool:
+        """A cosine is."""
+        return True
+
+    def score(self, view: View) -> Tensor:
+        """s_j = -cos(k_j, a) with a = mean over live entries of k_i / ||k_i||; [L, H, n]."""
+        keys = view.keys  # 0 on pads, which add nothing to the sum
+        total = normalize(keys, dim=-1, eps=1e-12).sum(2)
+        anchor = total / view.count.unsqueeze(-1).clamp(min=1)  # [L, H, d]
+        return -cosine_similarity(keys, anchor.unsqueeze(2), dim=-1, eps=1e-8)
