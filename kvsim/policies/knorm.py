@@ -1,0 +1,33 @@
+"""Knorm: keep the shortest keys.
+
+Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", EMNLP 2024,
+arXiv 2406.11430. Keys of small norm tend to receive much attention: s_j = -||k_j||.
+
+Deviations. The paper's experiments leave the first layers, where the relation is weak, as they are;
+here all layers are treated alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Scorer
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class Knorm(Scorer):
+    """The norm of a key, the smaller the better."""
+
+    @property
+    def signed(self) -> bool:
+        """A norm counts against its entry."""
+        return True
+
+    def score(self, view: View) -> Tensor:
+        """s_j = -||k_j||; [L, H, n]."""
+        length: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
+        return -length
