@@ -1,0 +1,87 @@
+"""LagKV: how much an entry varies, measured by the range of those that follow.
+
+Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
+arXiv 2504.04704. After the sinks the cache is cut into partitions of `lag` entries. Keys and values
+of a partition are scaled, channel by channel, by the least and the greatest of the next partition;
+the standard deviation over the channels goes through a softmax inside the partition, and the mean
+of the two, keys and values, ranks its entries. The last full partition and what follows have
+nothing to be measured by and score 1.
+
+Deviations. Partitions are of entries in position order, whatever has left between them. A channel
+in which the next partition does not vary counts as 0, where the formula divides by zero. Equal
+scores rank by position, the lower position lower. While a head holds fewer than sink + 2 lag
+entries, the recent ones score higher (as in kvpress; the paper does not compress yet).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Protection, Scorer
+from kvsim.errors import PolicyError
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class LagKV(Scorer):
+    """Spread of keys and values relative to the following entries, ranked within `lag` of them.
+
+    cross_scoring: keep the softmax scores instead of ranks, so that partitions compete.
+    """
+
+    sink: int = 4
+    lag: int = 128
+    cross_scoring: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sink < 0:
+            raise PolicyError(f"lagkv: sink is {self.sink}; expected 0 or more")
+        if self.lag < 1:
+            raise PolicyError(f"lagkv: lag is {self.lag}; expected at least 1 entry")
+
+    def score(self, view: View) -> Tensor:
+        """Rank / lag of (softmax std k' + softmax std v') / 2 in its partition; [L, H, n].
+
+        x' = (x - min) / (max - min), min and max over the next partition of each channel.
+        """
+        count = view.count.unsqueeze(-1)  # [L, H, 1]
+        place = view.slot - self.sink  # [L, H, n], negative on sinks and pads
+        recency = place.to(view.keys.dtype) / (count - self.sink).clamp(min=1)
+        out = recency.where(count < self.sink + 2 * self.lag, 1.0).where(place >= 0, 1.0)
+        whole = (int(count.max()) - self.sink) // self.lag  # most full partitions of a head
+        if whole < 2:
+            return out
+        slots = self.sink + torch.arange(whole * self.lag, device=out.device)
+        keys, values = (self._spread(_at(x, view, slots)) for x in (view.keys, view.values))
+        own = (keys + values) / 2  # [L, H, whole - 1, lag]
+        if not self.cross_scoring:
+            order = own.sort(dim=-1, stable=True).indices
+            own = order.argsort(dim=-1).to(out.dtype) / self.lag
+        own = own.flatten(2)
+        # where a head has a partition after the entry's
+        measured = (place >= 0) & (place < ((count - self.sink) // self.lag - 1) * self.lag)
+        return own.gather(-1, place.clamp(0, own.shape[-1] - 1)).where(measured, out)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """Softmax over each partition of the channels' deviation; [L, H, partitions - 1, lag]."""
+        parts = x.unflatten(2, (-1, self.lag))  # [L, H, partitions, lag, d]
+        low, high = parts[:, :, 1:].aminmax(dim=3, keepdim=True)
+        scaled = (parts[:, :, :-1] - low) / (high - low)
+        out: Tensor = scaled.masked_fill_(high == low, 0.0).std(-1).softmax(-1)
+        return out
+
+    def protection(self, budget: int) -> Protection:
+        """The sinks."""
+        return Protection(sink=self.sink)
+
+
+def _at(x: Tensor, view: View, slots: Tensor) -> Tensor:
+    """Rows of x [L, H, n, d] at each head's own slots [s]; anything past the last one."""
+    layers, heads, n, dim = x.shape
+    column = (slots + n - view.count.unsqueeze(-1)).clamp(max=n - 1)  # [L, H, s]
+    base = torch.arange(layers * heads, device=x.device).mul_(n).view(layers, heads, 1)
+    flat = x.reshape(-1, dim).index_select(0, (column + base).flatten())
+    return flat.view(*column.shape, dim)
