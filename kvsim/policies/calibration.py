@@ -1,0 +1,182 @@
+"""The queries that a scorer learns from before it scores: the beginning of a trace, or another one.
+
+Some methods measure a model once, on a text of their own, and then score keys by what they found.
+`calibration` says which queries stand for that text:
+
+* "prefix:N": the first N rows of the trace that is replayed; what a live run could measure itself;
+* a Trace or the path of one: another text through the same model, as the papers do it;
+* "oracle": every row of the trace that is replayed, those still to come included; a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from kvsim.attention import Rope
+from kvsim.composition import Scorer
+from kvsim.errors import PolicyError, TraceError
+from kvsim.trace import Trace, open_trace
+from kvsim.view import LOGIT_BYTES, View
+
+_WAYS = (
+    'give calibration="prefix:64" (the first 64 rows of each trace), another trace or the path of '
+    'one (the same model on another text), or "oracle" (every row of each trace, later ones '
+    "included)"
+)
+
+#: What a scorer takes from blocks of queries [L, H, G, w, d]: tensors [L, H, G, ...].
+Learn = Callable[[Iterator[Tensor], Rope], tuple[Tensor, ...]]
+
+
+class Calibration(str):
+    """A source of calibration queries; its text is what is shown, compared and recorded.
+
+    rows: of a prefix, None otherwise. trace: another trace, None otherwise.
+    """
+
+    __slots__ = ("_learned", "rows", "trace")
+
+    rows: int | None
+    trace: Trace | None
+    _learned: dict[str, tuple[Tensor, ...]]
+
+    @classmethod
+    def parse(cls, policy: str, given: str | Path | Trace | None) -> Calibration:
+        """What a user gave. Raises PolicyError naming the policy."""
+        if isinstance(given, Calibration):
+            return given
+        if given is None:
+            raise PolicyError(f"{policy}: calibration is missing; {_WAYS}")
+        if isinstance(given, Trace):
+            return cls._of_trace(given)
+        if given == "oracle":
+            return cls._make("oracle")
+        if isinstance(given, str) and given.startswith("prefix:"):
+            rows = given.removeprefix("prefix:")
+            if not (rows.isascii() and rows.isdigit() and int(rows) > 0):
+                raise PolicyError(
+                    f"{policy}: calibration is {given!r}; expected a number of rows, at least 1, "
+                    'such as "prefix:64"'
+                )
+            return cls._make(f"prefix:{int(rows)}", rows=int(rows))
+        try:
+            return cls._of_trace(open_trace(given))
+        except TraceError as error:
+            raise PolicyError(
+                f"{policy}: calibration is {str(given)!r}, which is no trace ({error}); {_WAYS}"
+            ) from error
+
+    @classmethod
+    def _of_trace(cls, trace: Trace) -> Calibration:
+        return cls._make(f"{trace.name}@{trace.digest[:12]}", trace=trace)
+
+    @classmethod
+    def _make(cls, text: str, rows: int | None = None, trace: Trace | None = None) -> Calibration:
+        made = cls(text)
+        made.rows, made.trace, made._learned = rows, trace, {}
+        return made
+
+    def learned(
+        self, policy: str, learn: Learn, view: View, *, rotated: bool
+    ) -> tuple[Tensor, ...]:
+        """What `learn` finds in the queries of the view's layers, [L, H, G, ...] each.
+
+        Of another trace it is found once. Raises PolicyError where that trace does not fit.
+        """
+        if self.trace is None:
+            stop = view.n_rows if self.rows is None else self.rows
+            read = view.span if rotated else view.unrotated_span
+            return learn(row_blocks(read, 0, stop), view.rope)
+        heads, groups = self._check(policy, self.trace, view)
+        if policy not in self._learned:
+            layers = (
+                learn(_of_layer(self.trace, layer, rotated), self.trace.rope)
+                for layer in range(self.trace.n_layers)
+            )
+            self._learned[policy] = tuple(map(torch.cat, zip(*layers, strict=True)))
+        found = (one[view.layers.to(one.device)] for one in self._learned[policy])
+        return tuple(
+            one.flatten(1, 2).unflatten(1, (heads, groups)).to(view.keys.device) for one in found
+        )
+
+    def _check(self, policy: str, trace: Trace, view: View) -> tuple[int, int]:
+        """KV heads and query heads of each in the view."""
+        heads, groups, _, dim = view.span(view.row, view.row + 1).shape[1:]
+        sizes = {
+            "layers": (trace.n_layers, view.n_layers),
+            "query heads": (trace.n_qheads, heads * groups),
+            "dimensions": (trace.dim, dim),
+            "rotated dimensions": (trace.rope.rotary_dim, view.rope.rotary_dim),
+        }
+        for what, (there, here) in sizes.items():
+            if there != here:
+                raise PolicyError(
+                    f"{policy}: calibration {self} has {there} {what} and the trace that is "
+                    f"replayed has {here}; expected a trace of the same model"
+                )
+        return heads, groups
+
+
+@dataclass(frozen=True)
+class Calibrated(Scorer):
+    """A scorer that learns from calibration queries first.
+
+    Subclasses define `learn` and score with `learned(view)`.
+    """
+
+    calibration: str | Path | Trace | None = None
+
+    #: the policy's name, for errors
+    name: ClassVar[str]
+    #: whether the queries are taken after RoPE
+    rotated: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calibration", Calibration.parse(self.name, self.calibration))
+
+    @property
+    def source(self) -> Calibration:
+        """Where the queries come from."""
+        return cast("Calibration", self.calibration)
+
+    @property
+    def clairvoyant(self) -> bool:
+        """With rows of the trace that are still to come."""
+        return self.source == "oracle"
+
+    @property
+    def least_rows(self) -> int:
+        """The prefix must have been seen."""
+        return self.source.rows or 1
+
+    def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
+        """What is to be known of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""
+        raise NotImplementedError
+
+    def learned(self, view: View) -> tuple[Tensor, ...]:
+        """What `learn` says of the calibration queries, for the view's layers and heads."""
+        return self.source.learned(self.name, self.learn, view, rotated=self.rotated)
+
+
+def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Iterator[Tensor]:
+    """read(start, stop) a block of rows at a time, so that memory does not grow with the rows."""
+    one = read(start, start + 1)
+    step = max(1, LOGIT_BYTES // (one.numel() * one.element_size()))
+    for first in range(start, stop, step):
+        yield read(first, min(first + step, stop))
+
+
+def _of_layer(trace: Trace, layer: int, rotated: bool) -> Iterator[Tensor]:
+    """Queries of a layer of a trace in blocks of rows, every head a group; [1, qhead, 1, w, d]."""
+
+    def read(start: int, stop: int) -> Tensor:
+        q = trace.read("q", slice(layer, layer + 1), slice(start, stop)).unsqueeze(2)
+        return q if rotated else trace.rope.unrotate(q, torch.arange(start, stop))
+
+    return row_blocks(read, 0, trace.n_pos)
