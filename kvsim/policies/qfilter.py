@@ -1,0 +1,57 @@
+"""Q-Filters: the direction that queries share, found once; keys that point along it stay.
+
+Godey et al., "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression", arXiv
+2503.02812. Queries of a head are far from centred: most of what they have in common lies along the
+first right singular vector u of the matrix of queries, oriented so that their mean is on its
+positive side. The projection of a key on it estimates the attention that the key receives:
+s_j = k_j . u, with u averaged over the query heads of the group.
+
+Deviations. Queries and keys are both taken after the rotary embedding, as the keys are cached. The
+paper calibrates on many texts; here the queries come from `calibration`. The authors' script
+orients u by the majority of the queries, the paper and kvsim by their mean. kvpress downloads
+filters (their negatives) that were made for a few models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.attention import Rope
+from kvsim.policies.calibration import Calibrated
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class QFilter(Calibrated):
+    """Projection of a key on the main direction of the queries."""
+
+    name: ClassVar[str] = "qfilter"
+    rotated: ClassVar[bool] = True
+
+    @property
+    def signed(self) -> bool:
+        """A projection is."""
+        return True
+
+    def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
+        """The filter of each query head: unit vectors [L, H, G, d], float64."""
+        gram, total = torch.zeros(()), torch.zeros(())
+        for block in blocks:
+            q = block.double()
+            gram = gram.to(q) + q.mT @ q
+            total = total.to(q) + q.sum(-2)
+        # right singular vectors of a matrix are eigenvectors of its Gram matrix, largest last
+        u = torch.linalg.eigh(gram).eigenvectors[..., -1]
+        side = (u * total).sum(-1, keepdim=True)
+        return (u.where(side >= 0, -u),)
+
+    def score(self, view: View) -> Tensor:
+        """s_j = k_j . mean over the group of u; [L, H, n]."""
+        (u,) = self.learned(view)
+        filters = u.mean(2).to(view.keys)  # [L, H, d]
+        return (view.keys @ filters.unsqueeze(-1)).squeeze(-1)
