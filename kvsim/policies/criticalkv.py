@@ -1,0 +1,109 @@
+"""CriticalKV: what an entry can change in the output of the layer, around any scorer.
+
+Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
+arXiv 2502.03805. A share of the budget goes to the best entries of a scorer; the rest is ranked by
+its score times the size of the value behind the output projection, (s_j + epsilon) ||W_o v_j||_1,
+averaged over the query heads of the group.
+
+Deviations. First come the entries that the scorer keeps in any case, and they count in the first
+stage. Scores that can be negative enter as s - min s. Under an allocator the first stage is a share
+of the even budget of a head. A scorer that weighs values itself, such as expected_attention, is
+better given value_norm="none".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Protection, Scorer, Scores, protected_by
+from kvsim.errors import PolicyError
+from kvsim.select import select
+from kvsim.view import LOGIT_BYTES, View
+
+
+@dataclass(frozen=True)
+class CriticalKV(Scorer):
+    """The best `first_stage` of the budget by the scorer; the rest by score times value."""
+
+    scorer: Scorer
+    epsilon: float = 1e-4
+    first_stage: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon < math.inf:
+            raise PolicyError(
+                f"criticalkv: epsilon is {self.epsilon}; expected 0 or more, and finite"
+            )
+        if not 0 <= self.first_stage <= 1:
+            raise PolicyError(
+                f"criticalkv: first_stage is {self.first_stage}; expected a share of the budget, "
+                "from 0 to 1"
+            )
+
+    @property
+    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part
+        """The scorer's."""
+        return self.scorer.columns
+
+    @property
+    def rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.rows
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the scorer needs, and the output projection."""
+        return self.scorer.needs | {"o_proj"}
+
+    @property
+    def clairvoyant(self) -> bool:
+        """If the scorer is."""
+        return self.scorer.clairvoyant
+
+    @property
+    def least_rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.least_rows
+
+    def score(self, view: View) -> Scores:
+        """1 to 2 for the first stage, by the scorer; 0 to 1/2 for the rest; float64 [L, H, n]."""
+        answer = self.scorer.score(view)
+        inner = answer if isinstance(answer, Scores) else Scores(answer)
+        live = view.live
+        scores = inner.values.double()
+        if self.scorer.signed:
+            least = scores.masked_fill(~live, torch.inf).amin(-1, keepdim=True)
+            scores = scores - least
+        scores = scores.where(live, 0.0)
+        share = (view.budget * self.first_stage).long().expand_as(view.count)  # [L, H]
+        first = select(scores, share, protected_by(self.scorer, view) & live, live)
+        sized = (scores + self.epsilon) * projected_size(view.values, view.o_proj)
+        values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)
+        return Scores(values, inner.columns)
+
+    def protection(self, budget: int) -> Protection:
+        """The scorer's."""
+        return self.scorer.protection(budget)
+
+
+def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:
+    """Mean over the group of ||W_o v||_1: values [L, H, n, d], o_proj [L, H, G, d, D]; [L, H, n].
+
+    A block of entries at a time.
+    """
+    layers, heads, groups, _, hidden = o_proj.shape
+    step = max(1, LOGIT_BYTES // (layers * heads * groups * hidden * values.element_size()))
+    wide = o_proj.transpose(2, 3).flatten(3)  # [L, H, d, G * D]
+    parts = [(part @ wide).abs_().sum(-1) for part in values.split(step, dim=2)]
+    return torch.cat(parts, dim=-1) / groups
+
+
+def _of_largest(x: Tensor) -> Tensor:
+    """x [L, H, n] of 0 or more as a share of the layer's largest: order across heads stays."""
+    largest = x.amax((1, 2), keepdim=True)
+    return x / largest.masked_fill(largest == 0, 1.0)
