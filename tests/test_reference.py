@@ -16,11 +16,16 @@ from kvsim.engine import rows as engine_rows
 from kvsim.errors import BudgetError
 from kvsim.metrics import output as metrics_output
 from kvsim.metrics import output_error, retained_iou, window_overlap, wipeout
+from kvsim.policies import CATALOGUE
 from kvsim.testing import reference, strategies
 from kvsim.testing.reference import NEVER
 from kvsim.testing.strategies import Case, Setup
 
-NAMES = tuple(reference.RULES)
+CATALOGUED = [
+    *CATALOGUE,
+    *(f"{name}@{p}" for name, entry in CATALOGUE.items() for p in entry.presets),
+]
+NAMES = tuple(name for name in reference.RULES if name in CATALOGUED)
 QUIET = settings(
     deadline=None,
     database=None,
@@ -232,7 +237,7 @@ def test_reference_streaming_llm_by_hand():
 def test_reference_random_is_splitmix64():
     """The first outputs of SplitMix64 from state 0 are the published ones; scores are in [0, 1)."""
     gamma = 0x9E3779B97F4A7C15
-    first = [reference._splitmix64(i * gamma) for i in range(3)]
+    first = [reference.splitmix64(i * gamma) for i in range(3)]
     assert first == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     scores = [reference.hash_score(0, 0, 5, 0, p) for p in range(2000)]
     assert 0 <= min(scores) < 0.01

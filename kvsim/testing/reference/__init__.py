@@ -1,0 +1,52 @@
+"""The replay and its metrics once more, as naively as the definitions read.
+
+Nothing here is shared with the engine or the policies, so that agreement means something. `replay`
+takes any policy by name; `RULES` and `OUTER` list the names with their default parameters.
+"""
+
+from kvsim.testing.reference.basics import NEVER
+from kvsim.testing.reference.classic import hash_score, splitmix64
+from kvsim.testing.reference.event import Event, Scored
+from kvsim.testing.reference.loop import Cut, Outcome, event_rows, replay
+from kvsim.testing.reference.metrics import (
+    Outputs,
+    Overlap,
+    WindowOverlap,
+    Wipeout,
+    acting_rows,
+    outputs,
+    retained_iou,
+    seen_by,
+    window_overlap,
+    wipeout,
+)
+from kvsim.testing.reference.rules import OUTER, RULES, Chain, Outer, Rule, parse, smallest_budget
+
+__all__ = [
+    "NEVER",
+    "OUTER",
+    "RULES",
+    "Chain",
+    "Cut",
+    "Event",
+    "Outcome",
+    "Outer",
+    "Outputs",
+    "Overlap",
+    "Rule",
+    "Scored",
+    "WindowOverlap",
+    "Wipeout",
+    "acting_rows",
+    "event_rows",
+    "hash_score",
+    "outputs",
+    "parse",
+    "replay",
+    "retained_iou",
+    "seen_by",
+    "smallest_budget",
+    "splitmix64",
+    "window_overlap",
+    "wipeout",
+]

@@ -1,0 +1,258 @@
+"""Policies that look at values, at what queries may come, or at the queries that did come."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from kvsim.errors import PolicyError
+from kvsim.testing.reference.basics import Floats, softmax, turn
+from kvsim.testing.reference.event import (
+    Event,
+    Rotary,
+    Scored,
+    first,
+    unprotected,
+    unrotate,
+)
+
+# ---------------------------------------------------------------------------- Expected Attention
+
+
+@lru_cache(maxsize=8192)
+def rotation(rope: Rotary, dim: int, pos: int) -> Floats:
+    """[dim, dim]: the matrix that turns a query to position `pos`, attention scaling included."""
+    inv_freq, scaling = rope
+    turned = 2 * len(inv_freq)
+    matrix = turn(np.eye(dim), np.full(dim, pos), inv_freq)
+    matrix[:, :turned] *= scaling
+    return matrix.T  # the rows above are the images of the unit vectors
+
+
+@lru_cache(maxsize=256)
+def mean_rotation(rope: Rotary, dim: int, start: int, count: int) -> Floats:
+    """[dim, dim]: the mean of the matrices of positions start .. start + count - 1."""
+    total = np.zeros((dim, dim))
+    for pos in range(start, start + count):
+        total += rotation(rope, dim, pos)
+    return total / count
+
+
+def samples(event: Event) -> tuple[list[int], int]:
+    """The rows whose queries are sampled, and the position of the first future query."""
+    sink = int(event.params["sink"])
+    start = event.row + 1
+    if event.prefill:
+        rows = range(event.prompt_len)
+    elif event.params["origin"] == "buffer":
+        if event.interval is None:
+            raise PolicyError("a buffer of queries needs an interval")
+        rows = event.window(min(event.interval, int(event.params["query_buffer"]) + 1))
+        return list(rows)[sink:], len(rows)
+    else:
+        rows = event.window(int(event.params["query_buffer"]))
+    return [row for row in rows if row >= sink], start
+
+
+def expected_attention(event: Event) -> Scored:
+    """Attention that queries drawn from the samples' normal distribution would pay."""
+    params = event.params
+    sink, epsilon = int(params["sink"]), float(params["epsilon"])
+    rows, start = samples(event)
+    if len(rows) < 2:
+        raise PolicyError(f"expected_attention has {len(rows)} queries to sample; it needs 2")
+    drawn = event.unrotated(rows)  # [qhead, row, dim]
+    dim = drawn.shape[-1]
+    values, noise = [], []
+    for h, live in enumerate(event.live):
+        open_to = [p for p in live if p >= sink]
+        score = dict.fromkeys(open_to, 0.0)
+        rough = 1.0
+        for i in event.qheads(h):
+            mean = drawn[i].mean(axis=0)
+            spread = np.zeros((dim, dim))
+            if params["covariance"]:
+                for query in drawn[i]:
+                    spread += np.outer(query - mean, query - mean) / len(rows)
+            logit = []
+            for p in open_to:
+                x, size = _expected(event, mean, spread, event.keys[h, p], start)
+                logit.append(x)
+                rough = max(rough, size)
+            for p, a in zip(open_to, softmax(np.array(logit)).tolist(), strict=True):
+                score[p] += a / event.group
+        if params["value_norm"] != "none":
+            for p in open_to:
+                score[p] = (score[p] + epsilon) * _value_norm(event, h, p)
+        values.append(score)
+        noise.append({p: s * (1.0 + rough) for p, s in score.items()})
+    return Scored(values, first(event, sink), noise)
+
+
+def _expected(
+    event: Event, mean: Floats, spread: Floats, key: Floats, start: int
+) -> tuple[float, float]:
+    """The log of the expected score of one key, and the size of its terms."""
+    rope, s, count = event.rotary(), event.scale, int(event.params["n_future"])
+    if event.params["rope"] == "mean":
+        turned = mean_rotation(rope, len(key), start, count)
+        line = s * float(key @ turned @ mean)
+        square = s**2 / 2 * float(key @ turned @ spread @ turned.T @ key)
+        return line + square, abs(line) + abs(square)
+    each = []
+    for pos in range(start, start + count):
+        back = key @ rotation(rope, len(key), pos)
+        each.append(s * float(back @ mean) + s**2 / 2 * float(back @ spread @ back))
+    x = np.array(each)
+    top = float(x.max())
+    return top + float(np.log(np.exp(x - top).mean())), float(np.abs(x).max())
+
+
+def _value_norm(event: Event, head: int, pos: int) -> float:
+    """The length of a value, or that of its projections averaged over the group."""
+    if event.params["value_norm"] == "v":
+        return float(np.linalg.norm(event.values[head, pos]))
+    lengths = [float(np.linalg.norm(event.projected(i, pos))) for i in event.qheads(head)]
+    return sum(lengths) / len(lengths)
+
+
+# ------------------------------------------------------------------------------------ CriticalKV
+
+
+def critical(event: Event, inner: Scored, *, signed: bool) -> Scored:
+    """The best of half the budget first; the rest by score times the projected value's size."""
+    epsilon, share = float(event.params["epsilon"]), float(event.params["first_stage"])
+    values, noise, decisions = [], [], []
+    for h, live in enumerate(event.live):
+        held = inner.protected[h]
+        score = {p: inner.values[h][p] for p in live if p not in held}
+        low = min(score.values(), default=0.0) if signed else 0.0
+        order = sorted(score, key=lambda p: (-inner.values[h][p], p))
+        ahead = max(0, int(event.budgets[h] * share) - len(held))
+        taken = list(inner.taken(h))
+        if 0 < ahead < len(order):
+            a, b = order[ahead - 1], order[ahead]
+            size = max(inner.size(h, a), inner.size(h, b))
+            margin = (score[a] - score[b]) / size if size > 0 else 0.0
+            taken.append((margin, max(abs(score[a]), abs(score[b]))))
+        value, terms = {}, {}
+        for p in order[:ahead]:
+            s = score[p] - low
+            value[p], terms[p] = 1 + s / (1 + s), 2.0 + inner.size(h, p)
+        for p in order[ahead:]:
+            s = score[p] - low
+            lengths = [float(np.abs(event.projected(i, p)).sum()) for i in event.qheads(h)]
+            length = sum(lengths) / len(lengths)
+            rest = (s + epsilon) * length
+            value[p] = rest / (1 + rest)
+            terms[p] = (inner.size(h, p) + abs(low) + epsilon) * length / (1 + rest)
+        values.append(value)
+        noise.append(terms)
+        decisions.append(taken)
+    return Scored(values, inner.protected, noise, decisions)
+
+
+# ------------------------------------------------------------------------- calibrated on queries
+
+
+def _pairs(x: Floats, count: int) -> Floats:
+    """[..., count] complex: dimension f with f + count."""
+    return np.asarray(x[..., :count] + 1j * x[..., count : 2 * count])
+
+
+def triattention(event: Event) -> Scored:
+    """Trigonometric series of the mean query at geometric distances, plus what phases lose."""
+    rope = event.rotary()
+    frequency, scaling = np.array(rope[0]), rope[1]
+    drawn, positions = event.calibrated()
+    query = _pairs(unrotate(drawn, positions, rope), len(frequency))  # [qhead, row, pair]
+    peak = event.params["offsets"] == "max"
+    held = unprotected(event)
+    if event.params["protect_prompt"]:
+        held = first(event, event.prompt_len)
+    values, noise = [], []
+    for h, live in enumerate(event.live):
+        open_to = [p for p in live if p not in held[h]]
+        best = dict.fromkeys(open_to, -np.inf)
+        terms = dict.fromkeys(open_to, 0.0)
+        for i in event.qheads(h):
+            mean, length = query[i].mean(axis=0), np.abs(query[i]).mean(axis=0)
+            raw, rough = [], []
+            for p in open_to:
+                key = _pairs(event.keys[h, p], len(frequency))
+                series = [
+                    float(
+                        (
+                            mean * np.exp(1j * frequency * (event.row + 1 + 2**d)) * key.conj()
+                        ).real.sum()
+                    )
+                    for d in range(17)
+                ]
+                rest = float(((length - np.abs(mean)) * np.abs(key)).sum())
+                raw.append(scaling * ((max(series) if peak else sum(series) / len(series)) + rest))
+                rough.append(scaling * float(((length + np.abs(mean)) * np.abs(key)).sum()))
+            centre = float(np.mean(raw)) if raw else 0.0
+            deviation = max(float(np.std(raw)), 1e-6) if raw else 1.0
+            for j, p in enumerate(open_to):
+                best[p] = max(best[p], (raw[j] - centre) / deviation)
+                terms[p] = max(terms[p], max(rough) / deviation)
+        values.append(best)
+        noise.append(terms)
+    return Scored(values, held, noise)
+
+
+def qfilter(event: Event) -> Scored:
+    """The key's part along the main direction of the queries, averaged over the group."""
+    drawn, _ = event.calibrated()
+    values, noise, decisions = [], [], []
+    for h, live in enumerate(event.live):
+        filtered = np.zeros(event.keys.shape[-1])
+        rough = 1.0
+        taken: list[tuple[float, float]] = []
+        for i in event.qheads(h):
+            _, singular, right = np.linalg.svd(drawn[i], full_matrices=False)
+            along = float(drawn[i].mean(axis=0) @ right[0])
+            filtered += (right[0] if along >= 0 else -right[0]) / event.group
+            size = float(np.linalg.norm(drawn[i], axis=-1).mean())
+            taken.append((max(abs(along) / size, 1e-300) if size > 0 else 1e-300, 1.0))
+            if len(singular) > 1:
+                gap = 1 - float(singular[1] / singular[0]) if singular[0] > 0 else 0.0
+                rough = max(rough, 1 / max(gap, 1e-300))
+        values.append({p: float(event.keys[h, p] @ filtered) for p in live})
+        noise.append({p: rough * float(np.linalg.norm(event.keys[h, p])) for p in live})
+        decisions.append(taken)
+    return Scored(values, unprotected(event), noise, decisions)
+
+
+# ---------------------------------------------------------------------------------------- oracle
+
+
+def oracle(event: Event) -> Scored:
+    """What entries get from all later rows of full attention, or add to their outputs."""
+    n = event.logits.shape[1]
+    values, noise = [], []
+    for h, live in enumerate(event.live):
+        score = dict.fromkeys(live, 0.0)
+        terms = dict.fromkeys(live, 0.0)
+        for i in event.qheads(h):
+            for row in range(event.row + 1, n):
+                weight = softmax(event.logits[i, row, : row + 1])
+                if event.params["by"] == "mass":
+                    for p in live:
+                        score[p] += float(weight[p])
+                    continue
+                value = event.values[h, : row + 1]
+                output = weight @ value
+                size = float(np.linalg.norm(output))
+                if size == 0:
+                    continue
+                for p in live:
+                    rest = max(1 - float(weight[p]), 1e-6)
+                    far = float(np.linalg.norm(value[p] - output))
+                    score[p] += float(weight[p]) / rest * far / size
+                    about = float(np.linalg.norm(value[p])) + size + far / rest
+                    terms[p] += float(weight[p]) / rest * about / size
+        values.append(score)
+        noise.append(terms)
+    return Scored(values, unprotected(event), noise)

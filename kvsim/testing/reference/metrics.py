@@ -1,0 +1,272 @@
+"""The metrics once more, as naively as their definitions read: numpy, float64, loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.testing.reference.basics import NEVER, Bools, Floats, logits_of, softmax, turn
+
+
+def seen_by(evicted_at: npt.ArrayLike, row: int) -> Bools:
+    """bool [layer, head, pos]: p <= row <= evicted_at[p]."""
+    last = np.asarray(evicted_at)
+    return np.asarray((np.arange(last.shape[-1]) <= row) & (row <= last), dtype=np.bool_)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Attention of every row over what it sees, beside attention over everything before it.
+
+    out_full, out_seen, out_evicted [layer, qhead, row, dim]: softmax-weighted means of the values
+    over all entries, those seen, and those evicted (NaN where there are none);
+    lse_full, lse_seen [layer, qhead, row]: log-sum-exp of the logits.
+    """
+
+    out_full: Floats
+    out_seen: Floats
+    out_evicted: Floats
+    lse_full: Floats
+    lse_seen: Floats
+
+    @property
+    def relative_error(self) -> Floats:
+        """[layer, qhead, row]: |o_full - o_seen| / |o_full|, 0 where both vanish."""
+        return _ratio(_norm(self.out_full - self.out_seen), _norm(self.out_full))
+
+    @property
+    def retained_mass(self) -> Floats:
+        """[layer, qhead, row]: share of the full attention row that lies on what the row sees."""
+        return np.minimum(np.exp(self.lse_seen - self.lse_full), 1.0)
+
+    @property
+    def missing_mass(self) -> Floats:
+        """[layer, qhead, row]: share of the full attention row that lies on evicted entries."""
+        return 1.0 - self.retained_mass
+
+    @property
+    def distance(self) -> Floats:
+        """[layer, qhead, row]: |o_evicted - o_seen| / |o_full|, NaN where nothing is evicted."""
+        return _ratio(_norm(self.out_evicted - self.out_seen), _norm(self.out_full))
+
+
+def outputs(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    evicted_at: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    slot_theta: float | None = None,
+) -> Outputs:
+    """Attention of every row over what it sees (`evicted_at` per KV head or per query head).
+
+    slot_theta: base of a rotary embedding; for out_seen, what a row sees is then rotated from its
+    position to its slot in the cache, and the query to the last slot. All else keeps positions.
+    """
+    queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
+    n_layers, qheads, n, dim = queries.shape
+    heads = keys.shape[1]
+    last = np.repeat(np.asarray(evicted_at), qheads // np.shape(evicted_at)[1], axis=1)
+    shape = (n_layers, qheads, n)
+    found = Outputs(
+        out_full=np.zeros((*shape, dim)),
+        out_seen=np.zeros((*shape, dim)),
+        out_evicted=np.zeros((*shape, dim)),
+        lse_full=np.zeros(shape),
+        lse_seen=np.zeros(shape),
+    )
+    factor = dim**-0.5 if scale is None else scale
+    for layer in range(n_layers):
+        z = logits_of(queries[layer], keys[layer], factor)
+        for i in range(qheads):
+            value = values[layer, i // (qheads // heads)]
+            for row in range(n):
+                past = np.arange(n) <= row
+                seen = past & (row <= last[layer, i])
+                at = layer, i, row
+                found.out_full[at], found.lse_full[at] = _attend(z[i, row], value, past)
+                found.out_seen[at], found.lse_seen[at] = _attend(z[i, row], value, seen)
+                if slot_theta is not None:
+                    shift = np.cumsum(seen) - 1 - np.arange(n)  # slot - position
+                    turns = slot_theta ** (-np.arange(dim // 2) / (dim // 2))
+                    key = turn(keys[layer, i // (qheads // heads)], shift, turns)
+                    query = turn(queries[layer, i, row], shift[row], turns)
+                    found.out_seen[at], _ = _attend(factor * (key @ query), value, seen)
+                found.out_evicted[at], _ = _attend(z[i, row], value, past & ~seen)
+    return found
+
+
+def _attend(z: Floats, value: Floats, mask: Bools) -> tuple[Floats, float]:
+    if not mask.any():
+        return np.full(value.shape[1], np.nan), -math.inf
+    top = z[mask].max()
+    weight = np.exp(z[mask] - top)
+    return weight @ value[mask] / weight.sum(), float(top + np.log(weight.sum()))
+
+
+def _norm(x: Floats) -> Floats:
+    return np.asarray(np.sqrt((x * x).sum(axis=-1)), dtype=np.float64)
+
+
+def _ratio(top: Floats, bottom: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.where((top == 0) & (bottom == 0), 0.0, top / bottom), dtype=np.float64)
+
+
+def acting_rows(evicted_at: npt.ArrayLike, layer: int | None = None) -> list[int]:
+    """The rows after which at least one entry left (of one layer, or of any)."""
+    last = np.asarray(evicted_at)
+    last = last if layer is None else last[layer]
+    return sorted({int(row) for row in last.ravel()} - {NEVER})
+
+
+@dataclass(frozen=True)
+class Wipeout:
+    """Region wipe-out of one head at one event: regions, those lost so far, those lost just now."""
+
+    regions: int
+    wiped: int
+    alive_before: int
+    wiped_now: int
+
+    @property
+    def cumulative(self) -> float:
+        """Share of the regions that are wiped out, NaN without a region."""
+        return self.wiped / self.regions if self.regions else math.nan
+
+    @property
+    def hazard(self) -> float:
+        """Share of the regions alive before the event that it wiped out, NaN without one."""
+        return self.wiped_now / self.alive_before if self.alive_before else math.nan
+
+
+def wipeout(
+    evicted_at: npt.ArrayLike,
+    layer: int,
+    head: int,
+    row: int,
+    *,
+    length: int = 32,
+    threshold: float = 0.0,
+    sink: int = 4,
+    recent: int = 32,
+) -> Wipeout:
+    """Regions [k*length, (k+1)*length) lying whole in [sink, N - recent) after the event at `row`.
+
+    N = row + 1 positions exist. A region survives while more than `threshold` of it is retained.
+    """
+    last = np.asarray(evicted_at)[layer, head]
+    regions = wiped = alive = now = 0
+    k = 0
+    while (k + 1) * length <= row + 1 - recent:
+        if k * length >= sink:
+            region = last[k * length : (k + 1) * length]
+            before = sum(1 for e in region if e >= row) / length
+            after = sum(1 for e in region if e > row) / length
+            regions += 1
+            wiped += after <= threshold
+            alive += before > threshold
+            now += before > threshold >= after
+        k += 1
+    return Wipeout(regions, wiped, alive, now)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Retained-set IoU between two events, and that of a random choice of the same sizes."""
+
+    iou: float
+    survival: float
+    random_iou: float
+
+
+def retained_iou(
+    evicted_at: npt.ArrayLike, layer: int, head: int, first: int, second: int
+) -> Overlap:
+    """|K and K'| / |K or K'| of the sets kept after rows `first` and `second`, by position.
+
+    The null draws the second set at random from the first and the entries that came since.
+    """
+    last = np.asarray(evicted_at)[layer, head]
+    kept = {p for p in range(first + 1) if last[p] > first}
+    then = {p for p in range(second + 1) if last[p] > second}
+    pool = len(kept) + second - first
+    expected = len(then) * len(kept) / pool
+    return Overlap(
+        iou=len(kept & then) / len(kept | then),
+        survival=len(kept & then) / len(kept),
+        random_iou=expected / (len(kept) + len(then) - expected),
+    )
+
+
+@dataclass(frozen=True)
+class WindowOverlap:
+    """How much of the last window's top keys the three windows before it had on top, per layer."""
+
+    before: tuple[float, float, float]  # one window each, the oldest first
+    union: float
+    union_size: float
+    equal_budget: float
+    chance: float
+    chance_union: float
+
+
+def window_overlap(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    layer: int,
+    *,
+    window: int,
+    share: float,
+    scale: float | None = None,
+) -> WindowOverlap:
+    """Four blocks of `window` rows at the end; keys before the first of them; mean over KV heads.
+
+    A window's score of a key: full attention of each row, max over the group, mean over the rows.
+    Top = ceil(share * keys). The equal-budget version ranks by the largest of the three earlier
+    windows' scores, each divided by its own maximum.
+    """
+    queries, keys = (np.asarray(x, dtype=np.float64)[layer] for x in (q, k))
+    heads, n, dim = keys.shape
+    group = len(queries) // heads
+    z = logits_of(queries, keys, dim**-0.5 if scale is None else scale)
+    domain = n - 4 * window
+    if domain < 1:
+        raise ValueError(
+            f"four windows of {window} rows leave no key of {n}; give a smaller window"
+        )
+    top = math.ceil(Fraction(str(share)) * domain)  # 0.1 * 30 is a little above 3 in floats
+    found = []
+    for h in range(heads):
+        scores = []
+        for block in range(4):
+            score = np.zeros(domain)
+            for row in range(domain + block * window, domain + (block + 1) * window):
+                rows = [z[h * group + g, row, : row + 1] for g in range(group)]
+                score += np.max([softmax(x)[:domain] for x in rows], axis=0) / window
+            scores.append(score)
+        sets = [_top(score, top) for score in scores]
+        union = sets[0] | sets[1] | sets[2]
+        merged = np.max([score / score.max() for score in scores[:3]], axis=0)
+        found.append(
+            [
+                *(len(sets[3] & sets[i]) / top for i in range(3)),
+                len(sets[3] & union) / top,
+                len(union) / domain,
+                len(sets[3] & _top(merged, top)) / top,
+            ]
+        )
+    a, b, c, union_share, union_size, equal = np.mean(found, axis=0).tolist()
+    return WindowOverlap(
+        (a, b, c), union_share, union_size, equal, top / domain, 1 - (1 - top / domain) ** 3
+    )
+
+
+def _top(score: Floats, count: int) -> set[int]:
+    """The `count` largest, the lower position first among equals."""
+    return set(sorted(range(len(score)), key=lambda p: (-score[p], p))[:count])

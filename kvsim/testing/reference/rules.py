@@ -1,0 +1,347 @@
+"""Every policy and preset by name, how names are crossed, and where a keyword goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsim.errors import PolicyError
+from kvsim.testing.reference import classic, expected, windows
+from kvsim.testing.reference.event import Event, Scored
+
+#: From an event, what a wrapped scorer gave and whether it is signed, to other scores.
+Wrap = Callable[..., Scored]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy as the reference knows it.
+
+    interval and prefill: its own schedule; `interval` None fires after the prefill alone.
+    layers: how many entries the layers get: "even", "pyramid" and its presets, "cake", "growing".
+    """
+
+    score: Callable[[Event], Scored] | None  # None: never evicts
+    params: Mapping[str, Any] = field(default_factory=dict)
+    interval: int | None = 1
+    prefill: bool = True
+    accumulates: bool = False
+    per_query_head: bool = False
+    signed: bool = False
+    layers: str = "even"
+
+    @property
+    def every_row(self) -> bool:
+        """Whether its own schedule is after every row."""
+        return self.interval == 1
+
+
+@dataclass(frozen=True)
+class Outer:
+    """An allocator or a wrapper as the reference knows it. wrap: None for an allocator."""
+
+    params: Mapping[str, Any]
+    wrap: Wrap | None = None
+    interval: int | None = 0  # 0: the schedule of what it is put around
+    prefill: bool = True
+
+
+_SNAP = {"window": 32, "pool": "max", "pool_kernel": 7}
+_SNAP_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
+_EXPECTED = {
+    "n_future": 512,
+    "sink": 4,
+    "epsilon": 0.01,
+    "covariance": True,
+    "value_norm": "v",
+    "query_buffer": 256,
+    "rope": "mean",
+    "origin": "next",
+}
+_GKV = {
+    "window": 16,
+    "fusion": "max",
+    "decay": 0.8,
+    "redundancy": True,
+    "mix_lambda": 0.7,
+    "threshold": 0.5,
+    "pool": None,
+    "pool_kernel": 5,
+}
+_RKV = {"window": 16, "pool": "max", "pool_kernel": 5, "mix_lambda": 0.1, "threshold": 0.5}
+_CAKE = {
+    "window": 32,
+    "gamma": 200.0,
+    "dispersion": "var",
+    "pool": "avg",
+    "pool_kernel": 5,
+    "tau1": 1.0,
+    "tau2": 1.0,
+}
+_CALIBRATED = {"calibration": None}
+_AMS = {
+    "segment_mass": 0.1,
+    "min_segment": 16,
+    "max_segment": 256,
+    "min_quota": 1,
+    "credit": True,
+    "credit_decay": 0.9,
+    "credit_mix": 0.9,
+    "window": 128,
+    "pool_kernel": 5,
+    "suffix_fill": "head_max",
+    "mode": "strict",
+    "weights": "mass",
+    "segmentation": "mass",
+    "segment_length": 128,
+    "sink": 4,
+    "recent": 32,
+}
+_AMS_RELEASE = {
+    **_AMS,
+    "segment_mass": 0.02,
+    "min_segment": 32,
+    "max_segment": 1024,
+    "min_quota": 8,
+    "credit_decay": 0.8,
+    "credit_mix": 0.7,
+    "window": 32,
+    "suffix_fill": "global_max",
+    "mode": "reference",
+}
+
+
+def _gkv(**changes: Any) -> Rule:
+    return Rule(windows.gkv, {**_GKV, **changes}, 128, signed=True)
+
+
+def _alone(score: Callable[[Event], Scored], params: Mapping[str, Any], **other: Any) -> Rule:
+    """A policy that acts after the prefill alone."""
+    return Rule(score, params, None, **other)
+
+
+#: Every policy and preset that stands alone.
+RULES: dict[str, Rule] = {
+    "full": Rule(None),
+    "random": Rule(classic.random, {"seed": 0}),
+    "streaming_llm": Rule(classic.streaming_llm, {"sink": 4}),
+    "streaming_llm@original": Rule(classic.streaming_llm, {"sink": 4}),
+    "h2o": Rule(classic.h2o, {"recent": None}, accumulates=True),
+    "h2o@kvpress": _alone(classic.observed_attention, {}),
+    "observed_attention": _alone(classic.observed_attention, {}),
+    "tova": Rule(classic.tova, {"protect_last": False}),
+    "tova@kvpress": _alone(classic.tova, {"protect_last": True}),
+    "snapkv": _alone(classic.snapkv, _SNAP),
+    "snapkv@kvpress": _alone(classic.snapkv, _SNAP_KVPRESS),
+    "snapkv@original": _alone(classic.snapkv, _SNAP, per_query_head=True),
+    "snapkv@gkv": Rule(windows.morphkv, {"window": 16, "pool": "max", "pool_kernel": 5}, 128),
+    "pyramidkv": _alone(classic.snapkv, {**_SNAP, "window": 8, "beta": 20.0}, layers="pyramid"),
+    "pyramidkv@kvpress": _alone(
+        classic.snapkv, {**_SNAP_KVPRESS, "beta": 20.0}, layers="pyramid@kvpress"
+    ),
+    "pyramidkv@reference": _alone(
+        classic.snapkv, {**_SNAP_KVPRESS, "beta": 20.0}, layers="pyramid@reference"
+    ),
+    "knorm": _alone(classic.knorm, {}, signed=True),
+    "keydiff": _alone(classic.keydiff, {}, signed=True),
+    "lagkv": _alone(classic.lagkv, {"sink": 4, "lag": 128, "cross_scoring": False}),
+    "expected_attention": _alone(expected.expected_attention, _EXPECTED),
+    "expected_attention@kvpress": _alone(
+        expected.expected_attention, {**_EXPECTED, "epsilon": 0.0, "origin": "buffer"}
+    ),
+    "qfilter": _alone(expected.qfilter, _CALIBRATED, signed=True),
+    "triattention": Rule(
+        expected.triattention,
+        {**_CALIBRATED, "protect_prompt": True, "offsets": "mean"},
+        128,
+        signed=True,
+    ),
+    "oracle": Rule(expected.oracle, {"by": "mass"}, 128),
+    "morphkv": Rule(windows.morphkv, {"window": 16, "pool": None, "pool_kernel": 5}, 128),
+    "morphkv@gkv": Rule(windows.morphkv, {"window": 16, "pool": None, "pool_kernel": 5}, 128),
+    "morphkv@original": Rule(
+        windows.morphkv_original, {"window": 32, "fusion": "sum"}, 1, prefill=False
+    ),
+    "cake": Rule(windows.cake, _CAKE, 128, layers="cake"),
+    "cake@gkv": Rule(
+        windows.cake_gkv,
+        {"window": 16, "gamma": 200.0, "dispersion": "std", "pool": None, "pool_kernel": 5},
+        128,
+    ),
+    "gkv": _gkv(),
+    "gkv@r1_qwen_7b": _gkv(mix_lambda=0.7),
+    "gkv@r1_llama_8b": _gkv(mix_lambda=0.9),
+    "gkv@release": _gkv(mix_lambda=0.5),
+    "global_max": _gkv(redundancy=False, fusion="max"),
+    "global_mean": _gkv(redundancy=False, fusion="mean"),
+    "global_sum": _gkv(redundancy=False, fusion="sum"),
+    "rkv": Rule(windows.rkv, _RKV, 128, signed=True),
+    "rkv@gkv": Rule(windows.rkv, _RKV, 128, signed=True),
+    "rkv@original": Rule(
+        windows.rkv_original, {**_RKV, "window": 8, "pool_kernel": 7}, 128, signed=True
+    ),
+    "rkv@ams": Rule(
+        windows.rkv_ams,
+        {**_RKV, "window": 8, "pool_kernel": 7, "mix_lambda": 0.07, "sink": 4},
+        512,
+        signed=True,
+    ),
+    "rpc": Rule(
+        windows.rpc,
+        {"window": 32, "pool_kernel": 7, "compression": 4},
+        1024,
+        prefill=False,
+        layers="growing",
+    ),
+    "rpc@ams": Rule(windows.rpc_ams, {"window": 32, "pool_kernel": 7, "sink": 4}, 512),
+}
+
+#: Every allocator and wrapper, to be put before a policy: `adakv+snapkv`.
+OUTER: dict[str, Outer] = {
+    "ams": Outer(_AMS, interval=512, prefill=False),
+    "ams@release": Outer(_AMS_RELEASE, interval=512, prefill=False),
+    "adakv": Outer({"floor": 0.2}),
+    "adakv@kvpress": Outer({"floor": 0.2}),
+    "chunkkv": Outer({"chunk": 20}),
+    "chunkkv@kvpress": Outer({"chunk": 20}),
+    "global": Outer({"fusion": "max", "decay": 0.8}, windows.global_score, 128),
+    "criticalkv": Outer({"epsilon": 1e-4, "first_stage": 0.5}, expected.critical),
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A policy taken apart: allocator or None, wrappers from the outside in, scorer.
+
+    params: of each piece, the allocator's first (empty without one), the scorer's last.
+    """
+
+    allocator: str | None
+    wrappers: tuple[str, ...]
+    scorer: str
+    params: tuple[Mapping[str, Any], ...]
+
+    @property
+    def rule(self) -> Rule:
+        """The scorer's rule."""
+        return RULES[self.scorer]
+
+    @property
+    def schedule(self) -> tuple[int | None, bool]:
+        """(interval, prefill) of its own: that of the outermost piece that has one."""
+        for name in (self.allocator, *self.wrappers):
+            if name is not None and OUTER[name].interval != 0:
+                return OUTER[name].interval, OUTER[name].prefill
+        return self.rule.interval, self.rule.prefill
+
+    @property
+    def average(self) -> str:
+        """What a mean over heads runs over: sets per head leave only the group in common."""
+        if self.allocator == "ams@release":
+            return "slot"
+        alone = self.allocator not in ("ams", "adakv", "adakv@kvpress")
+        return "all" if alone and "criticalkv" not in self.wrappers else "group"
+
+    def score(self, event: Event, memory: Sequence[list[dict[int, float]]]) -> Scored:
+        """The scorer, then its wrappers from the inside out; memory: of each piece."""
+        assert self.rule.score is not None  # noqa: S101  the loop asks no scores of `full`
+        average = event.average if event.average == "group" else self.average
+        at = event.at(params=self.params[-1], memory=memory[-1], average=average)
+        found = self.rule.score(at)
+        signed = self.signed
+        for i in range(len(self.wrappers), 0, -1):
+            outer = OUTER[self.wrappers[i - 1]]
+            assert outer.wrap is not None  # noqa: S101  parse lets only wrappers through
+            found = outer.wrap(
+                event.at(params=self.params[i], memory=memory[i]), found, signed=signed
+            )
+            signed = False
+        return found
+
+    @property
+    def calibration(self) -> Any:
+        """The calibration queries of a scorer that has some, None where they are the trace's."""
+        given = self.params[-1].get("calibration")
+        return None if isinstance(given, str) else given
+
+    @property
+    def signed(self) -> bool:
+        """Whether the scorer's scores may be negative."""
+        params = self.params[-1]
+        mixes = params.get("redundancy", True) and params.get("mix_lambda", 0.0) < 1
+        return self.rule.signed and bool(mixes)
+
+
+def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
+    """Take a name apart and give each keyword to the outermost piece that has it.
+
+    `scorer__NAME` starts one piece further in, `scorer__scorer__NAME` two.
+    """
+    names = policy.split("+")
+    if names[-1] in ("ams", "ams@release"):
+        names.append("tova")
+    if names[-1] not in RULES or any(name not in OUTER for name in names[:-1]):
+        raise PolicyError(f"the reference knows no {policy!r}")
+    own: list[dict[str, Any]] = [dict(OUTER[name].params) for name in names[:-1]]
+    own.append(dict(RULES[names[-1]].params))
+    if len(names) > 1 and "protect_prompt" in own[-1]:
+        own[-1]["protect_prompt"] = False
+    for key, value in (params or {}).items():
+        depth = key.count("scorer__")
+        name = key.removeprefix("scorer__" * depth)
+        having = [piece for piece in own[depth:] if name in piece]
+        if not having:
+            raise PolicyError(f"{policy} has no parameter {key!r}")
+        having[0][name] = value
+    allocator = None
+    if len(names) > 1 and OUTER[names[0]].wrap is None:
+        allocator = names[0]
+    else:
+        own.insert(0, {})
+    wrappers = tuple(names[1 if allocator else 0 : -1])
+    if any(OUTER[name].wrap is None for name in wrappers):
+        raise PolicyError(f"{policy} has an allocator inside; it comes first")
+    return Chain(allocator, wrappers, names[-1], tuple(own))
+
+
+def own_protection(params: Mapping[str, Any], budget: int) -> tuple[int, int]:
+    """(sink, recent) that AMS keeps: within the budget; the reference mode keeps recent first."""
+    sink, recent = int(params["sink"]), int(params["recent"])
+    if params["mode"] == "reference":
+        recent = min(recent, budget)
+        return min(sink, budget - recent), recent
+    sink = min(sink, budget)
+    return sink, min(recent, budget - sink)
+
+
+def smallest_budget(
+    name: str,
+    params: Mapping[str, Any],
+    row: int,
+    *,
+    prompt_len: int = 0,
+    protect: tuple[int, int, bool] = (0, 0, False),
+) -> int:
+    """The fewest entries that a policy can keep at an event after `row`: its protected size."""
+    chain = parse(name, params)
+    scorer = chain.params[-1]
+    if chain.rule.layers == "growing":
+        return 1
+    sink = int(scorer.get("sink") or 0)
+    recent = int(scorer.get("recent") or scorer.get("window") or 0)
+    if scorer.get("protect_last"):
+        recent = 1
+    if scorer.get("protect_prompt"):
+        sink = max(sink, prompt_len)
+    sink, recent = max(sink, protect[0]), max(recent, protect[1])
+    if protect[2]:
+        sink = max(sink, prompt_len)
+    for budget in range(1, row + 2):
+        first, last = sink, recent
+        if chain.allocator in ("ams", "ams@release"):
+            its = own_protection(chain.params[0], budget)
+            first, last = max(first, its[0]), max(last, its[1])
+        if min(row + 1, first + last) <= budget:
+            return budget
+    return row + 1

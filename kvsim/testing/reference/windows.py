@@ -1,0 +1,350 @@
+"""Policies that look at the attention of a window of rows: SnapKV's heirs, R-KV, G-KV, CAKE, RPC.
+
+`candidates` are the live entries before the window, in order of position.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvsim.testing.reference.basics import pool, softmax
+from kvsim.testing.reference.classic import averaged, over_heads
+from kvsim.testing.reference.event import Event, Scored, first, last, union
+
+#: A choice on the way: its margin and size, as Cut defines them.
+Decision = tuple[float, float]
+
+
+def candidates(event: Event, head: int, rows: range) -> list[int]:
+    """The live entries before the window."""
+    return [p for p in event.live[head] if p < rows[0]]
+
+
+def local(event: Event, head: int, rows: range) -> dict[int, float]:
+    """Largest attention in the group, averaged over the window; candidates alone."""
+    weights = [[event.attention(i, row) for row in rows] for i in event.qheads(head)]
+    return {
+        p: sum(max(of_head[j][p] for of_head in weights) for j in range(len(rows))) / len(rows)
+        for p in candidates(event, head, rows)
+    }
+
+
+def pooled(score: dict[int, float], event: Event) -> dict[int, float]:
+    """A score pooled over the slots of those that have one."""
+    kind, kernel = event.params["pool"], int(event.params["pool_kernel"])
+    return dict(zip(score, pool(list(score.values()), kind, kernel), strict=True))
+
+
+def morphkv(event: Event) -> Scored:
+    """The local score, pooled or not."""
+    rows = event.window(int(event.params["window"]))
+    values = [pooled(local(event, h, rows), event) for h in range(len(event.live))]
+    return Scored(values, last(event, len(rows)))
+
+
+def morphkv_original(event: Event) -> Scored:
+    """Attention among the candidates alone, largest of the group; sum or maximum of the window."""
+    rows = event.window(int(event.params["window"]))
+    values = []
+    for h in range(len(event.live)):
+        old = candidates(event, h, rows)
+        weights = [[event.attention_over(i, row, old) for row in rows] for i in event.qheads(h)]
+        largest = {p: [max(w[j][p] for w in weights) for j in range(len(rows))] for p in old}
+        peak = event.params["fusion"] == "max"
+        values.append({p: max(a) if peak else sum(a) for p, a in largest.items()})
+    return Scored(values, last(event, len(rows)))
+
+
+# -------------------------------------------------------------------------------------------- CAKE
+
+
+def variance(x: list[float]) -> float:
+    """Unbiased; 0 of one number."""
+    if len(x) < 2:
+        return 0.0
+    mean = sum(x) / len(x)
+    return sum((a - mean) ** 2 for a in x) / (len(x) - 1)
+
+
+def cake(event: Event) -> Scored:
+    """Mean attention of the window plus gamma times how much it shifts, at the prefill event."""
+    rows = event.window(int(event.params["window"]))
+    gamma = float(event.params["gamma"]) if event.prefill else 0.0
+    values, noise = [], []
+    for h in range(len(event.live)):
+        old = candidates(event, h, rows)
+        score = dict.fromkeys(old, 0.0)
+        terms = dict.fromkeys(old, 0.0)
+        for i in event.qheads(h):
+            weights = [event.attention(i, row) for row in rows]
+            own = {}
+            for p in old:
+                column = [w[p] for w in weights]
+                shift = variance(column)
+                if event.params["dispersion"] == "std":
+                    shift = math.sqrt(shift)
+                own[p] = sum(column) / len(column) + gamma * shift
+            for p, s in pooled(own, event).items():
+                score[p] += s / event.group
+                terms[p] += (1.0 + gamma) * s / event.group
+        values.append(score)
+        noise.append(terms)
+    return Scored(values, last(event, len(rows)), noise)
+
+
+def cake_gkv(event: Event) -> Scored:
+    """The local score plus gamma times the deviation of the group's largest attention."""
+    rows = event.window(int(event.params["window"]))
+    gamma = float(event.params["gamma"])
+    values, noise = [], []
+    for h in range(len(event.live)):
+        weights = [[event.attention(i, row) for row in rows] for i in event.qheads(h)]
+        score = {}
+        for p in candidates(event, h, rows):
+            column = [max(w[j][p] for w in weights) for j in range(len(rows))]
+            shift = variance(column)
+            if event.params["dispersion"] == "std":
+                shift = math.sqrt(shift)
+            score[p] = sum(column) / len(column) + gamma * shift
+        values.append(pooled(score, event))
+        noise.append({p: (1.0 + gamma) * s for p, s in values[-1].items()})
+    return Scored(values, last(event, len(rows)), noise)
+
+
+def cake_preference(event: Event) -> float:
+    """What a layer asks for: entropy and shift of the window's attention on the candidates."""
+    rows = event.window(int(event.params["window"]))
+    entropy = shift = 0.0
+    for h in range(len(event.live)):
+        old = candidates(event, h, rows)
+        for i in event.qheads(h):
+            weights = [event.attention(i, row) for row in rows]
+            for p in old:
+                entropy -= sum(w[p] * math.log(w[p]) for w in weights if w[p] > 0)
+                shift += variance([w[p] for w in weights])
+    tau1, tau2 = float(event.params["tau1"]), float(event.params["tau2"])
+    return float(entropy ** (1 / tau1) * shift ** (1 / tau2))
+
+
+# ------------------------------------------------------------------------- redundancy, R-KV, G-KV
+
+
+def redundancy(
+    event: Event, head: int, among: list[int], *, epsilon: float, quirk: bool
+) -> tuple[dict[int, float], list[Decision]]:
+    """Mean cosine of each key with the others, the last similar one of each row left out.
+
+    quirk: a row without a similar entry leaves out the first instead of none.
+    """
+    threshold = float(event.params["threshold"])
+    unit = [k / (float(np.linalg.norm(k)) + epsilon) for k in event.keys[head][among]]
+    n = len(among)
+    total = [0.0] * n
+    nearest = math.inf  # to the threshold
+    for i in range(n):
+        cosine = [0.0 if i == j else float(unit[i] @ unit[j]) for j in range(n)]
+        similar = [j for j in range(n) if j != i and cosine[j] > threshold]
+        # nothing before the last similar one matters
+        for j in range(similar[-1] if similar else 0, n):
+            if j != i:
+                nearest = min(nearest, abs(cosine[j] - threshold))
+        if similar:
+            cosine[similar[-1]] = 0.0
+        elif quirk:
+            cosine[0] = 0.0
+        for j in range(n):
+            total[j] += cosine[j] / n
+    return dict(zip(among, total, strict=True)), [(max(nearest, 1e-300), 1.0)]
+
+
+def _share(mean: dict[int, float]) -> dict[int, float]:
+    """Softmax over all that have one."""
+    return dict(zip(mean, softmax(np.array(list(mean.values()))).tolist(), strict=True))
+
+
+def _mixed(
+    attention: dict[int, float], repeated: dict[int, float], mix: float
+) -> tuple[dict[int, float], dict[int, float]]:
+    """mix * attention - (1 - mix) * redundancy of each entry, and the size of the terms."""
+    score = {p: mix * s - (1 - mix) * repeated[p] for p, s in attention.items()}
+    return score, {p: abs(mix * s) + (1 - mix) * repeated[p] for p, s in attention.items()}
+
+
+def rkv(event: Event) -> Scored:
+    """The pooled local score against redundancy among all live keys (G-KV's R-KV)."""
+    rows = event.window(int(event.params["window"]))
+    values, noise, decisions = [], [], []
+    for h, live in enumerate(event.live):
+        mean, taken = redundancy(event, h, live, epsilon=1e-6, quirk=False)
+        score, terms = _mixed(
+            pooled(local(event, h, rows), event), _share(mean), float(event.params["mix_lambda"])
+        )
+        values.append(score)
+        noise.append(terms)
+        decisions.append(taken)
+    return Scored(values, last(event, len(rows)), noise, decisions)
+
+
+def rkv_original(event: Event) -> Scored:
+    """Softmax of the group's largest logits among the candidates (R-KV's own code)."""
+    rows = event.window(int(event.params["window"]))
+    values, noise, decisions = [], [], []
+    for h, live in enumerate(event.live):
+        old = candidates(event, h, rows)
+        attention = dict.fromkeys(old, 0.0)
+        for row in rows:
+            largest = np.array(
+                [max(event.logits[i, row, p] for i in event.qheads(h)) for p in old],
+                dtype=np.float64,
+            )
+            for p, a in zip(old, softmax(largest).tolist(), strict=True):
+                attention[p] += a / len(rows)
+        mean, taken = redundancy(event, h, live, epsilon=1e-8, quirk=True)
+        score, terms = _mixed(
+            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
+        )
+        values.append(score)
+        noise.append(terms)
+        decisions.append(taken)
+    return Scored(values, last(event, len(rows)), noise, decisions)
+
+
+def rkv_ams(event: Event) -> Scored:
+    """Attention and redundancy among the candidates, averaged over the group (AMS's R-KV)."""
+    rows = event.window(int(event.params["window"]))
+    values, noise, decisions = [], [], []
+    for h in range(len(event.live)):
+        old = candidates(event, h, rows)
+        attention = dict.fromkeys(old, 0.0)
+        for i in event.qheads(h):
+            for row in rows:
+                for p, a in event.attention_over(i, row, old).items():
+                    attention[p] += a / event.group / len(rows)
+        mean, taken = redundancy(event, h, old, epsilon=1e-8, quirk=True)
+        score, terms = _mixed(
+            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
+        )
+        values.append(score)
+        noise.append(terms)
+        decisions.append(taken)
+    protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
+    return Scored(values, protected, noise, decisions)
+
+
+def normalised(
+    score: dict[int, float], *, signed: bool = False, noise: dict[int, float] | None = None
+) -> tuple[dict[int, float], dict[int, float], list[Decision]]:
+    """S over its maximum, or (S - min) / (max - min); 0 where that is 0 / 0; noise; decisions."""
+    terms = {p: abs(s) for p, s in score.items()} if noise is None else noise
+    low = min(score.values(), default=0.0) if signed else 0.0
+    size = max(score.values(), default=0.0) - low
+    if size == 0:
+        # in another order of summation it may be a little more than nothing
+        some = max(terms.values(), default=0.0) > 0
+        return dict.fromkeys(score, 0.0), {}, [(1e-300, 1.0)] if some and len(score) > 1 else []
+    share = {p: (s - low) / size for p, s in score.items()}
+    least = max(terms.values()) if signed else 0.0
+    rough = {p: max(terms.get(p, 0.0), least) / size for p in score}
+    return share, rough, [(size / max(size, least), size)]
+
+
+def fused(
+    share: dict[int, float], history: dict[int, float], fusion: str, decay: float
+) -> dict[int, float]:
+    """The global score: what an entry had before and what it gets now; newcomers have no before."""
+    together = {}
+    for p, s in share.items():
+        if p not in history:
+            together[p] = s
+        elif fusion == "max":
+            together[p] = max(decay * history[p], s)
+        elif fusion == "mean":
+            together[p] = decay * history[p] + (1 - decay) * s
+        elif fusion == "sum":
+            together[p] = decay * history[p] + s
+        else:
+            raise ValueError(f"fusion is {fusion!r}; expected 'max', 'mean' or 'sum'")
+    return together
+
+
+def remember(memory: dict[int, float], score: dict[int, float]) -> None:
+    """What candidates carry to the next event; the others carry nothing."""
+    memory.clear()
+    memory.update(score)
+
+
+def gkv(event: Event) -> Scored:
+    """The local score fused with its history, against redundancy."""
+    params = event.params
+    rows = event.window(int(params["window"]))
+    mix = float(params["mix_lambda"])
+    values, noise, decisions = [], [], []
+    for h, live in enumerate(event.live):
+        share, _, taken = normalised(local(event, h, rows))
+        score = fused(share, event.memory[h], params["fusion"], float(params["decay"]))
+        remember(event.memory[h], score)
+        score = pooled(score, event)
+        terms = dict(score)
+        if params["redundancy"] and mix < 1 and score:
+            mean, more = redundancy(event, h, live, epsilon=1e-6, quirk=False)
+            largest = max(mean[p] for p in score)
+            repeated = {p: math.exp(mean[p] - largest) for p in score}
+            score, terms = _mixed(score, repeated, mix)
+            taken += more
+        values.append(score)
+        noise.append(terms)
+        decisions.append(taken)
+    return Scored(values, last(event, len(rows)), noise, decisions)
+
+
+def global_score(event: Event, inner: Scored, *, signed: bool) -> Scored:
+    """Any scorer's candidates, normalised and fused with their history."""
+    values, noise, decisions = [], [], []
+    for h, live in enumerate(event.live):
+        score = {p: inner.values[h][p] for p in live if p not in inner.protected[h]}
+        share, rough, taken = normalised(
+            score, signed=signed, noise={p: inner.size(h, p) for p in score}
+        )
+        score = fused(share, event.memory[h], event.params["fusion"], float(event.params["decay"]))
+        remember(event.memory[h], score)
+        values.append(score)
+        noise.append(rough)
+        decisions.append(inner.taken(h) + taken)
+    return Scored(values, inner.protected, noise, decisions)
+
+
+# -------------------------------------------------------------------------------------------- RPC
+
+
+def rpc(event: Event) -> Scored:
+    """Attention of the window on the generated text alone, summed, averaged over all heads."""
+    rows = event.window(int(event.params["window"]))
+    kernel = int(event.params["pool_kernel"])
+    protected = union(first(event, event.prompt_len), last(event, len(rows)))
+    share = []
+    for h in range(len(event.live)):
+        old = [p for p in candidates(event, h, rows) if p >= event.prompt_len]
+        score = dict.fromkeys(old, 0.0)
+        for i in event.qheads(h):
+            for row in rows:
+                for p, a in event.attention_over(i, row, old).items():
+                    score[p] += a / event.group
+        share.append(score)
+    if event.average != "group":
+        share = over_heads(event, share)
+    values = [
+        dict(zip(score, pool(list(score.values()), "avg", kernel), strict=True)) for score in share
+    ]
+    return Scored(values, protected)
+
+
+def rpc_ams(event: Event) -> Scored:
+    """Attention of the window on everything, summed, averaged over the group (AMS's RPC)."""
+    rows = event.window(int(event.params["window"]))
+    kernel = int(event.params["pool_kernel"])
+    score = averaged(event.at(average="group"), list(rows))
+    values = [dict(zip(s, pool(list(s.values()), "avg", kernel), strict=True)) for s in score]
+    protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
+    return Scored(values, protected)
