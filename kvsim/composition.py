@@ -262,11 +262,6 @@ class Schedule:
             return prompt
         return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
 
-    def longest(self, prompt_len: int, budget: int) -> int:
-        """Most entries that a head holds before an event at a budget that every layer gets."""
-        prompt = prompt_len if self.prefill else 0
-        return max(prompt, budget + (self.interval or 0), 1)
-
     def override(self, interval: int | None, prefill: bool | None) -> Schedule:
         """This schedule with what is given replaced."""
         out = self

@@ -66,6 +66,12 @@ class Setting:
     n_layers: int
     clairvoyant: bool = False
 
+    @property
+    def longest(self) -> int:
+        """Most entries that a head holds before an event, if every layer gets the budget."""
+        prompt = self.prompt_len if self.prefill else 0
+        return max(prompt, self.budget + (self.interval or 0), 1)
+
 
 class Entries:
     """The cache as a table whose rows are entries, in position order: `pos` and named columns.

@@ -68,14 +68,7 @@ def replay(
         and isinstance(policy.layer_budgets, Even)
         and not internals
     )
-    setting = Setting(
-        budget=budget,
-        prompt_len=trace.prompt_len,
-        interval=schedule.interval,
-        prefill=schedule.prefill,
-        n_layers=trace.n_layers,
-        clairvoyant=policy.scorer.clairvoyant,
-    )
+    setting = _setting(trace, policy, budget, schedule)
     done = 0
     runs = _blocks(chosen, layers_per_block(source, policy, memory))
     if policy.layer_budgets.across_layers and len(runs) > 1:
@@ -155,16 +148,28 @@ def check_cell(
             budget,
             prompt_len=trace.prompt_len,
             n_layers=trace.n_layers,
-            longest=schedule.longest(trace.prompt_len, budget),
+            longest=_setting(trace, policy, budget, schedule).longest,
         )
         first = next((r for r in schedule.rows(trace.prompt_len, trace.n_pos) if r >= budget), None)
         least = policy.scorer.least_rows
         if first is not None and first + 1 < least:
             raise PolicyError(
                 f"{policy.name}: the first event that evicts fires after {first + 1} rows; "
-                f"expected at least {least}; use a longer prompt, another schedule, or other parameters"
+                f"expected at least {least}; use a longer prompt, another schedule or other "
+                "parameters"
             )
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
+
+
+def _setting(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> Setting:
+    return Setting(
+        budget=budget,
+        prompt_len=trace.prompt_len,
+        interval=schedule.interval,
+        prefill=schedule.prefill,
+        n_layers=trace.n_layers,
+        clairvoyant=policy.scorer.clairvoyant,
+    )
 
 
 def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:

@@ -1,0 +1,48 @@
+"""AdaKV: the heads of a layer compete for its entries.
+
+Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference", arXiv 2407.11550, algorithm 1. The best `floor` share of every head is safe; then the
+best entries of all heads of the layer fill heads x budget places. Scores of different heads are
+compared, so the cross means something where they are on one scale: attention, or Expected
+Attention, whose paper names adakv+expected_attention its strongest entry.
+
+Deviations. Evicted entries are gone and heads hold different numbers; kvpress masks them and frees
+nothing, and in decoding its Expected Attention brings them back as damaged keys, which no option
+here reproduces. Protected entries come on top of a head's safe ones (never above its uniform
+budget); `adakv@kvpress` counts them among the safe ones, of which every head has at least one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsim.composition import Allocator, Plan
+from kvsim.errors import PolicyError
+from kvsim.select import compete
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class AdaKV(Allocator):
+    """Quotas from a competition of the heads; `floor` is each head's safe share of its budget."""
+
+    floor: float = 0.2
+    protected_in_floor: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise PolicyError(f"adakv: floor is {self.floor}; expected a share from 0 to 1")
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """What each head wins, [L, H]; together heads x budget."""
+        budget = view.budget.expand_as(view.count)
+        always = protected.sum(-1)
+        best = (budget.double() * self.floor).long()
+        if self.protected_in_floor:
+            safe = always.maximum(best.clamp(min=int(self.floor > 0)))
+        else:
+            safe = budget.minimum(always + best)
+        total = budget.sum(-1).minimum(view.count.sum(-1))
+        return Plan(compete(scores, safe, total, protected, view.live, view.pos))

@@ -1,0 +1,392 @@
+"""AMS: the cache is cut into segments of equal attention mass, and every segment keeps a share.
+
+"Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event:
+usage u of every entry by a window of rows; mass m = u / sum u; a credit that remembers the mass of
+earlier events; cuts where the cumulative mass crosses multiples of `segment_mass`; segments
+repaired to min_segment..max_segment entries; the budget apportioned to the segments by mass; inside
+a segment the best by any scorer. So no stretch of the text is lost as a whole.
+
+Two modes. "strict" (default) keeps what the paper promises: every segment between its bounds (if
+max_segment >= 2 min_segment - 1), every segment at least min_quota entries while the budget
+suffices, exact size. "reference" does what the release does: splits before it merges, so that a
+merged segment can exceed max_segment; quotas rounded and settled by passes from the left; sinks
+give way to recent entries; and a final cut by global score, which can erase whole segments.
+
+Deviations. Window rows are at their own positions and cover the last rows of the trace; the release
+rotates all of them to the current position. Mass is per head and sequence, in float64. The
+release's quota passes never end where segments outnumber the budget; here the strict rule for that
+case takes over. Hyper-parameters are the paper's Table 15 with recent = 32 and pool_kernel = 5,
+which it does not give, from the release; `ams@release` has the release's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvsim.composition import Allocator, Plan, Protection
+from kvsim.errors import PolicyError
+from kvsim.select import apportion, deal, select
+from kvsim.view import View
+
+# Added to every mass before it is normalised (the release's value; the paper gives none).
+_EPSILON = 1e-12
+# The release keeps this many queries between two events.
+_BUFFER = 257
+
+_CHOICES = {
+    "suffix_fill": ("head_max", "global_max", "head_mean", "observed", "zero"),
+    "mode": ("strict", "reference"),
+    "weights": ("mass", "length", "equal"),
+    "segmentation": ("mass", "fixed"),
+}
+
+
+@dataclass(frozen=True)
+class AMS(Allocator):
+    """Quotas by segment.
+
+    In the paper's letters: segment_mass Delta, min_segment L_min, max_segment L_max, min_quota
+    q_min, credit_decay lambda, credit_mix beta. Ablations: weights "length" or "equal", credit False, segmentation "fixed", and
+    segment_mass >= 1 with a large max_segment for a single segment.
+    """
+
+    segment_mass: float = 0.1
+    min_segment: int = 16
+    max_segment: int = 256
+    min_quota: int = 1
+    credit: bool = True
+    credit_decay: float = 0.9
+    credit_mix: float = 0.9
+    window: int = 128
+    pool_kernel: int = 5
+    suffix_fill: Literal["head_max", "global_max", "head_mean", "observed", "zero"] = "head_max"
+    mode: Literal["strict", "reference"] = "strict"
+    weights: Literal["mass", "length", "equal"] = "mass"
+    segmentation: Literal["mass", "fixed"] = "mass"
+    segment_length: int = 128
+    sink: int = 4
+    recent: int = 32
+
+    columns: ClassVar[Mapping[str, float]] = {"credit": 0.0}
+
+    def __post_init__(self) -> None:
+        least = {
+            "min_segment": 1,
+            "max_segment": 1,
+            "min_quota": 0,
+            "window": 1,
+            "segment_length": 1,
+            "sink": 0,
+            "recent": 0,
+        }
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise PolicyError(
+                    f"ams: {name} is {getattr(self, name)}; expected at least {value}"
+                )
+        if not self.segment_mass > 0:
+            raise PolicyError(
+                f"ams: segment_mass is {self.segment_mass}; expected a share of the mass above 0"
+            )
+        for name in ("credit_decay", "credit_mix"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise PolicyError(f"ams: {name} is {getattr(self, name)}; expected 0 to 1")
+        if self.max_segment < self.min_segment:
+            raise PolicyError(
+                f"ams: max_segment is {self.max_segment}; expected at least min_segment, "
+                f"{self.min_segment}"
+            )
+        if self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
+            raise PolicyError(f"ams: pool_kernel is {self.pool_kernel}; expected an odd width")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                options = ", ".join(map(repr, known))
+                raise PolicyError(f"ams: {name} is {getattr(self, name)!r}; expected {options}")
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def protection(self, budget: int) -> Protection:
+        """Sinks and recent entries; where the budget is tight, strict mode shortens the recent."""
+        if self.mode == "strict":
+            sink = min(self.sink, budget)
+            return Protection(sink, min(self.recent, budget - sink))
+        recent = min(self.recent, budget)
+        return Protection(min(self.sink, budget - recent), recent)
+
+    def remark(self, budget: int) -> str:
+        """Where the budget shortened what is always kept, or the window."""
+        said = []
+        kept = self.protection(budget)
+        if (kept.sink, kept.recent) != (self.sink, self.recent):
+            said.append(
+                f"budget {budget} holds {kept.sink} of {self.sink} sinks and {kept.recent} of "
+                f"{self.recent} recent entries"
+            )
+        if self.window >= budget:
+            said.append(f"the window of {self.window} rows is cut to the budget, {budget}")
+        if self.mode == "strict" and self.max_segment < 2 * self.min_segment - 1:
+            said.append(
+                f"max_segment {self.max_segment} is below 2 x min_segment - 1, so segments can be "
+                f"shorter than {self.min_segment}"
+            )
+        return "ams: " + "; ".join(said) if said else ""
+
+    # ------------------------------------------------------------------------------- one event
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """Usage, mass and credit, segments, quotas (sections 3.2 to 3.5 of the paper)."""
+        usage, suffix = self._usage(view)
+        observed = normalise(usage.clamp(min=0.0), view.live)
+        mass, credit = observed, view["credit"].double()
+        if self.credit:
+            credit = self.credit_decay * credit + (1 - self.credit_decay) * observed
+            remembered = normalise(credit.clamp(min=0.0), view.live)
+            mixed = self.credit_mix * observed + (1 - self.credit_mix) * remembered
+            mass = normalise(mixed, view.live)
+        starts = self.segment(mass, view.live)
+        parts = Segments.of(starts, mass, protected, view.live)
+        budget = view.budget.expand_as(view.count).minimum(view.count)
+        quotas = self.share(parts, budget)
+        notes = {
+            "mass": mass,
+            "segment_mass": parts.mass,
+            "segment_length": parts.length,
+            "suffix_mass": (mass * suffix).sum(-1),
+            "infeasible": quotas.infeasible,
+            "quota_minimum": quotas.minimum,
+            "quota_by_mass": quotas.by_mass,
+        }
+        columns = {"credit": credit}
+        if self.mode == "strict":
+            return Plan(quotas.units, parts.group, columns=columns, notes=notes)
+        nothing = torch.zeros_like(protected)
+        candidates = select(scores, quotas.units, nothing, view.live, parts.group)
+        notes["quota"] = quotas.units
+        notes["segment"] = parts.group
+        return Plan(budget, eligible=candidates, columns=columns, notes=notes)
+
+    def _usage(self, view: View) -> tuple[Tensor, Tensor]:
+        """Usage u and the suffix that the window cannot judge, both [L, H, n]; u in float64."""
+        count = view.count
+        rows = min(self.window, view.row + 1)
+        if self.mode == "reference":
+            held = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
+            rows = min(rows, held - 1)
+        width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
+        attention = view.attn(int(width.max()))  # [L, H, G, w, n]
+        group, held_rows = attention.shape[2:4]
+        row = torch.arange(view.row + 1 - held_rows, view.row + 1, device=count.device)
+        counted = row > view.row - width.unsqueeze(-1)  # [L, H, w]
+        weight = counted.to(attention.dtype).repeat(1, 1, group).unsqueeze(2)  # [L, H, 1, G * w]
+        received = (weight @ attention.flatten(2, 3))[:, :, 0].double() / group  # [L, H, n]
+        suffix = view.live & (view.pos > view.row - width.unsqueeze(-1))
+        judged = view.live & ~suffix
+        vote = (received / width.unsqueeze(-1)).masked_fill(~judged, 0.0)
+        usage = _smooth(vote, self.pool_kernel).masked_fill(~judged, 0.0)
+        if self.suffix_fill == "observed":
+            seen = (view.row + 1 - view.pos).minimum(width.unsqueeze(-1)).clamp(min=1)
+            return torch.where(suffix, received / seen, usage), suffix
+        return torch.where(suffix, self._fill(usage, judged), usage), suffix
+
+    def _fill(self, usage: Tensor, judged: Tensor) -> Tensor:
+        """The usage that suffix entries are given, [L, H, 1]; 1 where nothing could be judged."""
+        if self.suffix_fill == "zero":
+            return usage.new_zeros(*usage.shape[:2], 1)
+        number = judged.sum(-1, keepdim=True)
+        if self.suffix_fill == "head_mean":
+            fill = usage.sum(-1, keepdim=True) / number.clamp(min=1)
+        else:
+            fill = usage.amax(-1, keepdim=True)
+        if self.suffix_fill == "global_max":
+            fill = fill.amax(1, keepdim=True).expand_as(number)
+            number = number.sum(1, keepdim=True).expand_as(number)
+        return fill.masked_fill(number == 0, 1.0)
+
+    def segment(self, mass: Tensor, live: Tensor) -> Tensor:
+        """Where segments start, bool [L, H, n], for mass [L, H, n]; pads start none."""
+        n = mass.shape[-1]
+        first = (n - live.sum(-1)).unsqueeze(-1)
+        slot = torch.arange(n, device=mass.device) - first
+        if self.segmentation == "fixed":
+            return live & (slot % self.segment_length == 0)
+        strict = self.mode == "strict"
+        starts = cuts(mass, live, self.segment_mass, keep_unreached=not strict)
+        if strict:
+            starts = merge(starts, live, self.min_segment, short_tail=False)
+            return split(starts, live, self.max_segment, equal=True)
+        starts = split(starts, live, self.max_segment, equal=False)
+        return merge(starts, live, self.min_segment, short_tail=True)
+
+    def share(self, parts: Segments, budget: Tensor) -> Quotas:
+        """The budget [L, H] shared out to the segments."""
+        weight = {
+            "mass": parts.mass,
+            "length": parts.length.double(),
+            "equal": (parts.length > 0).double(),
+        }[self.weights]
+        least = parts.length.clamp(max=self.min_quota)
+        if self.mode == "strict":
+            return strict_quotas(parts, weight, least.maximum(parts.kept), budget)
+        return reference_quotas(parts, weight, least, budget)
+
+
+# ------------------------------------------------------------------------------- mass and segments
+
+
+def normalise(values: Tensor, live: Tensor) -> Tensor:
+    """(values + epsilon) / their sum over the live entries of each head; 0 on pads."""
+    raised = (values + _EPSILON).masked_fill(~live, 0.0)
+    return raised / raised.sum(-1, keepdim=True).clamp(min=_EPSILON)
+
+
+def _smooth(values: Tensor, kernel: int) -> Tensor:
+    """Average over `kernel` neighbours; zeros beyond the ends count."""
+    flat = values.flatten(0, 1).unsqueeze(1)
+    return avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(values)
+
+
+def cuts(mass: Tensor, live: Tensor, share: float, *, keep_unreached: bool) -> Tensor:
+    """A segment starts at the first entry whose cumulative mass reaches a multiple of `share`.
+
+    A crossing at the first entry moves to the second. keep_unreached: multiples below 1 that
+    rounding leaves unreached start a segment at the last entry, as the release has it.
+    """
+    number = max(0, math.ceil(1 / share - 1e-9) - 1)  # multiples below 1
+    levels = torch.arange(1, number + 1, device=mass.device, dtype=mass.dtype) * share
+    reached = torch.searchsorted(levels, mass.cumsum(-1), right=True)
+    before = torch.cat([torch.zeros_like(reached[..., :1]), reached[..., :-1]], dim=-1)
+    slot = torch.arange(mass.shape[-1], device=mass.device) - (~live).sum(-1, keepdim=True)
+    starts = live & ((reached > before) & (slot > 0) | (slot == 0))
+    at_first = torch.where(slot == 0, reached, 0).sum(-1, keepdim=True) > 0
+    starts |= live & (slot == 1) & at_first
+    if keep_unreached:
+        starts[..., -1] |= live[..., -1] & (reached[..., -1] < number)
+    return starts
+
+
+def merge(starts: Tensor, live: Tensor, least: int, *, short_tail: bool) -> Tensor:
+    """Segments of fewer than `least` entries absorb those after them.
+
+    What remains is the orbit of the first entry under s -> first start at s + least or later, found
+    by doubling the jumps. A last segment that stays short joins the one before unless short_tail.
+    """
+    n = starts.shape[-1]
+    index = torch.arange(n + 1, device=starts.device).expand(*starts.shape[:-1], n + 1)
+    at = index[..., :n].masked_fill(~starts, n)
+    at = torch.cat([at, at.new_full((*at.shape[:-1], 1), n)], dim=-1)
+    following = at.flip(-1).cummin(-1).values.flip(-1)  # first start at or after each entry
+    jump = following.gather(-1, (index + least).clamp(max=n))
+    first = (n - live.sum(-1)).unsqueeze(-1)
+    reached = index == first
+    for _ in range(max(1, -(-n // least)).bit_length()):
+        landed = jump.masked_fill(~reached, n)
+        reached = reached.scatter(-1, landed, value=True)
+        jump = jump.gather(-1, jump)
+    kept = reached[..., :n] & live
+    if not short_tail:
+        last = index[..., :n].masked_fill(~kept, -1).amax(-1, keepdim=True)
+        tail = (n - last < least) & (last > first)
+        kept = kept & ~(tail & (index[..., :n] == last))
+    return kept
+
+
+def split(starts: Tensor, live: Tensor, most: int, *, equal: bool) -> Tensor:
+    """Segments of more than `most` entries are cut: into equal pieces, or after every `most`."""
+    n = starts.shape[-1]
+    index = torch.arange(n, device=starts.device).expand_as(starts)
+    begin = index.masked_fill(~starts, 0).cummax(-1).values
+    offset = index - begin
+    if not equal:
+        return live & (starts | (offset % most == 0))
+    end = index.masked_fill(~starts, n).flip(-1).cummin(-1).values.flip(-1)
+    end = torch.cat([end[..., 1:], end.new_full((*end.shape[:-1], 1), n)], dim=-1)
+    length = end - begin
+    pieces = -(-length // most)
+    piece, before = offset * pieces // length, (offset - 1) * pieces // length
+    return live & (starts | ((piece != before) & (offset > 0)))
+
+
+class Segments(NamedTuple):
+    """What the entries of each segment add up to; S is the most segments of any head."""
+
+    group: Tensor  #: segment of each entry, int [L, H, n]; 0 on pads
+    length: Tensor  #: entries, int [L, H, S]; 0 for segments that a head does not have
+    kept: Tensor  #: protected entries, int [L, H, S]
+    mass: Tensor  #: [L, H, S]
+
+    @staticmethod
+    def of(starts: Tensor, mass: Tensor, protected: Tensor, live: Tensor) -> Segments:
+        """Segments that begin where starts [L, H, n] says."""
+        group = (starts.cumsum(-1) - 1).clamp(min=0)
+        shape = (*group.shape[:-1], int(group.max()) + 1)
+        length = group.new_zeros(shape).scatter_add_(-1, group, live.long())
+        kept = group.new_zeros(shape).scatter_add_(-1, group, (protected & live).long())
+        total = mass.new_zeros(shape).scatter_add_(-1, group, mass.masked_fill(~live, 0.0))
+        return Segments(group, length, kept, total)
+
+
+# -------------------------------------------------------------------------------------- the quotas
+
+
+class Quotas(NamedTuple):
+    """Entries of each segment, and where the units come from."""
+
+    units: Tensor  #: int [L, H, S]
+    minimum: Tensor  #: share of the budget given before any weight counts, [L, H]
+    by_mass: Tensor  #: share that follows the weights; the rest settles rounding, [L, H]
+    infeasible: Tensor  #: bool [L, H], the minima alone exceed the budget
+
+
+def strict_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
+    """least + a share of the rest by weight, largest remainders; at most the segment's length.
+
+    Where the minima exceed the budget, protected entries come first and then one entry per segment
+    and round, the heaviest first: as many segments as possible keep something.
+    """
+    infeasible = least.sum(-1) > budget
+    floor = torch.where(infeasible.unsqueeze(-1), 0, least)
+    units = apportion(budget, weight, floor, parts.length)
+    spare = (budget - parts.kept.sum(-1)).clamp(min=0)
+    tight = parts.kept + deal(spare, (least - parts.kept).clamp(min=0), parts.mass)
+    units = torch.where(infeasible.unsqueeze(-1), tight, units)
+    minimum = least.sum(-1).minimum(budget) / budget
+    return Quotas(units, minimum, 1 - minimum, infeasible)
+
+
+def reference_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
+    """The release: rounded shares, settled by passes of one unit from the left.
+
+    Protected entries do not count. Where the minima reach the budget, passes take from segments of
+    more than one; where there are more segments than entries to give, the strict rule decides.
+    """
+    length = parts.length
+    index = -torch.arange(length.shape[-1], device=length.device, dtype=torch.double)
+    left = index.expand_as(length)  # priority: the lower index first
+    base = least.sum(-1)
+    rest = (budget - base).clamp(min=0)
+    total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.double).tiny)
+    added = (rest.unsqueeze(-1) * weight / total).round().long()  # halves to even
+    units = length.minimum(least + added)
+    given = (units - least).sum(-1)
+    over = (units.sum(-1) - budget).clamp(min=0)
+    units = units - deal(over, units - least, left)
+    under = (budget - units.sum(-1)).clamp(min=0)
+    units = units + deal(under, length - units, left)
+    fewer = least - deal((base - budget).clamp(min=0), (least - 1).clamp(min=0), left)
+    units = torch.where((base >= budget).unsqueeze(-1), fewer, units)
+    endless = (base >= budget) & ((least > 0).sum(-1) > budget)
+    always = parts.kept.sum(-1)
+    room = least.maximum(parts.kept) - parts.kept
+    tight = parts.kept + deal((budget - always).clamp(min=0), room, parts.mass)
+    units = torch.where(endless.unsqueeze(-1), tight, units)
+    return Quotas(units, base.minimum(budget) / budget, given.minimum(rest) / budget, endless)

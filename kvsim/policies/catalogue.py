@@ -1,0 +1,171 @@
+"""Every policy by name: its pieces, its schedule, its presets and its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvsim.composition import Everything, Schedule
+from kvsim.policies.adakv import AdaKV
+from kvsim.policies.ams import AMS
+from kvsim.policies.chunkkv import ChunkKV
+from kvsim.policies.full import Full
+from kvsim.policies.h2o import H2O, ObservedAttention
+from kvsim.policies.naming import Entry, Preset
+from kvsim.policies.oracle import Oracle
+from kvsim.policies.pyramidkv import Pyramid
+from kvsim.policies.random import Random
+from kvsim.policies.snapkv import SnapKV
+from kvsim.policies.streaming_llm import StreamingLLM
+from kvsim.policies.tova import TOVA
+
+_NEVER = Schedule(interval=None, prefill=False)
+_PROMPT = Schedule(interval=None)
+_EVERY_ROW = Schedule(interval=1)
+_EVERY_128 = Schedule(interval=128)
+_EVERY_512 = Schedule(interval=512)
+
+_SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
+
+# Where heads keep sets of their own, an average over all of them compares different tokens; and
+# what is wrapped is the score alone, without TriAttention's rule that the prompt stays.
+_PER_HEAD = {"tova": {"heads": "group"}, "triattention": {"protect_prompt": False}}
+_SHARED = {"triattention": {"protect_prompt": False}}
+
+CATALOGUE: Mapping[str, Entry] = {
+    "full": Entry(
+        "everything: the reference", "", Full, _NEVER, policy={"allocator": Everything()}
+    ),
+    "random": Entry("a random set: the null", "", Random, _EVERY_ROW),
+    "oracle": Entry(
+        "what later rows attend to most: looks ahead, to measure regret against",
+        "",
+        Oracle,
+        _EVERY_128,
+    ),
+    "streaming_llm": Entry(
+        "the first and the most recent entries",
+        "arXiv 2309.17453",
+        StreamingLLM,
+        _EVERY_ROW,
+        {
+            "original": Preset(
+                "keys rotated to their slot in the cache", policy={"positions": "slot"}
+            )
+        },
+    ),
+    "h2o": Entry(
+        "recent entries and those that received most attention so far",
+        "arXiv 2306.14048",
+        H2O,
+        _EVERY_ROW,
+        {
+            "kvpress": Preset(
+                "ObservedAttention: average attention received, after the prompt only",
+                piece=ObservedAttention,
+                policy={"schedule": _PROMPT},
+            )
+        },
+    ),
+    "tova": Entry(
+        "what the last row attends to, one ranking for all heads",
+        "arXiv 2401.06104",
+        TOVA,
+        _EVERY_ROW,
+        {
+            "kvpress": Preset(
+                "the last token is kept; after the prompt only",
+                params={"protect_last": True},
+                policy={"schedule": _PROMPT},
+            )
+        },
+    ),
+    "snapkv": Entry(
+        "what a window of rows attends to, pooled over neighbours",
+        "arXiv 2404.14469",
+        SnapKV,
+        _PROMPT,
+        {
+            "kvpress": Preset("window 64, average-pool of 5", params=_SNAPKV_KVPRESS),
+            "original": Preset(
+                "one set per query head, which a grouped cache cannot store",
+                policy={"per_query_head": True},
+            ),
+        },
+    ),
+    "pyramidkv": Entry(
+        "SnapKV with budgets that fall with depth, fixed once",
+        "arXiv 2406.02069",
+        SnapKV,
+        _PROMPT,
+        {
+            "kvpress": Preset(
+                "budgets from what each layer holds at the event; window 64, average-pool of 5",
+                params={**_SNAPKV_KVPRESS, "rule": "kvpress"},
+            ),
+            "reference": Preset(
+                "the same as the AMS release carries it, which oscillates in decoding",
+                params={**_SNAPKV_KVPRESS, "rule": "reference"},
+                policy={"schedule": _EVERY_512},
+            ),
+        },
+        layer_budgets=Pyramid,
+        params={"window": 8},
+    ),
+    "observed_attention": Entry(
+        "what received most attention on average, after the prompt",
+        "arXiv 2306.14048",
+        ObservedAttention,
+        _PROMPT,
+    ),
+    "ams": Entry(
+        "a share of every segment of equal attention mass, the best of it by any scorer",
+        "arXiv 2605.23200",
+        AMS,
+        Schedule(interval=512, prefill=False),
+        {
+            "release": Preset(
+                "the released code: its hyper-parameters, segments, rounding and final cut",
+                params={
+                    "segment_mass": 0.02,
+                    "min_segment": 32,
+                    "max_segment": 1024,
+                    "min_quota": 8,
+                    "credit_decay": 0.8,
+                    "credit_mix": 0.7,
+                    "window": 32,
+                    "suffix_fill": "global_max",
+                    "mode": "reference",
+                },
+                inner=_SHARED,
+            )
+        },
+        inner=_PER_HEAD,
+        default="tova",
+    ),
+    "adakv": Entry(
+        "what wins a competition of the heads of a layer, by any scorer",
+        "arXiv 2407.11550",
+        AdaKV,
+        None,
+        {
+            "kvpress": Preset(
+                "protected entries count among a head's safe ones",
+                params={"protected_in_floor": True},
+            )
+        },
+        inner=_PER_HEAD,
+    ),
+    "chunkkv": Entry(
+        "whole chunks of neighbours, the same in all heads, by any scorer",
+        "arXiv 2502.00299",
+        ChunkKV,
+        None,
+        {
+            "kvpress": Preset(
+                "whole chunks alone, so that sizes miss the budget by up to a chunk",
+                params={"exact": False},
+            )
+        },
+        inner=_SHARED,
+    ),
+}

@@ -1,0 +1,103 @@
+"""ChunkKV: whole chunks of neighbouring entries stay or leave together.
+
+Liu et al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
+Inference", arXiv 2502.00299. Entries are cut into chunks of `chunk` slots; a chunk's score is the
+mean over its slots of the scorer's values, added up over the KV heads; the best chunks stay, the
+same in all heads. Chunks are cut anew on what is left at every event.
+
+Deviations. The budget is exact: chunks fill it in the order of their scores, and the last one that
+is begun keeps its best entries. Protected entries of every chunk come first and count.
+`chunkkv@kvpress` keeps whole chunks alone, floor(chunks x budget / entries) of them, so that it
+holds up to a chunk more or less than the budget, and protects nothing but by a score that is padded
+with the largest of the layer + 1, as kvpress does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Allocator, Plan
+from kvsim.errors import PolicyError
+from kvsim.select import select
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class ChunkKV(Allocator):
+    """The best chunks of a layer, one set for all its heads."""
+
+    chunk: int = 20
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise PolicyError(f"chunkkv: chunk is {self.chunk}; expected at least 1 entry")
+
+    @property
+    def bounded(self) -> bool:
+        """Whole chunks hold more or less than the budget."""
+        return self.exact
+
+    @property
+    def binds(self) -> bool:
+        """With whole chunks protection is a matter of scores."""
+        return self.exact
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""
+        chunks = (view.slot // self.chunk).clamp(min=0)[:, :1]  # [L, 1, n], the same in all heads
+        live, always = view.live[:, :1], protected[:, :1]
+        if self.exact:
+            shared = scores.double().sum(1, keepdim=True)
+            order = _best_first(shared, chunks, live)
+            chosen = self._fill(view, shared, chunks, order, always)
+        else:
+            top = scores.masked_fill(~view.live, -torch.inf).amax((1, 2), keepdim=True) + 1
+            padded = torch.where(protected, top, scores)
+            order = _best_first(padded.double().sum(1, keepdim=True), chunks, live)
+            chosen = self._whole(view, chunks, order)
+            few = view.count[:, :1] < self.chunk  # no whole chunk: kvpress selects as if without
+            plain = select(padded, view.budget.expand_as(view.count), protected, view.live)
+            chosen = torch.where(few.unsqueeze(-1), plain, chosen)
+        chosen = chosen.expand_as(view.live)
+        return Plan(chosen.sum(-1), eligible=chosen)
+
+    def _fill(
+        self, view: View, shared: Tensor, chunks: Tensor, order: Tensor, always: Tensor
+    ) -> Tensor:
+        """Chunks in their order until the budget is used, [L, 1, n]."""
+        live = view.live[:, :1]
+        size = _sum(live, chunks, order.shape[-1])  # entries of each chunk, [L, 1, C]
+        kept = _sum(always, chunks, order.shape[-1])
+        room = (size - kept).gather(-1, order)
+        left = view.budget.minimum(view.count[:, :1]).unsqueeze(-1) - kept.sum(-1, keepdim=True)
+        share = (left - (room.cumsum(-1) - room)).clamp(min=0).minimum(room)
+        quotas = kept + torch.zeros_like(kept).scatter(-1, order, share)
+        return select(shared, quotas, always, live, groups=chunks)
+
+    def _whole(self, view: View, chunks: Tensor, order: Tensor) -> Tensor:
+        """The best floor(chunks x budget / entries) chunks, at least one, [L, 1, n]."""
+        count = view.count[:, :1]
+        number = -(-count // self.chunk)
+        # in the arithmetic of kvpress, which goes through a ratio: the share may round down
+        ratio = 1 - view.budget.double() / count
+        wanted = (number * (1 - ratio)).long().clamp(min=1)
+        place = order.argsort(-1).gather(-1, chunks)  # of each entry's chunk
+        return (place < wanted.unsqueeze(-1)) & view.live[:, :1]
+
+
+def _best_first(shared: Tensor, chunks: Tensor, live: Tensor) -> Tensor:
+    """Chunks by the mean of shared [L, 1, n] over their live slots, best first; [L, 1, C]."""
+    number = int(chunks.max()) + 1
+    mean = _sum(shared.masked_fill(~live, 0.0), chunks, number) / _sum(live, chunks, number)
+    return mean.nan_to_num(nan=-torch.inf).argsort(dim=-1, descending=True, stable=True)
+
+
+def _sum(values: Tensor, chunks: Tensor, number: int) -> Tensor:
+    """Sums over the chunks of values [L, 1, n]; [L, 1, C]."""
+    values = values if values.is_floating_point() else values.long()
+    zero = values.new_zeros(*values.shape[:-1], number)
+    return zero.scatter_add(-1, chunks, values)

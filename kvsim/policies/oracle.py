@@ -1,0 +1,73 @@
+"""The oracle: keeps what later rows will attend to most. It looks ahead; no cache can.
+
+What it bounds: at one event, with the same quota for every head and the same protected entries, no
+policy retains more attention mass than `by="mass"`, averaged over the later rows and the query
+heads of the group, because retained mass is a sum over the kept entries. Over several events it is
+a reference and no bound: what an early event keeps for all later rows may be worth little after the
+next. `by="output"` ranks by the relative error of the output if that entry alone were missing, and
+is a reference even at one event, for errors do not add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Scorer
+from kvsim.errors import PolicyError
+from kvsim.view import LOGIT_BYTES, View
+
+# The least attention that others are taken to receive beside an entry: a row that sees one entry
+# alone would lose everything with it, which is a large number and not infinity.
+_OTHERS = 1e-6
+
+
+@dataclass(frozen=True)
+class Oracle(Scorer):
+    """Attention mass, or effect on the output, over all later rows of the recorded sequence."""
+
+    by: Literal["mass", "output"] = "mass"
+
+    def __post_init__(self) -> None:
+        if self.by not in ("mass", "output"):
+            raise PolicyError(f"oracle: by is {self.by!r}; expected 'mass' or 'output'")
+
+    @property
+    def clairvoyant(self) -> bool:
+        """By definition."""
+        return True
+
+    def score(self, view: View) -> Tensor:
+        """s_j = sum over rows r > e and the group of A_r(j), A the full cache's softmax; [L, H, n].
+
+        by="output": of A_r(j) / (1 - A_r(j)) * |v_j - o_r| / |o_r|, with o_r the full output.
+        """
+        keys, n = view.keys, view.pos.shape[-1]
+        total = keys.new_zeros(keys.shape[:3])
+        first = view.row + 1
+        if first == view.n_rows:
+            return total
+        group = view.span(first, first + 1).shape[2]
+        step = max(1, LOGIT_BYTES // (keys[..., 0].numel() * group * keys.element_size()))
+        for start in range(first, view.n_rows, step):
+            stop = min(start + step, view.n_rows)
+            q = view.span(start, stop).flatten(2, 3)  # [L, H, G * w, d]
+            output, lse = (x.flatten(2, 3) for x in view.full(start, stop))
+            z = (q @ keys.transpose(-1, -2)).mul_(view.scale)
+            attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)  # [L, H, G * w, n]
+            if self.by == "output":
+                attention *= _alone(attention, output, view.values)
+            total += attention.sum(2)
+        return total.masked_fill_(~view.live, 0.0) if n else total
+
+
+def _alone(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
+    """What a missing entry moves the output by, per unit of its attention, relative to its norm."""
+    square = values.square().sum(-1).unsqueeze(2) + output.square().sum(-1, keepdim=True)
+    distance = (square - 2 * output @ values.transpose(-1, -2)).clamp_(min=0.0).sqrt_()
+    size = output.norm(dim=-1, keepdim=True)
+    relative = torch.where(size > 0, distance / size, torch.zeros_like(distance))
+    return relative / (1 - attention).clamp_(min=_OTHERS)

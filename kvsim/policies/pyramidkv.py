@@ -1,0 +1,85 @@
+"""PyramidKV: many entries in the first layers, few in the last.
+
+Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
+arXiv 2406.02069, section 4. Scores are SnapKV's. With c the budget and beta the steepness, the last
+layer gets mn = c / beta, the first mx = 2c - mn, and those in between lie on the line.
+
+Deviations. A layer's budget counts its window, and the schedule is fixed once: from the longest
+cache T that an event can see (mx at most T - window), clipped to [window, T] and shared out by
+largest remainders, so that the mean over the layers is the budget exactly. Implementations compute
+it at every event from what that layer holds: `pyramidkv@kvpress` (window 64, average-pool of 5, the
+plain budget where mn is below the window) and `pyramidkv@reference`, the rule as the AMS release
+carries it. In decoding theirs oscillates, because layers then hold different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import LayerBudgets
+from kvsim.errors import PolicyError
+from kvsim.select import apportion
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class Pyramid(LayerBudgets):
+    """Budgets that fall with depth; `rule` says whether once or at every event."""
+
+    window: int = 8
+    beta: float = 20.0
+    rule: Literal["fixed", "kvpress", "reference"] = "fixed"
+
+    def __post_init__(self) -> None:
+        if self.beta < 1:
+            raise PolicyError(f"pyramidkv: beta is {self.beta}; expected at least 1")
+        if self.rule not in ("fixed", "kvpress", "reference"):
+            raise PolicyError(
+                f"pyramidkv: rule is {self.rule!r}; expected 'fixed', 'kvpress' or 'reference'"
+            )
+
+    @property
+    def bounded(self) -> bool:
+        """The rule of the implementations keeps to no total."""
+        return self.rule == "fixed"
+
+    def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
+        """The budgets of all layers where they are fixed; their mean is `budget`."""
+        if self.rule != "fixed":
+            return (budget,)
+        least = min(self.window, budget)  # a smaller budget is refused, for the window is kept
+        most = max(longest, budget)
+        last = budget / self.beta
+        first = 2 * budget - last
+        if first >= longest - self.window:
+            first = longest - self.window
+            last = 2 * budget - first
+        share = torch.linspace(first, last, n_layers, dtype=torch.float64)
+        if n_layers == 1:
+            share = torch.tensor([float(budget)], dtype=torch.float64)
+        share = share.clamp(min=least, max=most)
+        total = torch.tensor(n_layers * budget)
+        floor = torch.full((n_layers,), least)
+        cap = torch.full((n_layers,), most)
+        return [int(b) for b in apportion(total, share - least, floor, cap).tolist()]
+
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """n_l, int [L]."""
+        if self.rule == "fixed":
+            of_all = self.planned(budget, view.n_layers, view.setting.longest)
+            return torch.tensor(of_all, device=view.layers.device)[view.layers]
+        held = view.count.amax(-1).double()  # entries of a head before the event
+        last = torch.full_like(held, budget / self.beta)
+        first = 2 * budget - last
+        over = first >= held - self.window
+        first = torch.where(over, held - self.window, first)
+        last = torch.where(over, 2 * budget - first, last)
+        step = (first - last) / max(view.n_layers - 1, 1)
+        share = (first - view.layers * step).round().long()  # halves to even, as Python rounds
+        falls = (held >= first) & (first >= last) & (last >= self.window)
+        return torch.where(falls, share, budget)
