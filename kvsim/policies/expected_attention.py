@@ -1,0 +1,221 @@
+"""Expected Attention: what queries to come will attend to, if they are distributed like past ones.
+
+Devoto, Jeblick and Jegou, "Expected Attention: KV Cache Compression by Estimating Attention from
+Future Queries Distribution", arXiv 2510.00636. Queries before the rotary embedding are taken to be
+normal with the mean mu and the covariance S of those seen. At one of the next `n_future` positions
+a query is R q, with R the rotation there, so with the mean rotation R' over these positions and the
+logit scale s the expected weight of a key is exp(x) with
+
+    x = s (R' mu).k + s^2/2 k.(R' S R'^T) k,    a = softmax of x over the entries,
+
+per query head, then averaged over the group. The score is (a + epsilon) ||v||. Rotating the key
+back by R'^T instead of the moments forward is the same and is done once per KV head.
+
+Deviations. Sinks take no part in the moments and in the softmax and are kept; the paper does not
+mention them, its code (kvpress) does so. At decode events the queries are those of the last
+`query_buffer` rows at their own positions, and the future begins after the event's row. epsilon is
+that of most of the paper's experiments, where kvpress's class has 0; a head's weights add up to 1,
+so at most 1/epsilon entries weigh more than epsilon and the others rank by little but ||v||.
+`value_norm="wo_v"` is the paper's formula, the norm after the output projection, averaged over the
+group; "v" is what its experiments use. `rope="mixture"` averages the expected weight over
+the positions, log mean exp(x), instead of the rotation; it costs n_future times as much.
+`expected_attention@kvpress` has epsilon 0, and at decode events takes positions from its buffer:
+the rows since the last event but its first `sink`, with the future beginning at their number
+(origin="buffer").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.attention import Rope
+from kvsim.composition import Protection, Scorer
+from kvsim.errors import PolicyError
+from kvsim.policies.calibration import row_blocks
+from kvsim.view import LOGIT_BYTES, View
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Scorer):
+    """Expected attention of the next `n_future` queries, times the size of the value."""
+
+    n_future: int = 512
+    sink: int = 4
+    epsilon: float = 0.01
+    covariance: bool = True
+    value_norm: Literal["none", "v", "wo_v"] = "v"
+    query_buffer: int = 256
+    rope: Literal["mean", "mixture"] = "mean"
+    origin: Literal["next", "buffer"] = "next"
+
+    def __post_init__(self) -> None:
+        _at_least("n_future", self.n_future, 1, "position")
+        _at_least("sink", self.sink, 0, "positions")
+        _at_least("query_buffer", self.query_buffer, 2, "rows, for a covariance")
+        if not 0 <= self.epsilon < math.inf:
+            raise PolicyError(
+                f"expected_attention: epsilon is {self.epsilon}; expected 0 or more, and finite"
+            )
+        _one_of("value_norm", self.value_norm, "none", "v", "wo_v")
+        _one_of("rope", self.rope, "mean", "mixture")
+        _one_of("origin", self.origin, "next", "buffer")
+        if self.origin == "buffer" and self.query_buffer + 1 < self.sink + 2:
+            raise PolicyError(
+                f"expected_attention: query_buffer is {self.query_buffer}, of which the first "
+                f"{self.sink} (sink) are left out; expected at least {self.sink + 1}"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The output projection where values are measured behind it."""
+        return frozenset({"o_proj"} if self.value_norm == "wo_v" else ())
+
+    @property
+    def least_rows(self) -> int:
+        """Two samples behind the sinks."""
+        return self.sink + 2
+
+    def score(self, view: View) -> Tensor:
+        """(mean over the group of a_j + epsilon) ||v_j||; [L, H, n]."""
+        start, stop, future = self._samples(view)
+        _, mu, sigma = moments(row_blocks(view.unrotated_span, start, stop), self.covariance)
+        logits = self._logits(view, mu, sigma, future)
+        scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
+        expected = logits.masked_fill_(~scored, -torch.inf).softmax(-1).mean(2)  # [L, H, n]
+        if self.value_norm == "none":
+            return expected
+        return (expected + self.epsilon) * self._size(view)
+
+    def _samples(self, view: View) -> tuple[int, int, int]:
+        """Rows start..stop-1 to learn from, and the first position of the future."""
+        stop = view.row + 1
+        if view.is_prompt:
+            return self.sink, stop, stop
+        if self.origin == "next":
+            return max(self.sink, stop - self.query_buffer), stop, stop
+        held = min(view.interval or stop, self.query_buffer + 1, stop)
+        if held < self.sink + 2:
+            raise PolicyError(
+                f"expected_attention: interval is {view.interval}, and the first {self.sink} rows "
+                f"(sink) of those since the last event are left out; expected at least "
+                f"{self.sink + 2}"
+            )
+        return stop - held + self.sink, stop, held
+
+    def _logits(self, view: View, mu: Tensor, sigma: Tensor | None, future: int) -> Tensor:
+        if self.rope == "mixture":
+            return mixture_logits(
+                view.keys, mu, sigma, view.scale, view.rope, future, self.n_future
+            )
+        # the transpose of the mean rotation over future..future+n_future-1
+        back = view.rope.rotate_mean(view.keys, 1 - future - self.n_future, self.n_future)
+        return expected_logits(back, mu, sigma, view.scale)
+
+    def _size(self, view: View) -> Tensor:
+        if self.value_norm == "v":
+            length: Tensor = torch.linalg.vector_norm(view.values, dim=-1)
+            return length
+        # ||W v||^2 = v.(W W^T) v, which needs no vector of the hidden size
+        gram = view.o_proj @ view.o_proj.mT  # [L, H, G, d, d]
+        return quadratic(view.values, gram).clamp_(min=0).sqrt_().mean(2)
+
+    def protection(self, budget: int) -> Protection:
+        """The sinks."""
+        return Protection(sink=self.sink)
+
+
+def moments(blocks: Iterable[Tensor], covariance: bool = True) -> tuple[int, Tensor, Tensor | None]:
+    """Number, mean [..., d] and covariance [..., d, d] of the rows of blocks [..., w, d].
+
+    The covariance divides by the number of rows; None where it is not asked for. Blocks merge
+    without cancellation (Chan, Golub and LeVeque 1983, doi 10.1080/00031305.1983.10483115).
+    """
+    count, mean, spread = 0, torch.zeros(()), torch.zeros(())
+    for block in blocks:
+        rows = block.shape[-2]
+        own = block.mean(-2)
+        shift = own - mean if count else own
+        if covariance:
+            centred = block - own.unsqueeze(-2)
+            within = centred.mT @ centred
+            between = shift.unsqueeze(-1) * shift.unsqueeze(-2) * (count * rows / (count + rows))
+            spread = spread + within + between if count else within
+        mean = mean + shift * (rows / (count + rows)) if count else own
+        count += rows
+    return count, mean, spread / count if covariance else None
+
+
+def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float) -> Tensor:
+    """Log of the mean of exp(scale q.k) over normal q: scale mu.k + scale^2/2 k.sigma k.
+
+    keys [L, H, n, d], rotated back to where the queries are not rotated; mu [L, H, G, d]; sigma
+    [L, H, G, d, d], or None for queries that are all mu. Returns [L, H, G, n].
+    """
+    out = (mu @ keys.mT) * scale
+    return out if sigma is None else out.add_(quadratic(keys, sigma), alpha=scale**2 / 2)
+
+
+def mixture_logits(
+    keys: Tensor,
+    mu: Tensor,
+    sigma: Tensor | None,
+    scale: float,
+    rope: Rope,
+    start: int,
+    count: int,
+) -> Tensor:
+    """Log of the mean over positions start..start+count-1 of the expected exponentials.
+
+    As `expected_logits` of keys after the rotary embedding; a block of positions at a time.
+    """
+    layers, heads, n, dim = keys.shape
+    step = _per_block(layers * heads * mu.shape[2] * n * dim * keys.element_size())
+    total = keys.new_full((layers, heads, mu.shape[2], n), -torch.inf)
+    for first in range(start, start + count, step):
+        at = torch.arange(first, min(first + step, start + count), device=keys.device)
+        # a turn by -p is the transpose of the turn by p
+        back = rope.rotate(keys.unsqueeze(2), -at.unsqueeze(-1))  # [L, H, positions, n, d]
+        each = expected_logits(back.flatten(2, 3), mu, sigma, scale)
+        total = torch.logaddexp(total, each.unflatten(-1, (len(at), n)).logsumexp(-2))
+    return total - math.log(count)
+
+
+def quadratic(x: Tensor, matrix: Tensor) -> Tensor:
+    """x_j . matrix x_j for x [L, H, n, d], matrix [L, H, G, d, d]; [L, H, G, n].
+
+    A block of entries at a time; the heads of a group share one product.
+    """
+    layers, heads, groups, dim = matrix.shape[:4]
+    wide = matrix.transpose(2, 3).flatten(3)  # [L, H, d, G * d]
+    step = _per_block(layers * heads * groups * dim * x.element_size())
+    parts = []
+    for part in x.split(step, dim=2):
+        product = (part @ wide).unflatten(-1, (groups, dim))  # [L, H, block, G, d]
+        parts.append(product.mul_(part.unsqueeze(3)).sum(-1).mT)
+    return torch.cat(parts, dim=-1)
+
+
+def _per_block(size: int) -> int:
+    """How many things of `size` bytes are held at once."""
+    return max(1, LOGIT_BYTES // max(1, size))
+
+
+def _at_least(name: str, value: int, least: int, what: str) -> None:
+    if value < least:
+        raise PolicyError(
+            f"expected_attention: {name} is {value}; expected at least {least} {what}"
+        )
+
+
+def _one_of(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        names = ", ".join(map(repr, known[:-1]))
+        raise PolicyError(
+            f"expected_attention: {name} is {value!r}; expected {names} or {known[-1]!r}"
+        )
