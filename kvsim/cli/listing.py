@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
 from kvsim.cli.show import echo_json, echo_table, schedule
 from kvsim.cli.values import Json
 
+if TYPE_CHECKING:
+    from kvsim.policies import Description
+
 
 def policies(as_json: Json = False) -> None:
-    """List the policies, their schedules and their parameters."""
-    from kvsim.policies import CATALOGUE, policy
+    """List the policies: what they keep, when they evict, what they need, their parameters."""
+    from kvsim.policies import describe, names
 
-    names = [
-        (full_name, summary, entry.paper)
-        for name, entry in CATALOGUE.items()
-        for full_name, summary in (
-            (name, entry.summary),
-            *((f"{name}@{key}", preset.summary) for key, preset in entry.presets.items()),
-        )
-    ]
-    listed = [(policy(name), summary, paper) for name, summary, paper in names]
+    listed = [describe(name) for name in names()]
     if as_json:
-        echo_json(
-            [
-                {
-                    "name": one.name,
-                    "keeps": summary,
-                    "params": one.params,
-                    "interval": one.schedule.interval,
-                    "prefill": one.schedule.prefill,
-                    "paper": paper or None,
-                }
-                for one, summary, paper in listed
-            ]
-        )
+        echo_json([{**asdict(one), "paper": one.paper or None} for one in listed])
         return
     echo_table(
-        ["policy", "keeps", "evicts after", "parameters"],
+        ["policy", "keeps", "evicts after", "needs", "parameters", "paper"],
         [
             [
-                one.name,
-                summary,
-                schedule(one.schedule.interval, prefill=one.schedule.prefill),
+                shown(one),
+                one.keeps,
+                fires(one),
+                needs(one),
                 " ".join(f"{key}={value}" for key, value in one.params.items()),
+                one.paper,
             ]
-            for one, summary, _ in listed
+            for one in listed
         ],
     )
+
+
+def shown(one: Description) -> str:
+    """The name, with a place for the scorer that it needs inside."""
+    return one.name if one.kind == "scorer" else f"{one.name}+SCORER"
+
+
+def fires(one: Description) -> str:
+    """When it evicts."""
+    return schedule(one.interval, prefill=one.prefill) if one.own_schedule else "as its scorer"
+
+
+def needs(one: Description) -> str:
+    """What it asks for beyond queries, keys and values."""
+    asked = [*one.required, *one.needs]
+    return " ".join([*asked, "later rows"] if one.clairvoyant and not one.required else asked)
 
 
 def metrics(as_json: Json = False) -> None:

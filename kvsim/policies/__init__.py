@@ -8,10 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from kvsim.composition import Policy
+from kvsim.policies import naming
 from kvsim.policies.catalogue import CATALOGUE
-from kvsim.policies.naming import Entry, Preset, build
+from kvsim.policies.naming import Description, Entry, Preset
 
-__all__ = ["CATALOGUE", "Entry", "Preset", "names", "policy"]
+__all__ = [
+    "CATALOGUE",
+    "Description",
+    "Entry",
+    "Preset",
+    "describe",
+    "names",
+    "parameters",
+    "policy",
+]
 
 
 def policy(name: str, **params: Any) -> Policy:
@@ -28,7 +38,7 @@ def policy(name: str, **params: Any) -> Policy:
     Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
     parts that do not go together.
     """
-    return build(CATALOGUE, name, params)
+    return naming.build(CATALOGUE, name, params)
 
 
 def names() -> list[str]:
@@ -38,3 +48,13 @@ def names() -> list[str]:
         for name, entry in CATALOGUE.items()
         for full in (name, *(f"{name}@{preset}" for preset in entry.presets))
     ]
+
+
+def describe(name: str) -> Description:
+    """What there is to know of a name of the catalogue, by itself and not crossed."""
+    return naming.describe(CATALOGUE, name)
+
+
+def parameters(name: str) -> tuple[str, ...]:
+    """Names of the parameters that `policy` takes for `name`; none for a user's own."""
+    return naming.parameters(CATALOGUE, name)

@@ -53,8 +53,8 @@ class AMS(Allocator):
     """Quotas by segment.
 
     In the paper's letters: segment_mass Delta, min_segment L_min, max_segment L_max, min_quota
-    q_min, credit_decay lambda, credit_mix beta. Ablations: weights "length" or "equal", credit False, segmentation "fixed", and
-    segment_mass >= 1 with a large max_segment for a single segment.
+    q_min, credit_decay lambda, credit_mix beta. Ablations: weights "length" or "equal", credit
+    False, segmentation "fixed", segment_mass >= 1 with a large max_segment for a single segment.
     """
 
     segment_mass: float = 0.1

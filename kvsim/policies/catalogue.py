@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvsim.composition import Everything, Schedule
 from kvsim.policies.adakv import AdaKV
@@ -28,8 +29,11 @@ _SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
 
 # Where heads keep sets of their own, an average over all of them compares different tokens; and
 # what is wrapped is the score alone, without TriAttention's rule that the prompt stays.
-_PER_HEAD = {"tova": {"heads": "group"}, "triattention": {"protect_prompt": False}}
-_SHARED = {"triattention": {"protect_prompt": False}}
+_PER_HEAD: Mapping[str, Mapping[str, Any]] = {
+    "tova": {"heads": "group"},
+    "triattention": {"protect_prompt": False},
+}
+_SHARED: Mapping[str, Mapping[str, Any]] = {"triattention": {"protect_prompt": False}}
 
 CATALOGUE: Mapping[str, Entry] = {
     "full": Entry(

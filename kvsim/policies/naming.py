@@ -77,6 +77,63 @@ class Entry:
         return {f.name: f.type for p in pieces for f in fields(p) if f.name != "scorer"}
 
 
+@dataclass(frozen=True)
+class Description:
+    """What `kvsim policies` says of a name.
+
+    Interval and prefill are those of the scorer inside where `own_schedule` is False; needs are
+    arrays that a trace must hold beyond q, k and v.
+    """
+
+    name: str
+    kind: str
+    keeps: str
+    params: dict[str, Any]
+    required: dict[str, str]
+    own_schedule: bool
+    interval: int | None
+    prefill: bool
+    needs: tuple[str, ...]
+    clairvoyant: bool
+    bounded: bool
+    paper: str
+
+
+def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
+    """The entry or preset `name` of the catalogue, with its own parameters and their defaults."""
+    base, _, preset = name.partition("@")
+    entry = catalogue[base].preset(preset)
+    plain = "" if entry.kind == "scorer" or entry.default else "+tova"
+    policy = build(catalogue, name + plain, entry.required)
+    return Description(
+        name=name,
+        kind=entry.kind,
+        keeps=entry.summary,
+        params={k: v for k, v in policy.params.items() if k in entry.known},
+        required={key: str(value) for key, value in entry.required.items()},
+        own_schedule=entry.schedule is not None,
+        interval=policy.schedule.interval,
+        prefill=policy.schedule.prefill,
+        needs=tuple(sorted(policy.scorer.needs)),
+        clairvoyant=policy.scorer.clairvoyant,
+        bounded=policy.bounded,
+        paper=entry.paper,
+    )
+
+
+def parameters(catalogue: Mapping[str, Entry], name: str) -> tuple[str, ...]:
+    """Names of parameters that `build` takes for `name`, `scorer__` names included."""
+    known: list[Mapping[str, Any]] = [e.known for _, e in _parse(catalogue, name) if e is not None]
+    first = {key: level for level, one in reversed(list(enumerate(known))) for key in one}
+    out = list(first)
+    for level, one in enumerate(known):
+        for key in one:
+            if first[key] != level:
+                before = max(i for i, other in enumerate(known[:level]) if key in other)
+                out.append("scorer__" * (before + 1) + key)
+    return tuple(out)
+
+
 def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) -> Policy:
     """The policy called `name` with parameters replaced by `params` (see `kvsim.policy`)."""
     given = dict(params)
