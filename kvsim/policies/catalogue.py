@@ -9,15 +9,22 @@ from kvsim.composition import Everything, Schedule
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
 from kvsim.policies.chunkkv import ChunkKV
+from kvsim.policies.criticalkv import CriticalKV
+from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.full import Full
 from kvsim.policies.h2o import H2O, ObservedAttention
+from kvsim.policies.keydiff import KeyDiff
+from kvsim.policies.knorm import Knorm
+from kvsim.policies.lagkv import LagKV
 from kvsim.policies.naming import Entry, Preset
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidkv import Pyramid
+from kvsim.policies.qfilter import QFilter
 from kvsim.policies.random import Random
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.policies.tova import TOVA
+from kvsim.policies.triattention import TriAttention
 
 _NEVER = Schedule(interval=None, prefill=False)
 _PROMPT = Schedule(interval=None)
@@ -120,6 +127,52 @@ CATALOGUE: Mapping[str, Entry] = {
         "arXiv 2306.14048",
         ObservedAttention,
         _PROMPT,
+    ),
+    "keydiff": Entry(
+        "keys that point away from the mean direction of the cache",
+        "arXiv 2504.15364",
+        KeyDiff,
+        _PROMPT,
+    ),
+    "knorm": Entry("short keys", "arXiv 2406.11430", Knorm, _PROMPT),
+    "lagkv": Entry(
+        "entries whose keys and values stand out against the next partition",
+        "arXiv 2504.04704",
+        LagKV,
+        _PROMPT,
+    ),
+    "expected_attention": Entry(
+        "what normal queries at the next positions would attend to, times the value's size",
+        "arXiv 2510.00636",
+        ExpectedAttention,
+        _PROMPT,
+        {
+            "kvpress": Preset(
+                "epsilon 0; in decoding positions and samples counted in its buffer",
+                params={"epsilon": 0.0, "origin": "buffer"},
+            )
+        },
+    ),
+    "qfilter": Entry(
+        "keys along the main direction of calibration queries",
+        "arXiv 2503.02812",
+        QFilter,
+        _PROMPT,
+        required={"calibration": "prefix:64"},
+    ),
+    "triattention": Entry(
+        "keys by a trigonometric series in the distance to later queries",
+        "arXiv 2604.04921",
+        TriAttention,
+        _EVERY_128,
+        required={"calibration": "prefix:64"},
+    ),
+    "criticalkv": Entry(
+        "half by any scorer, the rest by its score times the value behind the output projection",
+        "arXiv 2502.03805",
+        CriticalKV,
+        None,
+        inner=_PER_HEAD,
     ),
     "ams": Entry(
         "a share of every segment of equal attention mass, the best of it by any scorer",

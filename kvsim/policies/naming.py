@@ -242,9 +242,6 @@ def _route(
 def _base(name: str, entry: Entry, params: Mapping[str, Any]) -> Policy:
     """The innermost policy: a scorer and what belongs to it."""
     _check(name, entry, params)
-    for key, example in entry.required.items():
-        if params.get(key) is None:
-            raise PolicyError(f"{name}: {key} is missing; give {key}={example}")
     extra: dict[str, Any] = dict(entry.policy)
     if entry.layer_budgets is not None:
         shares: LayerBudgets = entry.layer_budgets(**_part(entry.layer_budgets, params))
