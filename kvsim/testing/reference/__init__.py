@@ -1,7 +1,8 @@
 """The replay and its metrics once more, as naively as the definitions read.
 
 Nothing here is shared with the engine or the policies, so that agreement means something. `replay`
-takes any policy by name; `RULES` and `OUTER` list the names with their default parameters.
+takes any policy by name: `NAMES` lists what stands alone, `OUTER` what is put around it, and
+`defaults` gives the parameters of either.
 """
 
 from kvsim.testing.reference.basics import NEVER
@@ -20,9 +21,20 @@ from kvsim.testing.reference.metrics import (
     window_overlap,
     wipeout,
 )
-from kvsim.testing.reference.rules import OUTER, RULES, Chain, Outer, Rule, parse, smallest_budget
+from kvsim.testing.reference.rules import (
+    NAMES,
+    OUTER,
+    RULES,
+    Chain,
+    Outer,
+    Rule,
+    defaults,
+    parse,
+    smallest_budget,
+)
 
 __all__ = [
+    "NAMES",
     "NEVER",
     "OUTER",
     "RULES",
@@ -38,6 +50,7 @@ __all__ = [
     "WindowOverlap",
     "Wipeout",
     "acting_rows",
+    "defaults",
     "event_rows",
     "hash_score",
     "outputs",

@@ -25,7 +25,7 @@ from kvsim.testing.reference import allocation
 from kvsim.testing.reference.basics import NEVER, Ints, logits_of
 from kvsim.testing.reference.event import Event, Scored, first, last, union
 from kvsim.testing.reference.rules import Chain, own_protection, parse
-from kvsim.testing.reference.windows import cake_preference
+from kvsim.testing.reference.windows import cake, cake_preference
 
 # ------------------------------------------------------------------------------------ the outcome
 
@@ -113,21 +113,19 @@ class _Run:
     def fire(self) -> None:
         """The event after the current row, on every layer that it acts on."""
         if self.chain.rule.layers == "cake":
-            if sum(map(_held, self.events)) > len(self.events) * sum(self.given):
-                scored = [self._score(i) for i in range(len(self.events))]
-                self._share_layers([protected for _, protected in scored])
-                for i, (found, protected) in enumerate(scored):
-                    self._choose(i, found, protected)
-            return
+            if sum(map(_held, self.events)) <= len(self.events) * sum(self.given):
+                return
+            self._share_layers()
+        else:
+            for event in self.events:
+                event.budgets = [self._budget(event, budget) for budget in self.given]
         for i, event in enumerate(self.events):
-            event.budgets = [self._budget(event, budget) for budget in self.given]
-            if _held(event) > sum(event.budgets):
-                self._choose(i, *self._score(i))
+            if self.chain.rule.layers == "cake" or _held(event) > sum(event.budgets):
+                found = self.chain.score(event, self.memory[i])
+                self._choose(i, found, self._protect(event, found))
 
-    def _score(self, i: int) -> tuple[Scored, list[set[int]]]:
-        """Scores of a layer, and what the scorer, the allocator and the replay protect."""
-        event = self.events[i]
-        found = self.chain.score(event, self.memory[i])
+    def _protect(self, event: Event, found: Scored) -> list[set[int]]:
+        """What the scorer, the allocator and the replay protect on a layer."""
         sink, recent, prompt = self.protect
         protected = union(
             found.protected,
@@ -137,7 +135,7 @@ class _Run:
         if self.chain.allocator in ("ams", "ams@release"):
             sink, recent = own_protection(self.chain.params[0], event.budgets[0])
             protected = union(protected, first(event, sink), last(event, recent))
-        return found, protected
+        return protected
 
     def _choose(self, i: int, found: Scored, protected: list[set[int]]) -> None:
         """Keep what the allocator keeps; the rest leaves, with all that was remembered of it."""
@@ -229,11 +227,14 @@ class _Run:
             given, event.layer, self.n_layers, len(event.live[0]), window=window, beta=beta
         )
 
-    def _share_layers(self, protected: list[list[set[int]]]) -> None:
+    def _share_layers(self) -> None:
         """CAKE: what each layer may keep, by what its window asks for."""
-        at = [event.at(params=self.chain.params[-1]) for event in self.events]
-        preferences = [cake_preference(event) for event in at]
-        floor = [max(map(len, sets)) for sets in protected]
+        preferences, floor = [], []
+        for event in self.events:
+            event.budgets = list(self.given)
+            at = event.at(params=self.chain.params[-1])
+            preferences.append(cake_preference(at))
+            floor.append(max(map(len, self._protect(event, cake(at)))))
         cap = [min(map(len, event.live)) for event in self.events]
         total = len(self.events) * self.given[0]
         if sum(floor) > total:

@@ -210,6 +210,10 @@ OUTER: dict[str, Outer] = {
 }
 
 
+#: Every name that needs nothing put behind it: bare AMS wraps TOVA.
+NAMES: tuple[str, ...] = (*RULES, "ams", "ams@release")
+
+
 @dataclass(frozen=True)
 class Chain:
     """A policy taken apart: allocator or None, wrappers from the outside in, scorer.
@@ -305,6 +309,17 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     return Chain(allocator, wrappers, names[-1], tuple(own))
 
 
+def defaults(policy: str) -> dict[str, Any]:
+    """Every parameter of a policy as `parse` takes it, with the value that it has if not given."""
+    chain = parse(policy)
+    pieces = chain.params if chain.allocator else chain.params[1:]
+    found: dict[str, Any] = {}
+    for depth, piece in enumerate(pieces):
+        for name, value in piece.items():
+            found["scorer__" * depth + name if name in found else name] = value
+    return found
+
+
 def own_protection(params: Mapping[str, Any], budget: int) -> tuple[int, int]:
     """(sink, recent) that AMS keeps: within the budget; the reference mode keeps recent first."""
     sink, recent = int(params["sink"]), int(params["recent"])
@@ -326,8 +341,8 @@ def smallest_budget(
     """The fewest entries that a policy can keep at an event after `row`: its protected size."""
     chain = parse(name, params)
     scorer = chain.params[-1]
-    if chain.rule.layers == "growing":
-        return 1
+    if chain.rule.layers == "growing" or chain.allocator == "chunkkv@kvpress":
+        return 1  # a size that does not bind
     sink = int(scorer.get("sink") or 0)
     recent = int(scorer.get("recent") or scorer.get("window") or 0)
     if scorer.get("protect_last"):
