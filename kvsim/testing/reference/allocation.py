@@ -495,7 +495,7 @@ def reference_quotas(
     else:
         more = deal(-over, [n - q for n, q in zip(lengths, quotas, strict=True)], flat)
         quotas = [q + d for q, d in zip(quotas, more, strict=True)]
-    halves = [float(abs(x - math.floor(x) - Fraction(1, 2)) / x) for x in shares]
+    halves = [float(abs(x % 1 - Fraction(1, 2)) / max(x, Fraction(1, 2))) for x in shares]
     return quotas, [(half or _UNSURE, 1.0) for half in halves]
 
 
