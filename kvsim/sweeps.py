@@ -15,10 +15,12 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.composition import Policy
+from kvsim.composition import Policy, Schedule
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
 from kvsim.metrics import COLUMNS, measure
+from kvsim.metrics.table import choose
+from kvsim.policies.oracle import Oracle
 from kvsim.record import Record, write_records
 from kvsim.trace import Trace
 
@@ -111,6 +113,7 @@ def sweep(
     interval: int | None = None,
     prefill: bool | None = None,
     metrics: Sequence[str] | None = None,
+    regret: bool = False,
     events: bool = False,
     memory: int | None = None,
     device: str = "cpu",
@@ -118,20 +121,21 @@ def sweep(
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
 
+    regret: replay the mass oracle beside each cell, at the same events and with the same entries
+    protected, and measure by how much it retains more (metric `regret`). Policies that no budget
+    binds have none.
+
     Budgets that a policy has no rule for (BudgetError) and a memory budget that holds no layer
     (MemoryLimitError) are found before any work starts. A cell that fails later is listed in
     `failures`, and the others are kept. Ctrl-C ends the replays; what is done by then is measured
     and kept, and a second Ctrl-C leaves the last trace unmeasured.
     """
-    by_name: dict[str, Policy] = {}
-    for one in policies:
-        if by_name.setdefault(one.name, one) != one:
-            raise PolicyError(
-                f"two different policies are called {one.name!r}; expected one of a name, so that "
-                "results can be told apart: replay them one by one or name them differently"
-            )
+    _distinct(policies)
+    if regret and metrics is not None:
+        metrics = list(dict.fromkeys([*metrics, "regret"]))
+    choose(metrics, oracles=regret)
     for trace, one, budget, _ in _cells(traces, policies, budgets):
-        check_cell(trace, one, budget, memory)
+        check_cell(trace, one, budget, memory, one.schedule.override(interval, prefill))
     total = len(traces) * len(policies) * len(budgets)
     report = progress or _silent
     records: list[Record] = []
@@ -141,6 +145,7 @@ def sweep(
     done = 0
     for trace in traces:
         of_trace: list[Record] = []
+        oracles = _Oracles(trace, memory, device) if regret else None
         try:
             for _, one, budget, share in _cells([trace], policies, budgets):
                 report(done, total, f"{trace.name}: {one.name}, budget {budget}")
@@ -155,6 +160,8 @@ def sweep(
                         device=device,
                     )
                     of_trace.append(replace(record, share=share))
+                    if oracles is not None:
+                        oracles.replay(one, record)
                 except KvsimError as error:
                     failures.append(Failure(trace.name, one.name, budget, str(error)))
                 done += 1
@@ -163,7 +170,10 @@ def sweep(
         try:
             report(done, total, f"{trace.name}: measuring")
             if of_trace:
-                tables.append(measure(trace, of_trace, metrics, events=events, device=device))
+                beside = None if oracles is None else oracles.beside(of_trace)
+                tables.append(
+                    measure(trace, of_trace, metrics, events=events, device=device, oracles=beside)
+                )
         except KvsimError as error:
             failures += [
                 Failure(trace.name, one.policy, one.budget, f"measuring: {error}")
@@ -180,10 +190,54 @@ def sweep(
         "interval": interval,
         "prefill": prefill,
         "metrics": None if metrics is None else list(metrics),
+        "regret": regret,
         "memory": memory,
         "device": device,
     }
     return Run(tuple(records), pl.concat(tables), tuple(failures), parameters, interrupted)
+
+
+def _distinct(policies: Sequence[Policy]) -> None:
+    """Raise PolicyError where two policies of one name differ."""
+    by_name: dict[str, Policy] = {}
+    for one in policies:
+        if by_name.setdefault(one.name, one) != one:
+            raise PolicyError(
+                f"two different policies are called {one.name!r}; expected one of a name, so that "
+                "results can be told apart: replay them one by one or name them differently"
+            )
+
+
+class _Oracles:
+    """Records of the mass oracle beside those of one trace; equal terms are replayed once."""
+
+    def __init__(self, trace: Trace, memory: int | None, device: str) -> None:
+        self.trace, self.memory, self.device = trace, memory, device
+        self._known: dict[tuple[Policy, int], Record] = {}
+        self._beside: dict[tuple[str, int], Record] = {}
+
+    def replay(self, policy: Policy, record: Record) -> None:
+        """The oracle at the events of the record, with the same entries protected and same heads.
+
+        Nothing where no budget binds the policy: there is no quota that the oracle could share.
+        """
+        if not policy.bounded:
+            return
+        oracle = Policy(
+            "oracle",
+            Oracle(by="mass"),
+            schedule=Schedule(record.interval, prefill=record.prefill),
+            protect=policy.protection(record.budget),
+            per_query_head=policy.per_query_head,
+        )
+        terms = oracle, record.budget
+        if terms not in self._known:
+            self._known[terms] = replay(self.trace, *terms, memory=self.memory, device=self.device)
+        self._beside[record.policy, record.budget] = self._known[terms]
+
+    def beside(self, records: Sequence[Record]) -> list[Record | None]:
+        """For each record the oracle's, None where there is none."""
+        return [self._beside.get((one.policy, one.budget)) for one in records]
 
 
 def _silent(done: int, total: int, what: str) -> None:
@@ -206,7 +260,7 @@ def _cells(
 SUMMARY = ("entries_seen", "output_error", "retained_mass", "wipeout", "retained_iou")
 
 
-def summarise(table: pl.DataFrame, metrics: Sequence[str] = SUMMARY) -> pl.DataFrame:
+def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
     Means over layers and heads within a trace, then over traces. `wipeout` is that of 32-token

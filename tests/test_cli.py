@@ -23,29 +23,23 @@ from kvsim.tiny.ledger import prompts
 
 OWN = """
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvsim import Policy
-from kvsim.composition import Protection, Schedule
+from kvsim.composition import Protection, Schedule, Scorer
 from kvsim.errors import NeedsError
 
 
 @dataclass(frozen=True)
-class Odd:
+class Odd(Scorer):
     fails_at: int = 0
     stops_at: int = 0
-    columns: ClassVar[dict[str, float]] = {}
-    per_row: ClassVar[bool] = False
 
     def score(self, view):
-        if view.budget == self.fails_at:
+        if view.setting.budget == self.fails_at:
             raise NeedsError("odd: the trace has no dense attention; record it with --attention")
-        if view.budget == self.stops_at:
+        if view.setting.budget == self.stops_at:
             raise KeyboardInterrupt
         return view.pos.float()
-
-    def protection(self, budget):
-        return Protection()
 
 
 def odd(**parameters):
@@ -444,6 +438,65 @@ def test_metrics_of_the_trace_have_their_own_table(run, trace):
     assert "missing" in out
 
 
+def test_regret_has_a_column(run, trace, tmp_path):
+    """`--regret` shows by how much an oracle retains more, and writes it to the results."""
+    arguments = ["replay", trace, "--policy", "full,random", "--budget", "16", "--interval", "16"]
+
+    status, text, err = run(*arguments, "--regret")
+    assert (status, err) == (0, "")
+    assert "regret" in text
+    assert "regret: mass that the oracle keeps beyond the policy" in text
+    _, without, _ = run(*arguments)
+    assert "regret" not in without
+
+    more = ["--regret", "--metric", "missing_mass", "--out", tmp_path / "x", "--json"]
+    status, text, _ = run(*arguments, *more)
+    assert status == 0
+    full, random = json.loads(text)["cells"]
+    assert full["regret"] is None
+    assert 0 < random["regret"] < random["missing_mass"]
+    results = pl.read_parquet(tmp_path / "x" / "results.parquet")
+    assert set(results["metric"]) == {"missing_mass", "regret"}
+
+
+def test_every_policy_protects_what_is_asked_for(run, trace, tmp_path):
+    """`--sink`, `--recent` and `--protect-prompt` add to each policy, and the table tells so."""
+    own = kvsim.open_trace(trace)
+    arguments = ["replay", trace, "--policy", "random,snapkv", "--set", "window=4"]
+    extra = ["--sink", "3", "--recent", "6", "--interval", "8"]
+
+    status, text, err = run(*arguments, *extra, "--budget", "16", "--out", tmp_path / "a", "--json")
+
+    assert (status, err) == (0, "")
+    protect = {"sink": 3, "recent": 6, "prompt": False}
+    assert [cell["params"]["protect"] for cell in json.loads(text)["cells"]] == [protect] * 2
+    for record in read_records(tmp_path / "a" / "records.zarr"):
+        assert record.params["protect"] == protect
+        assert (record.evicted_at[..., :3] > own.n_pos).all()
+        left = record.evicted_at - range(own.n_pos)
+        assert left.min() >= 6  # an entry among the last six rows stays
+
+    budget = str(own.prompt_len + 8)
+    status, text, _ = run(*arguments, "--protect-prompt", "--budget", budget, "--interval", "8")
+    assert status == 0
+    assert "Every policy also keeps the prompt in any case." in text
+    status, _, err = run(*arguments, "--protect-prompt", "--budget", "16")
+    assert status == 2
+    assert "budget 16 is below the" in one_line(err)
+
+
+def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
+    """A ready policy that protects something keeps that too."""
+    (own / "mine.py").write_text(OWN.replace("interval=8)", "interval=8), protect=Protection(2)"))
+    arguments = ["--policy", "mine:odd", "--budget", "16", "--recent", "5", "--json"]
+
+    status, text, _ = run("replay", trace, *arguments)
+
+    assert status == 0
+    (cell,) = json.loads(text)["cells"]
+    assert cell["params"]["protect"] == {"sink": 2, "recent": 5, "prompt": False}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -462,6 +515,10 @@ def test_metrics_of_the_trace_have_their_own_table(run, trace):
         (["--set", "window"], "--set is 'window'; expected KEY=VALUE"),
         (["--set", "protect_last=7.5"], "protect_last is 7.5; expected bool"),
         (["--metric", "output_eror"], "did you mean 'output_error'?"),
+        (["--metric", "regret"], "was not replayed; give --regret"),
+        (["--sink", "-1"], "--sink"),
+        (["--recent", "many"], "--recent"),
+        (["--sink", "9", "--recent", "9"], "smallest budget that works is 18"),
         (["--memory", "lots"], "--memory is 'lots'; expected a size such as 500MB"),
         (["--memory", "1KB"], "the memory budget is"),
         (["--device", "gpu"], "--device is 'gpu'"),

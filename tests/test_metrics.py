@@ -316,7 +316,9 @@ def test_a_table_is_tidy_and_carries_its_origin():
     table = kvsim.measure(trace, record)
 
     assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
-    assert set(table["metric"]) == set(METRICS)
+    on_request = {name for name, one in METRICS.items() if one.beside_oracle}
+    assert set(table["metric"]) == set(METRICS) - on_request
+    assert on_request == {"regret"}
     measured = table.filter(pl.col("metric") != "window_overlap")
     assert set(measured["policy"]) == {"snapkv"}
     assert json.loads(measured["params"][0])["window"] == 4

@@ -32,7 +32,7 @@ from kvsim.errors import TraceError
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.composition import Policy
+    from kvsim.composition import Policy, Protection
     from kvsim.sweeps import Run
     from kvsim.trace import Trace
 
@@ -75,6 +75,15 @@ def replay(
             "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
         ),
     ] = None,
+    sink: Annotated[
+        int, typer.Option(min=0, help="First positions that every policy keeps in any case.")
+    ] = 0,
+    recent: Annotated[
+        int, typer.Option(min=0, help="Last positions that every policy keeps in any case.")
+    ] = 0,
+    protect_prompt: Annotated[
+        bool, typer.Option("--protect-prompt", help="Every policy keeps the prompt in any case.")
+    ] = False,
     metric: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,6 +92,13 @@ def replay(
             "without it what the table shows.",
         ),
     ] = None,
+    regret: Annotated[
+        bool,
+        typer.Option(
+            "--regret",
+            help="Replay a mass oracle beside each cell and show how much more it retains.",
+        ),
+    ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -113,17 +129,20 @@ def replay(
     budgets = split(budget, "--budget")
     names = split(policy, "--policy")
     chosen = None if metric is None else split(metric, "--metric")
+    if regret and chosen is not None:
+        chosen = list(dict.fromkeys([*chosen, "regret"]))
     limit = None if memory is None else parse_memory(memory)
 
-    from kvsim.metrics.catalogue import metric as find_metric
+    from kvsim.composition import Protection
+    from kvsim.metrics.table import choose
     from kvsim.sweeps import SUMMARY, check_output, sweep
     from kvsim.trace import open_trace
 
     if out is not None:
         check_output(out)
-    for name in chosen or ():
-        find_metric(name)
-    policies = build_policies(names, settings or [])
+    choose(chosen, oracles=regret)
+    protect = Protection(sink, recent, prompt=protect_prompt)
+    policies = build_policies(names, settings or [], protect)
     parse_device(device)
     opened = [open_trace(locate(trace)) for trace in traces]
     _distinct(opened)
@@ -135,6 +154,7 @@ def replay(
             interval=interval,
             prefill=prefill,
             metrics=chosen if chosen or out is not None else SUMMARY,
+            regret=regret,
             events=events,
             memory=limit,
             device=device,
@@ -144,11 +164,12 @@ def replay(
     if not run.records:
         raise Stop(_nothing(run), 130 if run.interrupted else 2)
     where = None if out is None else run.save(out)
-    shown = [name for name in chosen or SUMMARY if name in set(run.table["metric"])]
+    wanted = chosen or [*SUMMARY, "regret"]
+    shown = [name for name in wanted if name in set(run.table["metric"])]
     if as_json:
         echo_json(_document(run, shown, where))
     else:
-        _print(opened, policies, run, shown, where)
+        _print(opened, policies, protect, run, shown, where)
     _finish(run, total, where)
 
 
@@ -197,6 +218,7 @@ def _trace_metrics(table: pl.DataFrame, shown: Sequence[str]) -> pl.DataFrame:
 def _print(
     traces: Sequence[Trace],
     policies: Sequence[Policy],
+    protect: Protection,
     run: Run,
     shown: Sequence[str],
     where: Path | None,
@@ -208,6 +230,9 @@ def _print(
             f"{trace.name}: {trace.n_pos} tokens (prompt {trace.prompt_len}), {trace.n_layers} "
             f"layers, {trace.n_heads} KV heads"
         )
+    kept = _kept(protect)
+    if kept:
+        typer.echo(f"Every policy also keeps {kept} in any case.")
     typer.echo()
     summary = summarise(run.table, shown)
     if summary.height:
@@ -230,9 +255,19 @@ def _print(
         typer.echo(f"Written to {where}: run.json, records.zarr, results.parquet.")
 
 
+def _kept(protect: Protection) -> str:
+    """What is protected, in words; empty for nothing."""
+    parts = (
+        f"the first {protect.sink} positions" if protect.sink else "",
+        "the prompt" if protect.prompt else "",
+        f"the last {protect.recent} positions" if protect.recent else "",
+    )
+    return " and ".join(part for part in parts if part)
+
+
 def unbounded(policies: Sequence[Policy]) -> list[str]:
     """Names of the policies that no budget binds."""
-    return [one.name for one in policies if not one.allocator.bounded]
+    return [one.name for one in policies if not one.bounded]
 
 
 def means(shown: Sequence[str], n_traces: int) -> str:
@@ -243,7 +278,8 @@ def means(shown: Sequence[str], n_traces: int) -> str:
         if "wipeout" in shown
         else ""
     )
-    return f"Means over {over}, of rows over those after the prompt{regions}."
+    oracle = "; regret: mass that the oracle keeps beyond the policy" if "regret" in shown else ""
+    return f"Means over {over}, of rows over those after the prompt{regions}{oracle}."
 
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ _COLUMNS = {
     "iou_chance": ("IoU by\nchance", "{:.2f}"),
     "missing_mass": ("missing\nmass", "{:.1%}"),
     "error_distance": ("error\ndistance", "{:.2f}"),
+    "regret": ("regret", "{:+.1%}"),
     "exact": ("exact", "{:.0%}"),
 }
 #: Columns of a summary that say which cell a row is.

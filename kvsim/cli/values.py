@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.samples import sample_trace
 
 if TYPE_CHECKING:
-    from kvsim.composition import Policy
+    from kvsim.composition import Policy, Protection
 
 #: A parameter of a policy as `--set` gives it.
 Value = int | float | bool | str | None
@@ -108,10 +109,13 @@ def parse_device(name: str) -> str:
     return name
 
 
-def build_policies(names: Sequence[str], settings: Sequence[str]) -> list[Policy]:
+def build_policies(
+    names: Sequence[str], settings: Sequence[str], protect: Protection | None = None
+) -> list[Policy]:
     """The policies by name; each setting goes to every one that has its key.
 
-    Raises PolicyError where no policy has it.
+    protect: what each of them is to keep beside what it keeps by itself. Raises PolicyError where
+    no policy has the key of a setting.
     """
     from kvsim.policies import policy
 
@@ -126,7 +130,10 @@ def build_policies(names: Sequence[str], settings: Sequence[str]) -> list[Policy
                 f"--set {key}: none of {', '.join(names)} has this parameter"
                 f"{suggest(key, keys)}; parameters: {', '.join(keys) or 'none'}"
             )
-    return [
+    built = (
         policy(name, **{key: value for key, value in wanted.items() if key in params})
         for name, params in known.items()
+    )
+    return [
+        one if protect is None else replace(one, protect=one.protect | protect) for one in built
     ]

@@ -41,11 +41,15 @@ class Cells:
 
 @dataclass
 class Subject:
-    """What a metric measures: a trace, and a record of it with its output error."""
+    """What a metric measures: a trace, and a record of it with its output error.
+
+    oracle: the output error of the record that the mass oracle gives under the same conditions.
+    """
 
     trace: Trace
     record: Record
     output: Callable[[], OutputError]
+    oracle: Callable[[], OutputError] | None = None
 
     @cached_property
     def rows(self) -> slice:
@@ -63,7 +67,8 @@ class Metric:
 
     kind: "sets" reads kept sets alone, "rows" what rows of attention become, "trace" no record.
     better: the direction in which a policy is better, None where there is none. over_events: what
-    stands for all events in a Table that does not list them.
+    stands for all events in a Table that does not list them. beside_oracle: compares the record
+    with one of the mass oracle, which is replayed on request alone.
     """
 
     summary: str
@@ -73,6 +78,7 @@ class Metric:
     source: str
     cells: Callable[[Subject], Iterable[Cells]]
     over_events: Literal["last", "mean"] = "mean"
+    beside_oracle: bool = False
 
 
 def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
@@ -128,6 +134,18 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     return cells
 
 
+def _regret(subject: Subject) -> Iterator[Cells]:
+    if subject.oracle is None:  # no budget binds the policy, so no oracle is comparable
+        return
+    missing, least = (
+        made().missing[:, :, subject.rows] for made in (subject.output, subject.oracle)
+    )
+    if not missing.shape[-1]:
+        return
+    for layer, more in zip(subject.record.layers, missing.astype(np.float64) - least, strict=True):
+        yield Cells(layer, mean_known(more), "qhead")
+
+
 METRICS: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
@@ -165,6 +183,10 @@ METRICS: Mapping[str, Metric] = {
     "error_distance": Metric(
         "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-5 is missing",
         "rows", "relative", None, "as missing_mass", _rows("distance"),
+    ),
+    "regret": Metric(
+        "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
+        "rows", "share", "lower", "kvsim", _regret, beside_oracle=True,
     ),
 }  # fmt: skip
 

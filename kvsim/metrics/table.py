@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from kvsim.errors import PolicyError
 from kvsim.metrics.catalogue import METRICS, Cells, Metric, Subject, mean_known, metric
 from kvsim.metrics.output import OutputError, check_record, output_error
 from kvsim.record import Record
@@ -45,28 +46,36 @@ def measure(
     *,
     events: bool = False,
     device: str = "cpu",
+    oracles: Sequence[Record | None] | None = None,
 ) -> pl.DataFrame:
     """A Table of `metrics` (all by default) of one record or of many of the same trace.
 
     One row per value: policy, budget, layer, head (KV head) or qhead (query head), value, chance
     (what chance alone would give, where that is known) and fidelity (see `fidelity`). With `events`
     one row for every event too (the row after which it fired); without, the last event stands for
-    them all or their mean (`Metric.over_events`).
+    them all or their mean (`Metric.over_events`). oracles: for `regret`, beside each record that of
+    the mass oracle on the same terms, or None; `kvsim.sweeps.sweep(..., regret=True)` makes them.
 
-    Raises PolicyError for an unknown metric, TraceError where a record belongs to another trace.
+    Raises PolicyError for an unknown metric and for regret without oracles, TraceError where a
+    record belongs to another trace.
     """
     records = [record] if isinstance(record, Record) else list(record)
-    for one in records:
+    beside = [None] * len(records) if oracles is None else list(oracles)
+    known = list({id(one): one for one in (*records, *beside) if one is not None}.values())
+    for one in known:
         check_record(trace, one)
-    chosen = {name: metric(name) for name in (METRICS if metrics is None else metrics)}
+    chosen = choose(metrics, oracles=oracles is not None)
 
     @cache
-    def outputs() -> list[OutputError]:
-        return output_error(trace, records, device)
+    def outputs() -> dict[int, OutputError]:
+        return dict(zip(map(id, known), output_error(trace, known, device), strict=True))
+
+    def output(one: Record) -> Callable[[], OutputError]:
+        return lambda: outputs()[id(one)]
 
     frames = []
-    for i, one in enumerate(records):
-        subject = Subject(trace, one, lambda i=i: outputs()[i])  # type: ignore[misc]
+    for i, (one, best) in enumerate(zip(records, beside, strict=True)):
+        subject = Subject(trace, one, output(one), None if best is None else output(best))
         for name, what in chosen.items():
             if what.kind == "trace" and i:
                 continue  # the same for every record
@@ -82,6 +91,20 @@ def measure(
     empty = pl.DataFrame(schema=COLUMNS)
     typed = [frame.select(pl.col(n).cast(t) for n, t in COLUMNS.items()) for frame in frames]
     return pl.concat([empty, *typed])
+
+
+def choose(metrics: Sequence[str] | None, *, oracles: bool) -> dict[str, Metric]:
+    """The metrics asked for by name; by default all, those that need an oracle if there is one."""
+    if metrics is None:
+        return {name: one for name, one in METRICS.items() if oracles or not one.beside_oracle}
+    chosen = {name: metric(name) for name in metrics}
+    for name, one in chosen.items():
+        if one.beside_oracle and not oracles:
+            raise PolicyError(
+                f"{name} compares with the mass oracle, which was not replayed; give --regret "
+                "(kvsim.sweeps.sweep(..., regret=True))"
+            )
+    return chosen
 
 
 def _frame(
