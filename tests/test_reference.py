@@ -323,7 +323,7 @@ def test_reference_lagkv_by_hand():
         [1 / (1 + small), small / (1 + small)]
     )
     short = event(keys=x, values=x, params={**params, "lag": 3})
-    assert scores(classic.lagkv(short)) == [1.0, *(slot / 6 for slot in range(1, 6))]
+    assert scores(classic.lagkv(short)) == [1.0, 0.0, 0.2, 0.4, 0.6, 0.8]
 
 
 TURNS = ((math.pi / 2,), 1.0)  # a quarter turn a position
@@ -570,14 +570,15 @@ def test_reference_criticalkv_by_hand():
     values = np.array([[[1.0], [1.0], [10.0], [1.0]]])
     params = {"epsilon": 0.0, "first_stage": 0.5}
     at = event(keys=values, values=values, o_proj=np.eye(1)[None], budgets=[2], params=params)
+    # products .4, .3, 2 and .1; the largest of the layer is 1/2, and that of the first stage 2
     found = scores(expected.critical(at, inner, signed=False))
-    assert sorted(range(4), key=lambda p: -found[p]) == [0, 2, 1, 3]
-    assert found[0] >= 1 > found[2] > 0
-    # what X protects comes first and counts
+    assert found == pytest.approx([2.0, 0.3 / 4, 0.5, 0.1 / 4])
+    # what X protects comes first and counts, with a score or without
     inner.protected = [{3}]
-    found = expected.critical(at, inner, signed=False)
-    assert max(found.values[0], key=found.values[0].get) == 2
-    assert max(found.values[0].values()) < 1
+    found = scores(expected.critical(at, inner, signed=False))
+    assert found == pytest.approx([0.4 / 4, 0.3 / 4, 0.5, 1.25])
+    del inner.values[0][3]
+    assert scores(expected.critical(at, inner, signed=False))[3] == 1.0
     # signed scores are counted from the lowest: shifted, 2 has the 1/10 that its size makes 1
     signed = Scored([dict(enumerate([-1.0, -1.5, -1.8, -1.9]))], [set()])
     found = scores(expected.critical(at, signed, signed=True))
@@ -603,13 +604,13 @@ def test_reference_triattention_by_hand():
     calibrated = {**kwargs, "params": {**params, "calibration": both}, "calibration": both}
     found = expected.triattention(event(queries=ahead, **calibrated))
     assert scores(found) == pytest.approx(z([1.0, 2.0, 3.0]), abs=1e-6)
-    # a prefix of one row; the larger of two heads of a group; the prompt is not scored
+    # a prefix of one row; the larger of two heads; the mean is without the prompt, which has 1
     two = np.concatenate([ahead, -ahead])
     kwargs["params"] = {**params, "calibration": "prefix:1", "protect_prompt": True}
     at = event(queries=two, group=2, prompt_len=1, **kwargs)
     found = expected.triattention(at)
     assert found.protected == [{0}]
-    assert scores(found) == pytest.approx([1.0, 1.0], abs=1e-6)
+    assert scores(found) == pytest.approx([(1 - 0.5) / 2.5, 1.0, 1.0], abs=1e-6)
     at.params = {**at.params, "calibration": "prefix:4"}
     with pytest.raises(PolicyError, match="prefix:4"):
         expected.triattention(at)

@@ -170,7 +170,8 @@ def lagkv(event: Event) -> Scored:
         terms = dict.fromkeys(live, 0.0)
         taken: list[tuple[float, float]] = []
         if n < sink + 2 * lag:
-            score = {p: slot / n if slot >= sink else 1.0 for slot, p in enumerate(live)}
+            recent = {p: (slot - sink) / (n - sink) for slot, p in enumerate(live) if slot >= sink}
+            score = {p: recent.get(p, 1.0) for p in live}
         else:
             score = dict.fromkeys(live, 1.0)
             parts = [live[s : s + lag] for s in range(sink, n - lag + 1, lag)]

@@ -119,6 +119,7 @@ class Scored:
     score itself (a difference, a ratio to a small number): rounding is proportional to it.
     decisions: (margin, size) of each choice taken on the way to the scores.
     exact: equal scores are equal in every dtype and order of summation (ranks, positions).
+    rounded: rounding may break any tie, as it was broken or made on the way to the scores.
     """
 
     values: list[dict[int, float]]
@@ -126,6 +127,7 @@ class Scored:
     noise: list[dict[int, float]] | None = None
     decisions: list[list[tuple[float, float]]] | None = None
     exact: bool = False
+    rounded: bool = False
 
     def size(self, head: int, pos: int) -> float:
         """The size of the terms of one score, at least that of the score."""

@@ -67,7 +67,7 @@ def expected_attention(event: Event) -> Scored:
     values, noise = [], []
     for h, live in enumerate(event.live):
         open_to = [p for p in live if p >= sink]
-        score = dict.fromkeys(open_to, 0.0)
+        score = dict.fromkeys(live, 0.0)  # the first entries are kept, and expect nothing
         rough = 1.0
         for i in event.qheads(h):
             mean = drawn[i].mean(axis=0)
@@ -83,7 +83,7 @@ def expected_attention(event: Event) -> Scored:
             for p, a in zip(open_to, softmax(np.array(logit)).tolist(), strict=True):
                 score[p] += a / event.group
         if params["value_norm"] != "none":
-            for p in open_to:
+            for p in live:
                 score[p] = (score[p] + epsilon) * _value_norm(event, h, p)
         values.append(score)
         noise.append({p: s * (1.0 + rough) for p, s in score.items()})
@@ -121,36 +121,52 @@ def _value_norm(event: Event, head: int, pos: int) -> float:
 
 
 def critical(event: Event, inner: Scored, *, signed: bool) -> Scored:
-    """The best of half the budget first; the rest by score times the projected value's size."""
+    """The best of half the budget first; the rest by score times the projected value's size.
+
+    The first stage lies in [1, 2], 1 + score / largest of the layer; the rest below, its score
+    over twice the largest of the layer. A protected entry that has no score counts as the lowest.
+    """
     epsilon, share = float(event.params["epsilon"]), float(event.params["first_stage"])
+    scores, weighed, lengths = [], [], []
+    for h, live in enumerate(event.live):
+        low = min(inner.values[h].values(), default=0.0) if signed else 0.0
+        score = {p: inner.values[h].get(p, low) - low for p in live}
+        length = {p: _projected_size(event, h, p) for p in live}
+        scores.append(score)
+        lengths.append(length)
+        weighed.append({p: (score[p] + epsilon) * length[p] for p in live})
+    best = max(max(score.values()) for score in scores) or 1.0
+    most = max(max(rest.values()) for rest in weighed) or 1.0
     values, noise, decisions = [], [], []
     for h, live in enumerate(event.live):
-        held = inner.protected[h]
-        score = {p: inner.values[h][p] for p in live if p not in held}
-        low = min(score.values(), default=0.0) if signed else 0.0
-        order = sorted(score, key=lambda p: (-inner.values[h][p], p))
+        held, score = inner.protected[h], scores[h]
+        others = sorted((p for p in live if p not in held), key=lambda p: (-score[p], p))
         ahead = max(0, int(event.budgets[h] * share) - len(held))
         taken = list(inner.taken(h))
-        if 0 < ahead < len(order):
-            a, b = order[ahead - 1], order[ahead]
+        if 0 < ahead < len(others):
+            a, b = others[ahead - 1], others[ahead]
             size = max(inner.size(h, a), inner.size(h, b))
             margin = (score[a] - score[b]) / size if size > 0 else 0.0
-            taken.append((margin, max(abs(score[a]), abs(score[b]))))
+            taken.append((margin, max(abs(inner.values[h][a]), abs(inner.values[h][b]))))
+        leading = held | set(others[:ahead])
         value, terms = {}, {}
-        for p in order[:ahead]:
-            s = score[p] - low
-            value[p], terms[p] = 1 + s / (1 + s), 2.0 + inner.size(h, p)
-        for p in order[ahead:]:
-            s = score[p] - low
-            lengths = [float(np.abs(event.projected(i, p)).sum()) for i in event.qheads(h)]
-            length = sum(lengths) / len(lengths)
-            rest = (s + epsilon) * length
-            value[p] = rest / (1 + rest)
-            terms[p] = (inner.size(h, p) + abs(low) + epsilon) * length / (1 + rest)
+        for p in live:
+            size = inner.size(h, p) if p in inner.values[h] else 0.0
+            if p in leading:
+                value[p], terms[p] = 1 + score[p] / best, 2.0 + size / best
+            else:
+                value[p] = weighed[h][p] / (2 * most)
+                terms[p] = (size + score[p] + epsilon) * lengths[h][p] / (2 * most)
         values.append(value)
         noise.append(terms)
         decisions.append(taken)
     return Scored(values, inner.protected, noise, decisions)
+
+
+def _projected_size(event: Event, head: int, pos: int) -> float:
+    """The L1 norm of a value's projections, averaged over the group."""
+    sizes = [float(np.abs(event.projected(i, pos)).sum()) for i in event.qheads(head)]
+    return sum(sizes) / len(sizes)
 
 
 # ------------------------------------------------------------------------- calibrated on queries
@@ -173,33 +189,30 @@ def triattention(event: Event) -> Scored:
         held = first(event, event.prompt_len)
     values, noise = [], []
     for h, live in enumerate(event.live):
-        open_to = [p for p in live if p not in held[h]]
-        best = dict.fromkeys(open_to, -np.inf)
-        terms = dict.fromkeys(open_to, 0.0)
+        open_to = [slot for slot, p in enumerate(live) if p not in held[h]]
+        best = dict.fromkeys(live, -np.inf)
+        terms = dict.fromkeys(live, 0.0)
         for i in event.qheads(h):
             mean, length = query[i].mean(axis=0), np.abs(query[i]).mean(axis=0)
             raw, rough = [], []
-            for p in open_to:
+            for p in live:
                 key = _pairs(event.keys[h, p], len(frequency))
-                series = [
-                    float(
-                        (
-                            mean * np.exp(1j * frequency * (event.row + 1 + 2**d)) * key.conj()
-                        ).real.sum()
-                    )
-                    for d in range(17)
-                ]
+                series = []
+                for power in range(17):
+                    ahead = np.exp(1j * frequency * (event.row + 1 + 2**power))
+                    series.append(float((mean * ahead * key.conj()).real.sum()))
                 rest = float(((length - np.abs(mean)) * np.abs(key)).sum())
-                raw.append(scaling * ((max(series) if peak else sum(series) / len(series)) + rest))
+                raw.append(scaling * ((max(series) if peak else sum(series) / 17) + rest))
                 rough.append(scaling * float(((length + np.abs(mean)) * np.abs(key)).sum()))
-            centre = float(np.mean(raw)) if raw else 0.0
-            deviation = max(float(np.std(raw)), 1e-6) if raw else 1.0
-            for j, p in enumerate(open_to):
-                best[p] = max(best[p], (raw[j] - centre) / deviation)
-                terms[p] = max(terms[p], max(rough) / deviation)
+            scored = [raw[slot] for slot in open_to]
+            centre = float(np.mean(scored)) if scored else 0.0
+            deviation = max(float(np.std(scored)), 1e-6) if scored else 1.0
+            for p, x, size in zip(live, raw, rough, strict=True):
+                best[p] = max(best[p], (x - centre) / deviation)
+                terms[p] = max(terms[p], max(size, abs(centre)) / deviation)
         values.append(best)
         noise.append(terms)
-    return Scored(values, held, noise)
+    return Scored(values, held, noise, rounded=True)
 
 
 def qfilter(event: Event) -> Scored:

@@ -27,6 +27,10 @@ from kvsim.testing.reference.event import Event, Scored, first, last, union
 from kvsim.testing.reference.rules import Chain, own_protection, parse
 from kvsim.testing.reference.windows import cake, cake_preference
 
+#: Margin of a tie that no rule decides, because rounding may break it: below every tolerance.
+UNSURE = 1e-300
+
+
 # ------------------------------------------------------------------------------------ the outcome
 
 
@@ -224,7 +228,12 @@ class _Run:
             )
             return of_layers[event.layer]
         return allocation.pyramid_at_event(
-            given, event.layer, self.n_layers, len(event.live[0]), window=window, beta=beta
+            given,
+            event.layer,
+            max(2, self.n_layers),  # a single layer is the first of a slope
+            max(map(len, event.live)),
+            window=window,
+            beta=beta,
         )
 
     def _share_layers(self) -> None:
@@ -291,13 +300,15 @@ def choose(
         size = max(abs(scores[last_kept]), abs(scores[first_out]))
         terms = max(found.size(head, last_kept), found.size(head, first_out))
         margin = gap / terms if terms > 0 else 0.0
-        if gap == 0 and found.exact:
-            margin = math.inf
+        if gap == 0 and (found.exact or found.rounded):
+            margin = math.inf if found.exact else UNSURE
     return protected | set(ranking[:free]), margin, size
 
 
 def _coarser(found: Scored, margin: float, size: float) -> tuple[float, float]:
     """A margin relative to the terms of the scores instead of the scores, at the most."""
+    if margin == 0 and found.rounded:
+        return UNSURE, size
     if margin in (0.0, math.inf) or size in (0.0, math.inf):
         return margin, size
     pairs = [

@@ -341,8 +341,10 @@ def smallest_budget(
     """The fewest entries that a policy can keep at an event after `row`: its protected size."""
     chain = parse(name, params)
     scorer = chain.params[-1]
-    if chain.rule.layers == "growing" or chain.allocator == "chunkkv@kvpress":
-        return 1  # a size that does not bind
+    if chain.rule.layers == "growing":
+        return 1  # the budget does not bind
+    if chain.allocator == "chunkkv@kvpress":  # nor does the size of what is protected
+        return int(scorer["window"]) if chain.rule.layers == "pyramid" else 1
     sink = int(scorer.get("sink") or 0)
     recent = int(scorer.get("recent") or scorer.get("window") or 0)
     if scorer.get("protect_last"):
