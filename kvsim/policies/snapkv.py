@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvsim.composition import Protection, Scorer
-from kvsim.errors import PolicyError
+from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.window import before_window, check_window
 from kvsim.view import View
 
 
@@ -34,15 +34,8 @@ class SnapKV(Scorer):
     pool_kernel: int = 7
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise PolicyError(f"snapkv: window is {self.window}; expected at least 1 row")
-        if self.pool not in ("max", "avg", None):
-            raise PolicyError(f"snapkv: pool is {self.pool!r}; expected 'max', 'avg' or None")
-        if self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
-            raise PolicyError(
-                f"snapkv: pool_kernel is {self.pool_kernel}; expected an odd width, so that a "
-                "pooled score belongs to one entry"
-            )
+        check_window("snapkv", self.window)
+        check_pooling("snapkv", self.pool, self.pool_kernel)
 
     @property
     def rows(self) -> int:
@@ -54,25 +47,10 @@ class SnapKV(Scorer):
 
         The window's own columns are cut before pooling, score 0 and are protected.
         """
-        attention = view.attn(self.window)  # [L, H, G, w, n]
-        candidates = attention.shape[-1] - attention.shape[-2]
-        vote = attention[..., :candidates].mean(3)  # [L, H, G, n - w]
-        out = view.keys.new_zeros(view.pos.shape)
-        if candidates > 0:
-            out[..., :candidates] = self._smooth(vote).mean(2)
-        return out
-
-    def _smooth(self, vote: Tensor) -> Tensor:
-        """Pooling over slots, same length; averages count the zero padding (torch's default)."""
-        if self.pool is None:
-            return vote
-        flat, half = vote.flatten(0, 2), self.pool_kernel // 2
-        if self.pool == "max":
-            pooled = max_pool1d(flat, self.pool_kernel, stride=1, padding=half)
-        else:
-            pooled = avg_pool1d(flat, self.pool_kernel, stride=1, padding=half)
-        out: Tensor = pooled.unflatten(0, vote.shape[:3])
-        return out
+        older = before_window(view, self.window)  # [L, H, n]
+        vote = view.attn(self.window).mean(3)  # [L, H, G, n]
+        vote = vote.masked_fill_(~older.unsqueeze(2), 0.0)
+        return smooth(vote, self.pool, self.pool_kernel).mean(2).masked_fill_(~older, 0.0)
 
     def protection(self, budget: int) -> Protection:
         """The window."""

@@ -1,0 +1,38 @@
+"""Smoothing of scores over neighbouring slots, as SnapKV and its heirs do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvsim.errors import PolicyError
+
+
+def smooth(scores: Tensor, pool: Literal["max", "avg"] | None, kernel: int) -> Tensor:
+    """Scores [..., n] of 0 or more pooled over slots; the same length.
+
+    Slots that are to count as nothing hold 0: so does what lies outside. The divisor of an average
+    is always the kernel.
+    """
+    if pool is None or scores.shape[-1] == 0:
+        return scores
+    flat, half = scores.flatten(0, -2), kernel // 2
+    if pool == "max":
+        pooled = max_pool1d(flat, kernel, stride=1, padding=half)
+    else:
+        pooled = avg_pool1d(flat, kernel, stride=1, padding=half)
+    out: Tensor = pooled.view(scores.shape)
+    return out
+
+
+def check_pooling(name: str, pool: str | None, kernel: int) -> None:
+    """Raise PolicyError where the policy `name` asks for what `smooth` has no rule for."""
+    if pool not in ("max", "avg", None):
+        raise PolicyError(f"{name}: pool is {pool!r}; expected 'max', 'avg' or None")
+    if kernel < 1 or kernel % 2 == 0:
+        raise PolicyError(
+            f"{name}: pool_kernel is {kernel}; expected an odd width, so that a pooled score "
+            "belongs to one entry"
+        )
