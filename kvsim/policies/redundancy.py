@@ -1,0 +1,110 @@
+"""Redundancy: how much the key of an entry resembles the other keys of its head.
+
+The term of R-KV (Cai et al., arXiv 2505.24133) that G-KV takes over. C holds the cosine
+similarity of every two keys, 0 on the diagonal. In each row i the entry at the last slot j with
+C_ij > threshold is set to 0, and
+
+    c_j = mean_i C_ij
+
+so that of keys that repeat each other, the last occurrence counts as less redundant.
+
+Deviations. The papers set what lies *below* the threshold to 0 and sum over the rows; their code,
+followed here, keeps it, zeroes one entry per row, and divides by the number of rows.
+
+No matrix is needed for the sums, which are k_j . sum_i k_i - |k_j|^2 for unit keys k. What needs it
+is the search for the last similar slot. It goes back from the last slots, over blocks of columns
+that grow, and is over for a row at its first match: in keys that point in a common direction nearly
+at once, in the worst case after one matrix product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsim.errors import PolicyError
+
+# Similarities that are held at once; blocks that stay in the processor's cache are faster.
+_BLOCK_BYTES = 4 << 20
+# Columns of the first block of the search, and of the largest.
+_NARROW, _WIDE = 64, 512
+
+
+def mean_similarity(
+    keys: Tensor, among: Tensor, *, threshold: float, epsilon: float, else_first: bool = False
+) -> Tensor:
+    """c_j of the entries marked in `among` with each other, 0 elsewhere.
+
+    keys [L, H, n, d]; among bool [L, H, n]; a key is k / (|k| + epsilon). else_first: a row without
+    a similar entry has its first entry set to 0 instead of none.
+    """
+    n, dim = keys.shape[-2:]
+    keys, chosen = keys.reshape(-1, n, dim), among.reshape(-1, n)  # a row per head
+    norm = keys.norm(dim=-1, keepdim=True)
+    unit = keys / (norm + epsilon)
+    if not bool(chosen.all()):
+        unit = unit.masked_fill_(~chosen.unsqueeze(-1), 0.0)
+    together = unit.sum(1).unsqueeze(-1)  # [L * H, d, 1]
+    total = (unit @ together).squeeze(-1) - unit.square().sum(-1)
+    heads = max(1, _BLOCK_BYTES // (n * _NARROW * keys.element_size()))
+    blocks = zip(unit.split(heads), chosen.split(heads), strict=True)
+    found = [_last_similar(*block, threshold) for block in blocks]
+    last, similarity = (torch.cat(parts) for parts in zip(*found, strict=True))
+    total.scatter_add_(-1, last.clamp(min=0), -similarity)
+    if else_first:
+        first = chosen.to(torch.uint8).argmax(-1, keepdim=True)
+        direction = unit.gather(1, first.unsqueeze(-1).expand(-1, 1, dim))
+        lost = (unit @ direction.transpose(1, 2)).squeeze(-1)
+        lost = lost.masked_fill(last >= 0, 0.0).scatter(-1, first, 0.0)
+        total.scatter_add_(-1, first, -lost.sum(-1, keepdim=True))
+    count = chosen.sum(-1, keepdim=True).clamp(min=1)
+    mean: Tensor = (total / count).masked_fill(~chosen, 0.0)
+    return mean.view(among.shape)
+
+
+def _last_similar(unit: Tensor, chosen: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Of every row the last slot above the threshold, -1 for none, and the similarity there, or 0.
+
+    unit [h, n, d] unit keys, 0 where not chosen; both results [h, n].
+    """
+    heads, n, dim = unit.shape
+    last = torch.full((heads, n), -1, device=unit.device)
+    similarity = unit.new_zeros(heads, n)
+    # the rows that are searched for: of which head, at which slot, their keys
+    which = torch.arange(heads, device=unit.device)
+    slot = torch.arange(n, device=unit.device).expand(heads, n)
+    keys, rows = unit, unit
+    stop, width = n, _NARROW
+    while True:
+        start = max(0, stop - width)
+        columns = keys[:, start:stop].transpose(1, 2)
+        step = max(1, _BLOCK_BYTES // (len(which) * (stop - start) * unit.element_size()))
+        for some, at in zip(rows.split(step, 1), slot.split(step, 1), strict=True):
+            cosine = some @ columns  # [h', r, stop - start]
+            head, row = ((at >= start) & (at < stop)).nonzero(as_tuple=True)
+            cosine[head, row, at[head, row] - start] = 0.0
+            found = cosine.amax(-1) > threshold
+            head, row = (found & (last[which].gather(1, at) < 0)).nonzero(as_tuple=True)
+            match = cosine[head, row].flip(-1)
+            back = (match > threshold).to(torch.uint8).argmax(-1, keepdim=True)  # the first of them
+            last[which[head], at[head, row]] = stop - 1 - back.squeeze(-1)
+            similarity[which[head], at[head, row]] = match.gather(-1, back).squeeze(-1)
+        left = chosen & (last < 0)
+        most = int(left.sum(-1).max())
+        if start == 0 or most == 0:
+            return last, similarity
+        stop, width = start, min(2 * width, _WIDE)
+        if most < slot.shape[1]:  # filled up, where heads have fewer, with rows that are done
+            which = left.any(-1).nonzero().squeeze(-1)
+            keys = unit if len(which) == heads else unit[which]
+            slot = left[which].byte().sort(dim=-1, stable=True).indices[:, n - most :]
+            flat = slot + n * torch.arange(len(which), device=slot.device).unsqueeze(-1)
+            rows = keys.reshape(-1, dim).index_select(0, flat.flatten()).unflatten(0, flat.shape)
+
+
+def check_redundancy(name: str, mix_lambda: float, threshold: float) -> None:
+    """Raise PolicyError where the policy `name` has a weight or a threshold out of range."""
+    if not 0 <= mix_lambda <= 1:
+        raise PolicyError(f"{name}: mix_lambda is {mix_lambda}; expected a weight from 0 to 1")
+    if not 0 <= threshold <= 1:
+        raise PolicyError(f"{name}: threshold is {threshold}; expected a cosine from 0 to 1")
