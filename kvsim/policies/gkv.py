@@ -1,0 +1,214 @@
+"""G-KV: a score that remembers what earlier windows attended to.
+
+Liao et al., "G-KV: Decoding-Time KV Cache Eviction with Global Attention", arXiv 2512.00504. The
+local score S is the attention of the `window` most recent rows, the largest of the group, averaged
+over the window. Per head it is normalised and fused with the score F that an entry has carried
+along since earlier events; a new entry has none and enters with S / max S:
+
+    max:  F = max(decay F, S / max S)          sum:  F = decay F + S / max S
+    mean: F = decay F + (1 - decay) S / max S
+
+G-KV ranks by mix_lambda F - (1 - mix_lambda) R', with R' the redundancy of the keys, softmax of
+their mean similarity over its maximum. `global_max`, `global_mean` and `global_sum` rank by F
+alone; `global+X` fuses the scores of any scorer X; `snapkv@gkv` and `morphkv@gkv` are the local
+score with and without pooling, which G-KV compares itself with.
+
+Deviations. As in the released code, the maxima run over the candidates and not over the window; the
+threshold of the redundancy zeroes one entry per row (see redundancy.py). The first event ranks by
+S / max S, too. `mix_lambda` is what the paper found best for R1-Distill-Qwen-7B
+(`gkv@r1_qwen_7b`); `gkv@r1_llama_8b` has 0.9, `gkv@release` the 0.5 of the released scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import Protection, Scorer, Scores, protected_by
+from kvsim.errors import PolicyError
+from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.redundancy import check_redundancy, mean_similarity
+from kvsim.policies.window import before_window, check_window
+from kvsim.view import View
+
+Fusion = Literal["max", "mean", "sum"]
+
+
+# ------------------------------------------------------------------------------------ the formulas
+
+
+def local_score(view: View, window: int) -> Tensor:
+    """S_j = mean over the window of the group's largest a_r(j); 0 but on candidates; [L, H, n]."""
+    vote = view.attn(window, group="max").mean(2)
+    return vote.masked_fill_(~before_window(view, window), 0.0)
+
+
+def normalise(scores: Tensor, among: Tensor, *, signed: bool = False) -> Tensor:
+    """S / max S over the entries marked in `among`, or (S - min S) / (max S - min S) where signed.
+
+    0 elsewhere, and where the denominator is 0.
+    """
+    size = scores.masked_fill(~among, -torch.inf).amax(-1, keepdim=True)
+    if signed:
+        least = scores.masked_fill(~among, torch.inf).amin(-1, keepdim=True)
+        scores, size = scores - least, size - least
+    return (scores / size).where(among & (size > 0), 0.0)
+
+
+def fuse(old: Tensor, new: Tensor, fusion: Fusion, decay: float) -> Tensor:
+    """F from the history `old`, NaN for none, and the normalised score `new`."""
+    kept = decay * old
+    if fusion == "max":
+        both = torch.maximum(kept, new)
+    elif fusion == "mean":
+        both = kept + (1 - decay) * new
+    else:
+        both = kept + new
+    return new.where(old.isnan(), both)
+
+
+def check_fusion(name: str, fusion: str, decay: float) -> None:
+    """Raise PolicyError where the policy `name` asks for what `fuse` has no rule for."""
+    if fusion not in ("max", "mean", "sum"):
+        raise PolicyError(f"{name}: fusion is {fusion!r}; expected 'max', 'mean' or 'sum'")
+    if not 0 <= decay <= 1:
+        raise PolicyError(f"{name}: decay is {decay}; expected a share from 0 to 1")
+
+
+# ------------------------------------------------------------------------------------- the scorers
+
+
+@dataclass(frozen=True)
+class Local(Scorer):
+    """The local score, pooled over neighbouring entries where asked for."""
+
+    window: int = 16
+    pool: Literal["max", "avg"] | None = None
+    pool_kernel: int = 5
+
+    def __post_init__(self) -> None:
+        check_window("local score", self.window)
+        check_pooling("local score", self.pool, self.pool_kernel)
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, view: View) -> Tensor:
+        """pool_j(S_j); [L, H, n]."""
+        score = smooth(local_score(view, self.window), self.pool, self.pool_kernel)
+        return score.where(before_window(view, self.window), 0.0)
+
+    def protection(self, budget: int) -> Protection:
+        """The window."""
+        return Protection(recent=self.window)
+
+
+@dataclass(frozen=True)
+class GKV(Scorer):
+    """The global score of window attention, less the redundancy of keys."""
+
+    window: int = 16
+    fusion: Literal["max", "mean", "sum"] = "max"
+    decay: float = 0.8
+    redundancy: bool = True
+    mix_lambda: float = 0.7
+    threshold: float = 0.5
+    pool: Literal["max", "avg"] | None = None
+    pool_kernel: int = 5
+
+    columns: ClassVar[Mapping[str, float]] = {"global": nan}
+
+    def __post_init__(self) -> None:
+        check_window("gkv", self.window)
+        check_fusion("gkv", self.fusion, self.decay)
+        check_redundancy("gkv", self.mix_lambda, self.threshold)
+        check_pooling("gkv", self.pool, self.pool_kernel)
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    @property
+    def signed(self) -> bool:
+        """Where redundancy is subtracted."""
+        return self.redundancy and self.mix_lambda < 1
+
+    def score(self, view: View) -> Scores:
+        """mix_lambda pool_j(F_j) - (1 - mix_lambda) R'_j; [L, H, n]. F itself is carried on."""
+        older = before_window(view, self.window)
+        share = normalise(local_score(view, self.window), older)
+        fused = fuse(view["global"], share, self.fusion, self.decay).where(older, 0.0)
+        values = smooth(fused, self.pool, self.pool_kernel)
+        if self.signed:
+            alike = mean_similarity(
+                view.keys, view.live, threshold=self.threshold, epsilon=1e-6
+            ).masked_fill_(~older, -torch.inf)
+            most = alike.amax(-1, keepdim=True)
+            repeated = (alike - most).exp_()  # R' = R / max R, where R is a softmax
+            values = self.mix_lambda * values - (1 - self.mix_lambda) * repeated
+        return Scores(values.where(older, 0.0), {"global": fused.masked_fill(~older, nan)})
+
+    def protection(self, budget: int) -> Protection:
+        """The window."""
+        return Protection(recent=self.window)
+
+
+@dataclass(frozen=True)
+class Global(Scorer):
+    """The global score of any scorer."""
+
+    scorer: Scorer
+    fusion: Literal["max", "mean", "sum"] = "max"
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_fusion("global", self.fusion, self.decay)
+        if "fused" in self.scorer.columns:
+            raise PolicyError("global: what is inside is a global score already; expected it once")
+
+    @property
+    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part, and F
+        """The scorer's, and F."""
+        return {**self.scorer.columns, "fused": nan}
+
+    @property
+    def rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.rows
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The scorer's."""
+        return self.scorer.needs
+
+    @property
+    def clairvoyant(self) -> bool:
+        """If the scorer is."""
+        return self.scorer.clairvoyant
+
+    @property
+    def least_rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.least_rows
+
+    def score(self, view: View) -> Scores:
+        """F_j of the entries that the scorer does not protect, 0 for those; [L, H, n]."""
+        answer = self.scorer.score(view)
+        inner = answer if isinstance(answer, Scores) else Scores(answer)
+        among = view.live & ~protected_by(self.scorer, view)
+        share = normalise(inner.values, among, signed=self.scorer.signed)
+        fused = fuse(view["fused"], share, self.fusion, self.decay)
+        column = fused.masked_fill(~among, nan)
+        return Scores(fused.where(among, 0.0), {**inner.columns, "fused": column})
+
+    def protection(self, budget: int) -> Protection:
+        """The scorer's."""
+        return self.scorer.protection(budget)
