@@ -1,0 +1,52 @@
+"""MorphKV: what the recent tokens attend to among the distant ones.
+
+Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
+ICML 2025, arXiv 2503.00979. At every decoded token the attention of the `window` most recent rows,
+softmax over the candidates before the window alone and the largest of the group, is fused over the
+window by sum or maximum; the best stay, and the window itself.
+
+Deviations. This file is `morphkv@original`; plain `morphkv` (= `morphkv@gkv`) is the local score
+that G-KV compares itself with (see gkv.py). Evicts after the row has attended, where the authors'
+code makes room first and leaves the current row out of the window: a row's difference. Their later
+variant that merges what is dropped into one entry is no eviction policy and is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvsim.composition import Protection, Scorer
+from kvsim.errors import PolicyError
+from kvsim.policies.window import before_window, check_window, shares
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class MorphKV(Scorer):
+    """Attention of a window among the candidates alone, fused over the window."""
+
+    window: int = 32
+    fusion: Literal["sum", "max"] = "sum"
+
+    def __post_init__(self) -> None:
+        check_window("morphkv", self.window)
+        if self.fusion not in ("sum", "max"):
+            raise PolicyError(f"morphkv: fusion is {self.fusion!r}; expected 'sum' or 'max'")
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, view: View) -> Tensor:
+        """s_j = sum or max over the window of the group's largest share of j; [L, H, n]."""
+        older = before_window(view, self.window)[:, :, None, None]
+        share = shares(view.logits(self.window), older).amax(2)  # [L, H, w, n]
+        return share.sum(2) if self.fusion == "sum" else share.amax(2)
+
+    def protection(self, budget: int) -> Protection:
+        """The window."""
+        return Protection(recent=self.window)
