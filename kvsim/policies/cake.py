@@ -1,0 +1,131 @@
+"""CAKE: layers with spread and shifting attention get more, entries whose attention shifts stay.
+
+Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences", ICLR 2025,
+arXiv 2503.12491. From the attention a_r(j) of the `window` most recent rows on the candidates j
+before it, an entry scores its mean and how much it shifts,
+
+    s_j = mean_r a_r(j) + gamma Var_r a_r(j)
+
+average-pooled, and averaged over the group. A layer is preferred by the entropy of that attention
+and its shift, each summed over query heads and candidates,
+
+    P_l = (- sum a ln a)^(1 / tau1) (sum Var_r a)^(1 / tau2)
+
+and the layers share one budget in proportion to P.
+
+Deviations. The paper fixes the layers' shares during the prefill, layer by layer; here every event
+that acts shares out the total anew, so that it is kept exactly. Events after the prefill score by
+the mean alone, as in the authors' code. tau1 and tau2 come from a table of models there; 1 here.
+When fewer layers are replayed, they share their own part. `cake@gkv` is the score as G-KV's code
+has it: largest of the group, *standard deviation*, no pooling, at every event, even budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import LayerBudgets, Protection, Scorer
+from kvsim.errors import PolicyError
+from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.window import before_window, check_window
+from kvsim.select import apportion
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class Cake(Scorer):
+    """Mean attention of a window and its dispersion, pooled over neighbouring entries.
+
+    group: reduction over the query heads, "max" before anything else, "mean" after pooling.
+    decoding: whether the dispersion counts at events after the prefill, too.
+    """
+
+    window: int = 32
+    gamma: float = 200.0
+    dispersion: Literal["var", "std"] = "var"
+    pool: Literal["max", "avg"] | None = "avg"
+    pool_kernel: int = 5
+    group: Literal["mean", "max"] = "mean"
+    decoding: bool = False
+
+    def __post_init__(self) -> None:
+        check_window("cake", self.window)
+        if not 0 <= self.gamma < float("inf"):
+            raise PolicyError(f"cake: gamma is {self.gamma}; expected 0 or more, and finite")
+        if self.dispersion not in ("var", "std"):
+            raise PolicyError(f"cake: dispersion is {self.dispersion!r}; expected 'var' or 'std'")
+        check_pooling("cake", self.pool, self.pool_kernel)
+        if self.group not in ("mean", "max"):
+            raise PolicyError(f"cake: group is {self.group!r}; expected 'mean' or 'max'")
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, view: View) -> Tensor:
+        """mean over the group of pool_j(mean_r a + gamma Var_r a); [L, H, n]."""
+        older = before_window(view, self.window)
+        attention = view.attn(self.window)  # [L, H, G, w, n]
+        if self.group == "max":
+            attention = attention.amax(2, keepdim=True)
+        vote = attention.mean(3)
+        if view.is_prompt or self.decoding:
+            shift = variance(attention)
+            vote += self.gamma * (shift.sqrt() if self.dispersion == "std" else shift)
+        vote = vote.masked_fill_(~older.unsqueeze(2), 0.0)
+        return smooth(vote, self.pool, self.pool_kernel).mean(2).where(older, 0.0)
+
+    def protection(self, budget: int) -> Protection:
+        """The window."""
+        return Protection(recent=self.window)
+
+
+@dataclass(frozen=True)
+class CakeBudgets(LayerBudgets):
+    """The layers share n_layers x budget by preference; every head of a layer keeps the same."""
+
+    window: int = 32
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    across_layers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_window("cake", self.window)
+        for name in ("tau1", "tau2"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise PolicyError(f"cake: {name} is {getattr(self, name)}; expected more than 0")
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """At least the window and at most what the layer holds; together len(layers) x budget."""
+        window = view.live & (view.pos >= view.first(self.window))
+        floor = window.sum(-1).amax(-1)  # [L]
+        cap = view.count.sum(-1) // view.count.shape[-1]  # entries of a head
+        total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
+        return apportion(total, preferences(view, self.window, self.tau1, self.tau2), floor, cap)
+
+
+def preferences(view: View, window: int, tau1: float, tau2: float) -> Tensor:
+    """P_l = H_l^(1 / tau1) V_l^(1 / tau2), float64 [L]."""
+    older = before_window(view, window).unsqueeze(2)
+    attention = view.attn(window)  # [L, H, G, w, n]
+    entropy = torch.special.entr(attention).sum(3).where(older, 0.0)
+    shift = variance(attention).where(older, 0.0)
+    spread, shifts = (x.sum((1, 2, 3), dtype=torch.float64) for x in (entropy, shift))
+    out: Tensor = spread ** (1 / tau1) * shifts ** (1 / tau2)
+    return out
+
+
+def variance(attention: Tensor) -> Tensor:
+    """Unbiased variance over the rows of [L, H, G, w, n], 0 of one row; [L, H, G, n]."""
+    return attention.var(3) if attention.shape[3] > 1 else torch.zeros_like(attention[..., 0, :])
