@@ -1,0 +1,113 @@
+"""RPC: a cache that grows by a fraction of what is generated.
+
+Song et al., "Reasoning Path Compression: Compressing Generation Trajectories for Efficient LLM
+Reasoning", NeurIPS 2025, arXiv 2505.13866, algorithm 1. The prompt stays. Every `interval` rows the
+attention of the `window` most recent rows on the text generated before them, softmax over that
+text alone, is summed over the window, averaged over all query heads of the layer and
+average-pooled; one set serves all heads. What stays beside prompt and window is one of every
+`compression` generated tokens, so no budget bounds the cache: `budget` is not looked at.
+
+Deviations. Events are counted from the end of the prompt, so the window is part of what has been
+generated; the authors count behind it. Where heads keep sets of their own (inside AMS, AdaKV,
+CriticalKV), entries at one slot are different tokens and each KV head is ranked by its own group,
+`heads="group"`. `rpc@ams` is AMS's baseline with a plain budget: softmax over the whole cache, mean
+over the group, pooling over all slots, and `sink` first entries kept instead of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import LayerBudgets, Protection, Scorer
+from kvsim.errors import PolicyError
+from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.window import before_window, check_window, shares
+from kvsim.view import View
+
+
+@dataclass(frozen=True)
+class RPC(Scorer):
+    """Attention of a window on the generated text before it, averaged over heads, pooled."""
+
+    window: int = 32
+    pool_kernel: int = 7
+    heads: Literal["all", "group"] = "all"
+
+    def __post_init__(self) -> None:
+        check_window("rpc", self.window)
+        check_pooling("rpc", "avg", self.pool_kernel)
+        if self.heads not in ("all", "group"):
+            raise PolicyError(f"rpc: heads is {self.heads!r}; expected 'all' or 'group'")
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, view: View) -> Tensor:
+        """pool_j(mean over query heads of the sum over the window of j's share); [L, H, n]."""
+        generated = before_window(view, self.window) & (view.pos >= view.prompt_len)
+        share = shares(view.logits(self.window), generated[:, :, None, None])
+        vote = share.sum(3).mean(2)
+        if self.heads == "all":
+            vote = vote.mean(1, keepdim=True).expand_as(vote)
+        return smooth(vote, "avg", self.pool_kernel).where(generated, 0.0)
+
+    def protection(self, budget: int) -> Protection:
+        """The prompt and the window."""
+        return Protection(recent=self.window, prompt=True)
+
+
+@dataclass(frozen=True)
+class Growing(LayerBudgets):
+    """Prompt, window, and one of every `compression` tokens generated so far."""
+
+    window: int = 32
+    compression: int = 4
+
+    def __post_init__(self) -> None:
+        if self.compression < 1:
+            raise PolicyError(f"rpc: compression is {self.compression}; expected at least 1")
+
+    @property
+    def bounded(self) -> bool:
+        """Never."""
+        return False
+
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """prompt_len + window + generated // compression, int [L]."""
+        generated = view.row + 1 - view.prompt_len
+        size = view.prompt_len + self.window + generated // self.compression
+        return torch.full_like(view.layers, size)
+
+
+@dataclass(frozen=True)
+class AmsRPC(Scorer):
+    """Attention of a window on the whole cache, averaged over the group, pooled (AMS's RPC)."""
+
+    window: int = 32
+    pool_kernel: int = 7
+    sink: int = 4
+
+    def __post_init__(self) -> None:
+        check_window("rpc", self.window)
+        check_pooling("rpc", "avg", self.pool_kernel)
+        if self.sink < 0:
+            raise PolicyError(f"rpc: sink is {self.sink}; expected 0 or more")
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, view: View) -> Tensor:
+        """pool_j(sum over the window of the group's mean a_r(j)); [L, H, n]."""
+        return smooth(view.attn(self.window, group="mean").sum(2), "avg", self.pool_kernel)
+
+    def protection(self, budget: int) -> Protection:
+        """Sinks and the window."""
+        return Protection(sink=self.sink, recent=self.window)
