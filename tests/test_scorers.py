@@ -325,9 +325,11 @@ def test_a_prefix_needs_its_rows_and_only_the_oracle_looks_ahead():
     assert not TriAttention(make_trace()).clairvoyant
 
 
+@pytest.mark.parametrize("held", [1, 1 << 24])
 @pytest.mark.parametrize("scorer", [QFilter, TriAttention])
-def test_prefix_oracle_and_trace_are_the_same_queries(scorer):
+def test_prefix_oracle_and_trace_are_the_same_queries(scorer, held, monkeypatch):
     """The whole trace as a prefix, looked at ahead, or given as another trace, scores alike."""
+    monkeypatch.setattr("kvsim.policies.calibration.LOGIT_BYTES", held)  # a row at a time, or all
     trace = make_trace()
     ahead = scores(scorer("oracle"), view_of(trace, clairvoyant=True))
 
