@@ -1,9 +1,9 @@
 """Q-Filters: the direction that queries share, found once; keys that point along it stay.
 
-Godey et al., "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression", arXiv
-2503.02812. Queries of a head are far from centred: most of what they have in common lies along the
-first right singular vector u of the matrix of queries, oriented so that their mean is on its
-positive side. The projection of a key on it estimates the attention that the key receives:
+Godey et al., "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression",
+arXiv 2503.02812. Queries of a head are far from centred: most of what they have in common lies
+along the first right singular vector u of the matrix of queries, oriented so that their mean is on
+its positive side. The projection of a key on it estimates the attention that the key receives:
 s_j = k_j . u, with u averaged over the query heads of the group.
 
 Deviations. Queries and keys are both taken after the rotary embedding, as the keys are cached. The
