@@ -358,7 +358,7 @@ class Policy:
         self, budget: int, prompt_len: int, n_layers: int, longest: int
     ) -> tuple[int, int] | None:
         """The first budget of a layer, and what is protected there, that do not fit."""
-        if not self.bounded:
+        if not self.allocator.bounded:
             return None
         planned = self.layer_budgets.planned(budget, n_layers, longest)
         sizes = ((own, self.protection(own).size(prompt_len)) for own in dict.fromkeys(planned))

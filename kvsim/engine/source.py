@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsim.attention import causal_attention
 from kvsim.schema import CHUNK
 from kvsim.trace import Trace
 
@@ -62,15 +61,9 @@ class TraceSource:
 
     @cached_property
     def _full(self) -> tuple[Tensor, Tensor]:
-        # what the model computed where the trace holds it, else computed here
         group = (self._trace.n_heads, -1)
-        if self._trace.has("attn_out") and self._trace.has("lse"):
-            names = ("attn_out", "lse")
-            found = [self._trace.read(n, self._layers).to(self._device) for n in names]
-        else:
-            q, k, v = (self._trace.read(n, self._layers).to(self._device) for n in "qkv")
-            found = list(causal_attention(q, k, v, self.scale))
-        return found[0].unflatten(1, group), found[1].unflatten(1, group)
+        output, lse = (x.to(self._device) for x in self._trace.full(self._layers))
+        return output.unflatten(1, group), lse.unflatten(1, group)
 
     def poison(self, gone: Tensor) -> None:
         """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""

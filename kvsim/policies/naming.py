@@ -151,7 +151,7 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
         policy = _base(name, entry, {**entry.params, **inside.get(base, {}), **routed[-1]})
     if outer and not isinstance(policy.allocator, Uniform):
         raise PolicyError(
-            f"{name}: {policy.name} decides itself how many entries each head keeps, so nothing "
+            f"{name}: {chain[-1][0]} decides itself how many entries each head keeps, so nothing "
             f"can be put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
         )
     for entry, own_params in reversed(list(zip(outer, routed, strict=False))):

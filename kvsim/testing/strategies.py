@@ -6,7 +6,7 @@ with that seed, so cases stay cheap and shrink by shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,7 +41,10 @@ GROUPS = (1, 2, 4, 7)
 
 @dataclass(frozen=True)
 class Case:
-    """A trace as arrays: q [layer, qhead, pos, dim], k and v [layer, head, pos, dim]."""
+    """A trace as arrays: q [layer, qhead, pos, dim], k and v [layer, head, pos, dim].
+
+    o_proj [layer, qhead, dim, hidden].
+    """
 
     kind: str
     seed: int
@@ -50,6 +53,7 @@ class Case:
     q: npt.NDArray[np.floating] = field(repr=False)
     k: npt.NDArray[np.floating] = field(repr=False)
     v: npt.NDArray[np.floating] = field(repr=False)
+    o_proj: npt.NDArray[np.floating] = field(repr=False)
 
     @property
     def n(self) -> int:
@@ -62,16 +66,49 @@ class Case:
         layers, heads, n, dim = self.k.shape
         return layers, heads, self.q.shape[1] // heads, n, dim
 
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding of base 10,000."""
+        return Rope.default(self.shape[-1])
+
     def trace(self) -> Trace:
-        """The arrays as a Trace, with the rotary embedding of base 10,000."""
+        """The arrays as a Trace."""
         return Trace.from_arrays(
             self.q,
             self.k,
             self.v,
             prompt_len=self.prompt_len,
-            rope=Rope.default(self.shape[-1]),
+            rope=self.rope,
             scale=self.scale,
+            o_proj=self.o_proj,
             name=repr(self),
+        )
+
+    def naive(
+        self,
+        policy: str,
+        params: Mapping[str, Any],
+        *,
+        budget: int | Sequence[int],
+        interval: int | None,
+        prefill: bool | None,
+        protect: tuple[int, int, bool] = (0, 0, False),
+    ) -> reference.Outcome:
+        """The naive float64 replay of a policy by name."""
+        return reference.replay(
+            self.q,
+            self.k,
+            self.v,
+            prompt_len=self.prompt_len,
+            policy=policy,
+            params=params,
+            budget=budget,
+            interval=interval,
+            prefill=prefill,
+            scale=self.scale,
+            rope=([float(f) for f in self.rope.inv_freq], self.rope.attention_scaling),
+            o_proj=self.o_proj,
+            protect=protect,
         )
 
     def ties_are_exact(self, policy: str) -> bool:
@@ -164,7 +201,9 @@ def make_case(
         v[:] = 0.0
     elif kind != "normal":
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-    return Case(kind, seed, prompt_len, scale, *(np.ascontiguousarray(x, dtype) for x in (q, k, v)))
+    o_proj = rng.standard_normal((layers, heads * group, dim, 5))
+    arrays = (np.ascontiguousarray(x, dtype) for x in (q, k, v, o_proj))
+    return Case(kind, seed, prompt_len, scale, *arrays)
 
 
 @st.composite
@@ -202,21 +241,76 @@ def cases(
     )
 
 
+def _whole(least: int, most: int) -> Callable[[int], st.SearchStrategy[Any]]:
+    return lambda _: st.integers(least, most)
+
+
+_SWITCH = (True, False)
+
+
+def _one(*values: Any) -> Callable[[int], st.SearchStrategy[Any]]:
+    return lambda _: st.sampled_from(values)
+
+
+#: What a parameter may be, given the longest window that is useful; the others keep their defaults.
+_DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
+    "sink": lambda most: st.integers(0, min(6, most)),
+    "recent": lambda most: st.integers(0, min(6, most)),
+    "seed": _whole(0, 5),
+    "window": lambda most: st.integers(1, most),
+    "pool": _one("max", "avg", None),
+    "pool_kernel": _one(1, 3, 5, 7),
+    "lag": _whole(1, 6),
+    "cross_scoring": _one(*_SWITCH),
+    "n_future": _whole(1, 20),
+    "covariance": _one(*_SWITCH),
+    "value_norm": _one("v", "none", "wo_v"),
+    "query_buffer": _whole(2, 12),
+    "rope": _one("mean", "mixture"),
+    "calibration": _one("prefix:1", "prefix:3", "prefix:8", "oracle"),
+    "protect_prompt": _one(*_SWITCH),
+    "offsets": _one("mean", "max"),
+    "by": _one("mass", "output"),
+    "fusion": _one("max", "sum"),
+    "decay": _one(0.0, 0.5, 0.8, 1.0),
+    "redundancy": _one(*_SWITCH),
+    "mix_lambda": _one(0.0, 0.3, 0.7, 1.0),
+    "threshold": _one(0.2, 0.5),
+    "gamma": _one(0.0, 3.0, 200.0),
+    "dispersion": _one("var", "std"),
+    "beta": _one(1.0, 3.0, 20.0),
+    "compression": _whole(1, 4),
+    "floor": _one(0.0, 0.2, 0.5, 1.0),
+    "chunk": _whole(1, 6),
+    "first_stage": _one(0.0, 0.5, 1.0),
+    "segment_mass": _one(0.05, 0.1, 0.3, 2.0),
+    "min_segment": _whole(1, 5),
+    "max_segment": _whole(5, 12),
+    "min_quota": _whole(0, 3),
+    "credit": _one(*_SWITCH),
+    "credit_decay": _one(0.0, 0.5, 0.9),
+    "credit_mix": _one(0.0, 0.5, 1.0),
+    "suffix_fill": _one("head_max", "global_max", "head_mean", "observed", "zero"),
+    "mode": _one("strict", "reference"),
+    "weights": _one("mass", "length", "equal"),
+    "segmentation": _one("mass", "mass", "fixed"),
+    "segment_length": _whole(1, 8),
+}
+
+
 @st.composite
 def parameters(draw: st.DrawFn, name: str, most: int = 10) -> dict[str, Any]:
     """Parameters of a built-in policy, small enough to bind; a window of at most `most` rows."""
-    known = reference.RULES[name].params
     drawn: dict[str, Any] = {}
-    if "sink" in known:
-        drawn["sink"] = draw(st.integers(0, min(6, most)))
-    if "recent" in known:
-        drawn["recent"] = draw(st.none() | st.integers(0, min(6, most)))
-    if "seed" in known:
-        drawn["seed"] = draw(st.integers(0, 5))
-    if "window" in known:
-        drawn["window"] = draw(st.integers(1, most))
-        drawn["pool"] = draw(st.sampled_from(("max", "avg", None)))
-        drawn["pool_kernel"] = draw(st.sampled_from((1, 3, 5, 7)))
+    for key, default in reference.defaults(name).items():
+        plain = key.rpartition("scorer__")[2]
+        if plain not in _DRAWN:
+            continue
+        value = draw(_DRAWN[plain](most))
+        # half of the budget by default; and a preset that shares between heads is meant to
+        drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
+        if plain == "calibration":
+            drawn[key] = value
     return drawn
 
 
@@ -249,10 +343,13 @@ def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(reference.R
     """
     name = draw(st.sampled_from(names))
     interval, prefill = draw(schedules(case.n, case.prompt_len))
-    every = interval or (1 if reference.RULES[name].every_row else None)
+    every = reference.parse(name).schedule[0] if interval is None else interval
     last = max(
         reference.event_rows(case.n, case.prompt_len, interval=every, prefill=prefill), default=0
     )
     params = draw(parameters(name, draw(_mostly(st.just(max(1, min(10, last))), st.just(10)))))
-    least = reference.smallest_budget(name, params, case.n - 1)
+    least = reference.smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
+    if "n_future" in params:  # moments need two samples behind the sinks
+        sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
+        least = max(least, min(sink + 1, case.n))
     return Setup(name, params, draw(budgets(least, last)), interval, prefill)
