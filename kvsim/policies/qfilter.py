@@ -8,8 +8,8 @@ s_j = k_j . u, with u averaged over the query heads of the group.
 
 Deviations. Queries and keys are both taken after the rotary embedding, as the keys are cached. The
 paper calibrates on many texts; here the queries come from `calibration`. The authors' script
-orients u by the majority of the queries, the paper and kvsim by their mean. kvpress downloads
-filters (their negatives) that were made for a few models.
+orients u by the majority of the queries, kvsim by their mean. kvpress downloads filters
+(their negatives) that were made for a few models.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """TriAttention: which distances a head attends to, read from the centre of its queries.
 
 Mao et al., "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression",
-arXiv 2604.04921, and github.com/WeianMao/triattention. Before the rotary embedding the queries of a head
-gather around a centre. Read as complex numbers, one per rotated pair f with frequency w_f, let q_f
-be the queries, k_f the keys as they are cached and t the next position. With a_f = E[q_f] and
-b_f = E[|q_f|] of a calibration text, a key scores
+arXiv 2604.04921, and github.com/WeianMao/triattention. Before the rotary embedding the queries of
+a head gather around a centre. Read as complex numbers, one per rotated pair f with frequency w_f,
+let q_f be the queries, k_f the keys as they are cached and t the next position. With a_f = E[q_f]
+and b_f = E[|q_f|] of a calibration text, a key scores
 
     mean over d of sum_f Re(a_f exp(i w_f (t + d)) conj(k_f)) + sum_f (b_f - |a_f|) |k_f|
 
