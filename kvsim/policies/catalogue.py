@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvsim.composition import Everything, Schedule
+from kvsim.composition import Even, Everything, Schedule
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
+from kvsim.policies.cake import Cake, CakeBudgets
 from kvsim.policies.chunkkv import ChunkKV
 from kvsim.policies.criticalkv import CriticalKV
 from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.full import Full
+from kvsim.policies.gkv import GKV, Global, Local
 from kvsim.policies.h2o import H2O, ObservedAttention
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.lagkv import LagKV
+from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.naming import Entry, Preset
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
 from kvsim.policies.random import Random
+from kvsim.policies.rkv import RKV
+from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.policies.tova import TOVA
@@ -38,6 +43,7 @@ _SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
 # what is wrapped is the score alone, without TriAttention's rule that the prompt stays.
 _PER_HEAD: Mapping[str, Mapping[str, Any]] = {
     "tova": {"heads": "group"},
+    "rpc": {"heads": "group"},
     "triattention": {"protect_prompt": False},
 }
 _SHARED: Mapping[str, Mapping[str, Any]] = {"triattention": {"protect_prompt": False}}
@@ -97,6 +103,12 @@ CATALOGUE: Mapping[str, Entry] = {
         _PROMPT,
         {
             "kvpress": Preset("window 64, average-pool of 5", params=_SNAPKV_KVPRESS),
+            "gkv": Preset(
+                "for decoding, as G-KV has it: window 16, the group's largest, max-pool of 5",
+                piece=Local,
+                params={"pool": "max"},
+                policy={"schedule": _EVERY_128},
+            ),
             "original": Preset(
                 "one set per query head, which a grouped cache cannot store",
                 policy={"per_query_head": True},
@@ -166,6 +178,118 @@ CATALOGUE: Mapping[str, Entry] = {
         TriAttention,
         _EVERY_128,
         required={"calibration": "prefix:64"},
+    ),
+    "gkv": Entry(
+        "what recent and earlier windows attended to, less what is redundant",
+        "arXiv 2512.00504",
+        GKV,
+        _EVERY_128,
+        {
+            "r1_qwen_7b": Preset("best for R1-Distill-Qwen-7B", params={"mix_lambda": 0.7}),
+            "r1_llama_8b": Preset("best for R1-Distill-Llama-8B", params={"mix_lambda": 0.9}),
+            "release": Preset("as the released scripts", params={"mix_lambda": 0.5}),
+        },
+    ),
+    "global_max": Entry(
+        "what any window attended to, the decayed maximum",
+        "arXiv 2512.00504",
+        GKV,
+        _EVERY_128,
+        params={"redundancy": False},
+    ),
+    "global_mean": Entry(
+        "what windows attended to, a moving average",
+        "arXiv 2512.00504",
+        GKV,
+        _EVERY_128,
+        params={"redundancy": False, "fusion": "mean"},
+    ),
+    "global_sum": Entry(
+        "what windows attended to, a decayed sum",
+        "arXiv 2512.00504",
+        GKV,
+        _EVERY_128,
+        params={"redundancy": False, "fusion": "sum"},
+    ),
+    "rkv": Entry(
+        "what a window attends to, less what is redundant",
+        "arXiv 2505.24133",
+        RKV,
+        _EVERY_128,
+        {
+            "gkv": Preset("the same as rkv: G-KV's baseline, comparable with it"),
+            "original": Preset(
+                "largest logits of the group, softmax without the window; window 8, pool of 7",
+                params={"variant": "original", "window": 8, "pool_kernel": 7},
+            ),
+            "ams": Preset(
+                "as the AMS release has it: window 8, sinks kept, redundancy before the window",
+                params={
+                    "variant": "ams",
+                    "window": 8,
+                    "pool_kernel": 7,
+                    "mix_lambda": 0.07,
+                    "sink": 4,
+                },
+                policy={"schedule": _EVERY_512},
+            ),
+        },
+    ),
+    "morphkv": Entry(
+        "what a window attends to, as G-KV compares with it",
+        "arXiv 2503.00979",
+        Local,
+        _EVERY_128,
+        {
+            "gkv": Preset("the same as morphkv"),
+            "original": Preset(
+                "every row, softmax over distant entries alone, summed over the window",
+                piece=MorphKV,
+                policy={"schedule": Schedule(interval=1, prefill=False)},
+            ),
+        },
+    ),
+    "cake": Entry(
+        "what is attended to much or unsteadily; layers share one budget by their attention",
+        "arXiv 2503.12491",
+        Cake,
+        _EVERY_128,
+        {
+            "gkv": Preset(
+                "G-KV's baseline: standard deviation, the group's largest, layers alike",
+                layer_budgets=Even,
+                params={
+                    "window": 16,
+                    "dispersion": "std",
+                    "pool": None,
+                    "group": "max",
+                    "decoding": True,
+                },
+            )
+        },
+        layer_budgets=CakeBudgets,
+    ),
+    "rpc": Entry(
+        "the prompt, and a growing share of the rest that recent rows attend to",
+        "arXiv 2505.13866",
+        RPC,
+        Schedule(interval=1024, prefill=False),
+        {
+            "ams": Preset(
+                "as the AMS release has it: fixed budget, sets per head, sinks kept",
+                piece=AmsRPC,
+                layer_budgets=Even,
+                policy={"schedule": _EVERY_512},
+            )
+        },
+        layer_budgets=Growing,
+    ),
+    "global": Entry(
+        "the global score of any scorer: its values remembered over events",
+        "arXiv 2512.00504",
+        Global,
+        _EVERY_128,
+        inner=_SHARED,
     ),
     "criticalkv": Entry(
         "half by any scorer, the rest by its score times the value behind the output projection",
