@@ -26,12 +26,29 @@ _PART = re.compile(r"(<!-- generated: (?P<name>\S+) -->\n).*?(<!-- /generated --
 
 def policies() -> str:
     """The table of policies and their presets."""
-    from kvsim.policies import CATALOGUE  # noqa: PLC0415 - loads torch, which --help need not
+    from kvsim.cli.listing import fires, needs, shown  # noqa: PLC0415 - loads torch; --help doesn't
+    from kvsim.policies import describe, names  # noqa: PLC0415
 
-    lines = ["| policy | keeps | paper |", "| --- | --- | --- |"]
-    for name, entry in CATALOGUE.items():
-        lines.append(f"| `{name}` | {entry.summary} | {_link(entry.paper)}|")
-        lines += [f"| `{name}@{p}` | {preset.summary} | |" for p, preset in entry.presets.items()]
+    lines = ["| policy | keeps | evicts after | needs | paper |", "| --- " * 5 + "|"]
+    for one in map(describe, names()):
+        paper = "" if "@" in one.name else _link(one.paper)
+        lines.append(f"| `{shown(one)}` | {one.keeps} | {fires(one)} | {needs(one)} | {paper}|")
+    return "\n".join(lines)
+
+
+def policy_names() -> str:
+    """The names alone, by what they are."""
+    from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
+
+    lines = ["| | |", "| --- | --- |"]
+    kinds = {"scorer": "scorers", "wrapper": "wrappers", "allocator": "allocators"}
+    for kind, plural in kinds.items():
+        names = [
+            f"`{name}`" + (f" (`@{'`, `@'.join(entry.presets)}`)" if entry.presets else "")
+            for name, entry in CATALOGUE.items()
+            if entry.kind == kind
+        ]
+        lines.append(f"| {plural} | {', '.join(names)} |")
     return "\n".join(lines)
 
 
@@ -41,20 +58,27 @@ def _link(paper: str) -> str:
 
 
 def policy_notes() -> str:
-    """For each policy the docstring of its file, its schedules and its parameters."""
-    from kvsim.cli.show import schedule  # noqa: PLC0415 - as policies()
-    from kvsim.policies import CATALOGUE, policy  # noqa: PLC0415
+    """For each policy the docstrings of its files, its schedules and its parameters."""
+    from kvsim.cli.listing import fires  # noqa: PLC0415 - as policies()
+    from kvsim.policies import CATALOGUE, describe  # noqa: PLC0415
 
-    parts = []
+    parts, told = [], {}
     for name, entry in CATALOGUE.items():
-        doc = inspect.cleandoc(sys.modules[entry.scorer.__module__].__doc__ or "")
+        presets = [entry.preset(preset) for preset in entry.presets]
+        pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
+        docs = []
+        for module in dict.fromkeys(p.__module__ for p in pieces):
+            if module in told:
+                docs.append(f"See [{told[module]}](#{told[module]}) for its score.")
+            elif module.startswith("kvsim.policies."):
+                docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
+                told[module] = name
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
         for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):
-            one = policy(full_name)
-            when = schedule(one.schedule.interval, prefill=one.schedule.prefill)
+            one = describe(full_name)
             params = ", ".join(f"`{key}={value}`" for key, value in one.params.items())
-            lines.append(f"| `{full_name}` | {when} | {params or 'none'} |")
-        parts.append(f"## {name}\n\n{doc}\n\n" + "\n".join(lines))
+            lines.append(f"| `{full_name}` | {fires(one)} | {params or 'none'} |")
+        parts.append("\n\n".join([f"## {name}", *docs, "\n".join(lines)]))
     return "\n" + "\n\n".join(parts) + "\n"
 
 
@@ -95,6 +119,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
     "policies": policies,
+    "policy_names": policy_names,
     "policy_notes": policy_notes,
 }
 

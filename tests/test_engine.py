@@ -335,12 +335,10 @@ def test_a_record_belongs_to_its_trace_and_budget():
 class Uneven(Allocator):
     """Gives the first layer half of the budget, the others all of it."""
 
-    bounded: ClassVar[bool] = True
-
     def plan(self, view, scores, protected):
         """The first layer drops below the budget, and then acts less often than the others."""
-        quotas = torch.full_like(view.count, view.budget)
-        quotas[view.layers == 0] = view.budget // 2
+        quotas = view.budget.expand_as(view.count).clone()
+        quotas[view.layers == 0] //= 2
         return Plan(quotas)
 
 

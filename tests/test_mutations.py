@@ -201,9 +201,9 @@ def layer_counted_within_the_block(patch: Patch) -> None:
     right = engine_block.Block.__init__
 
     def wrong(
-        self: Any, source: Any, policy: Any, budget: int, layers: Tensor, **rest: Any
+        self: Any, source: Any, policy: Any, setting: Any, layers: Tensor, **rest: Any
     ) -> None:
-        right(self, source, policy, budget, torch.arange(len(layers)), **rest)
+        right(self, source, policy, setting, torch.arange(len(layers)), **rest)
 
     patch.setattr(engine_block.Block, "__init__", wrong)
 
@@ -227,8 +227,9 @@ def acts_without_need(patch: Patch) -> None:
     """An event acts when one more entry would fit."""
     right = engine_block.Block.__init__
 
-    def wrong(self: Any, source: Any, policy: Any, budget: int, *rest: Any, **more: Any) -> None:
-        right(self, source, policy, max(1, budget - 1), *rest, **more)
+    def wrong(self: Any, source: Any, policy: Any, setting: Any, *rest: Any, **more: Any) -> None:
+        smaller = replace(setting, budget=max(1, setting.budget - 1))
+        right(self, source, policy, smaller, *rest, **more)
 
     patch.setattr(engine_block.Block, "__init__", wrong)
 

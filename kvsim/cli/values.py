@@ -61,6 +61,7 @@ _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
 def parse_set(text: str) -> tuple[str, Value]:
     """`key=value`; the value is a number, true, false, none, or else text."""
     key, equals, value = (part.strip() for part in text.partition("="))
+    key = key.replace("scorer.", "scorer__")  # of the scorer inside; as Python has to spell it
     if not equals or not key or not value:
         raise OptionError(f"--set is {text!r}; expected KEY=VALUE, such as window=64")
     if value.lower() in _CONSTANTS:
@@ -117,22 +118,23 @@ def build_policies(
     protect: what each of them is to keep beside what it keeps by itself. Raises PolicyError where
     no policy has the key of a setting.
     """
-    from kvsim.policies import policy
+    from kvsim.policies import parameters, policy
 
-    if any(":" in name for name in names):
+    own = [name for name in names if ":" in name]
+    if own:
         sys.path.append(str(Path.cwd()))  # where a file of the user's own is looked for last
     wanted = dict(parse_set(text) for text in settings)
-    known = {name: policy(name).params for name in names}
+    known = {name: policy(name).params if name in own else parameters(name) for name in names}
     for key in wanted:
-        if not any(key in params for params in known.values()):
-            keys = dict.fromkeys(key for params in known.values() for key in params)
+        if not any(key in keys for keys in known.values()):
+            listed = dict.fromkeys(key for keys in known.values() for key in keys)
             raise PolicyError(
                 f"--set {key}: none of {', '.join(names)} has this parameter"
-                f"{suggest(key, keys)}; parameters: {', '.join(keys) or 'none'}"
+                f"{suggest(key, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
     built = (
-        policy(name, **{key: value for key, value in wanted.items() if key in params})
-        for name, params in known.items()
+        policy(name, **{key: value for key, value in wanted.items() if key in keys})
+        for name, keys in known.items()
     )
     return [
         one if protect is None else replace(one, protect=one.protect | protect) for one in built

@@ -459,7 +459,7 @@ def head_permutation(trial: Trial) -> None:
         q=case.q[:, qorder],
         k=case.k[:, order],
         v=case.v[:, order],
-        o_proj=case.o_proj[:, qorder],
+        o_proj=None if case.o_proj is None else case.o_proj[:, qorder],
     )
     found = replace(trial, case=moved).replay().evicted_at
     back = np.empty_like(found)

@@ -53,7 +53,7 @@ class Case:
     q: npt.NDArray[np.floating] = field(repr=False)
     k: npt.NDArray[np.floating] = field(repr=False)
     v: npt.NDArray[np.floating] = field(repr=False)
-    o_proj: npt.NDArray[np.floating] = field(repr=False)
+    o_proj: npt.NDArray[np.floating] | None = field(repr=False)
 
     @property
     def n(self) -> int:
