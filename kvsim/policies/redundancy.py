@@ -45,7 +45,8 @@ def mean_similarity(
     if not bool(chosen.all()):
         unit = unit.masked_fill_(~chosen.unsqueeze(-1), 0.0)
     together = unit.sum(1).unsqueeze(-1)  # [L * H, d, 1]
-    total = (unit @ together).squeeze(-1) - unit.square().sum(-1)
+    with_itself = (norm / (norm + epsilon)).square()
+    total = (unit @ together - with_itself).squeeze(-1)
     heads = max(1, _BLOCK_BYTES // (n * _NARROW * keys.element_size()))
     blocks = zip(unit.split(heads), chosen.split(heads), strict=True)
     found = [_last_similar(*block, threshold) for block in blocks]
