@@ -16,6 +16,7 @@ over the group, pooling over all slots, and `sink` first entries kept instead of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +78,10 @@ class Growing(LayerBudgets):
     def bounded(self) -> bool:
         """Never."""
         return False
+
+    def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
+        """Nothing: the policy's budget plays no part, and prompt and window always have room."""
+        return ()
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """prompt_len + window + generated // compression, int [L]."""
