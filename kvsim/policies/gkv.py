@@ -10,8 +10,9 @@ along since earlier events; a new entry has none and enters with S / max S:
 
 G-KV ranks by mix_lambda F - (1 - mix_lambda) R', with R' the redundancy of the keys, softmax of
 their mean similarity over its maximum. `global_max`, `global_mean` and `global_sum` rank by F
-alone; `global+X` fuses the scores of any scorer X; `snapkv@gkv` and `morphkv@gkv` are the local
-score with and without pooling, which G-KV compares itself with.
+alone; `global+X` fuses the scores of any scorer X. What G-KV compares itself with is the local
+score: pooled as `snapkv@gkv` (SnapKV, arXiv 2404.14469, carried over to decoding), and by itself as
+`morphkv@gkv` (MorphKV, arXiv 2503.00979).
 
 Deviations. As in the released code, the maxima run over the candidates and not over the window; the
 threshold of the redundancy zeroes one entry per row (see redundancy.py). The first event ranks by
