@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -177,9 +178,12 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     limit = DEFAULT_MEMORY if memory is None else memory
     item = torch.empty((), dtype=trace.dtype).element_size()
     stored = (trace.n_qheads + 2 * trace.n_heads) * trace.n_pos * trace.dim * item
-    # gathered keys and values of the largest event; logits, mask and attention of the window
-    event = 2 * trace.n_heads * trace.n_pos * trace.dim * item
+    # gathered keys and values of the largest event, and what a scorer makes of them (turned, put
+    # in other order); logits, mask and attention of the window; projections in two layouts
+    event = 4 * trace.n_heads * trace.n_pos * trace.dim * item
     event += 3 * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
+    if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
+        event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
     need = stored + event + 4 * LOGIT_BYTES  # and those of one block of rows
     if need > limit:
         raise MemoryLimitError(

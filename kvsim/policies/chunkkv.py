@@ -60,7 +60,8 @@ class ChunkKV(Allocator):
             order = _best_first(padded.double().sum(1, keepdim=True), chunks, live)
             chosen = self._whole(view, chunks, order)
             few = view.count[:, :1] < self.chunk  # no whole chunk: kvpress selects as if without
-            plain = select(padded, view.budget.expand_as(view.count), protected, view.live)
+            nothing = torch.zeros_like(protected)
+            plain = select(padded, view.budget.expand_as(view.count), nothing, view.live)
             chosen = torch.where(few.unsqueeze(-1), plain, chosen)
         chosen = chosen.expand_as(view.live)
         return Plan(chosen.sum(-1), eligible=chosen)

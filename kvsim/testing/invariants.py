@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsim.composition import Allocator, Even, Plan, Policy, Uniform
-from kvsim.engine import replay
+from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, suggest
 from kvsim.metrics import output_error
 from kvsim.policies import policy as named
@@ -351,11 +351,11 @@ def layer_blocks(trial: Trial) -> None:
 
 def _smallest_memory(trial: Trial) -> int:
     low, high = 0, 1 << 40  # too little, enough
-    single = replace(trial, budget=trial.case.n)  # the limit does not depend on what is evicted
+    trace = trial.case.trace()
     while high - low > 1 << 10:
         middle = (low + high) // 2
-        try:
-            single.replay(memory=middle)
+        try:  # the limit does not depend on what is evicted
+            check_cell(trace, trial.policy, trial.case.n, middle)
             high = middle
         except MemoryLimitError:
             low = middle

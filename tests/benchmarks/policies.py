@@ -1,0 +1,272 @@
+"""What policies cost: choosing against a loop over heads, scoring against measuring the outcome.
+
+    python tests/benchmarks/policies.py            # the sizes of the aim, a few minutes
+    python tests/benchmarks/policies.py --smallest # seconds; what the test suite runs
+
+Prints
+* AMS and AdaKV: the time from scores (and AMS's usage) to the kept set, 28 layers x 4 heads x 1,024
+  entries at once, against the same in numpy, head by head and segment by segment.
+* for every policy the time of a whole replay (scoring and choosing at all events) in units of the
+  ideal time of its output error: 4 x dim x the entries that query heads see in rows after the
+  prompt, at the fp32 matrix rate.
+
+With `--doc docs/performance.md` the report is put into that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kvsim
+from kvsim.policies import CATALOGUE, names
+from kvsim.policies.adakv import AdaKV
+from kvsim.policies.ams import AMS, Segments, normalise
+from kvsim.select import compete, select
+
+sys.path.append(str(Path(__file__).parent))
+from replay import Size, arrays, best, fresh, matrix_rate
+
+BEGIN, END = "<!-- begin policies -->", "<!-- end policies -->"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Shapes of one choice."""
+
+    layers: int
+    heads: int
+    entries: int
+    budget: int
+    repeats: int
+
+
+AIM_CHOICE = Choice(28, 4, 1024, 512, repeats=5)
+AIM = Size(1, 4, 7, 128, tokens=4096, prompt=512, budget=512, interval=512, repeats=3)
+SMALLEST_CHOICE = Choice(2, 2, 128, 64, repeats=1)
+SMALLEST = Size(1, 2, 2, 32, tokens=320, prompt=128, budget=64, interval=64, matrix=256, repeats=1)
+
+
+# ------------------------------------------------------------------- choosing, all heads at once
+
+
+def choose_ams(ams: AMS, usage: Tensor, scores: Tensor, protected: Tensor, budget: int) -> Tensor:
+    """From usage and scores [L, H, n] to the kept set."""
+    live = torch.ones_like(protected)
+    mass = normalise(usage, live)
+    parts = Segments.of(ams.segment(mass, live), mass, protected, live)
+    quotas = ams.share(parts, torch.full(usage.shape[:2], budget))
+    return select(scores, quotas.units, protected, live, parts.group)
+
+
+def choose_adakv(ada: AdaKV, scores: Tensor, protected: Tensor, budget: int) -> Tensor:
+    """From scores [L, H, n] to the kept set."""
+    layers, heads, n = scores.shape
+    live, pos = torch.ones_like(protected), torch.arange(n).expand_as(scores)
+    safe = protected.sum(-1) + int(ada.floor * budget)
+    total = torch.full((layers,), heads * budget)
+    quotas = compete(scores, safe.clamp(max=budget), total, protected, live, pos)
+    return select(scores, quotas, protected, live)
+
+
+# ------------------------------------------------------------------- the same, a head at a time
+
+
+def loop_ams(
+    ams: AMS, usage: np.ndarray, scores: np.ndarray, protected: np.ndarray, budget: int
+) -> np.ndarray:
+    """AMS in strict mode as one would write it first: heads, segments and entries one by one."""
+    keep = np.zeros(scores.shape, dtype=bool)
+    for at in np.ndindex(*scores.shape[:2]):
+        mass = (usage[at] + 1e-12) / (usage[at] + 1e-12).sum()
+        starts = _segment_one(ams, mass.cumsum())
+        ends = [*starts[1:], len(mass)]
+        parts = [slice(a, b) for a, b in zip(starts, ends, strict=True)]
+        must = [int(protected[at][p].sum()) for p in parts]
+        least = [
+            max(r, min(ams.min_quota, p.stop - p.start)) for r, p in zip(must, parts, strict=True)
+        ]
+        weight = [float(mass[p].sum()) for p in parts]
+        quotas = _share_one(least, [p.stop - p.start for p in parts], weight, budget)
+        for p, quota in zip(parts, quotas, strict=True):
+            ranked = np.argsort(np.where(protected[at][p], -np.inf, -scores[at][p]), kind="stable")
+            keep[at][p.start + ranked[:quota]] = True
+    return keep
+
+
+def _segment_one(ams: AMS, cumulative: np.ndarray) -> list[int]:
+    n, starts = len(cumulative), [0]
+    for k in range(1, math.ceil(1 / ams.segment_mass - 1e-9)):
+        crossing = np.flatnonzero(cumulative >= k * ams.segment_mass)
+        if len(crossing):
+            starts.append(max(1, int(crossing[0])))
+    starts = sorted(set(starts))
+    merged = [0]
+    for start in starts[1:]:
+        if start >= merged[-1] + ams.min_segment:
+            merged.append(start)
+    if len(merged) > 1 and n - merged[-1] < ams.min_segment:
+        merged.pop()
+    out = []
+    for start, end in zip(merged, [*merged[1:], n], strict=True):
+        pieces = -(-(end - start) // ams.max_segment)
+        out += [start + -(-i * (end - start) // pieces) for i in range(pieces)]
+    return out
+
+
+def _share_one(least: list[int], size: list[int], weight: list[float], budget: int) -> list[int]:
+    """Capped proportional shares by filling up again and again, then largest remainders."""
+    share = [float(x) for x in least]
+    open_ = [i for i in range(len(least)) if size[i] > least[i]]
+    left = budget - sum(least)
+    while left > 1e-9 and open_:
+        total = sum(weight[i] for i in open_)
+        full = [i for i in open_ if share[i] + left * weight[i] / total >= size[i]]
+        if not full:
+            for i in open_:
+                share[i] += left * weight[i] / total
+            break
+        for i in full:
+            left -= size[i] - share[i]
+            share[i] = float(size[i])
+        open_ = [i for i in open_ if i not in full]
+    whole = [math.floor(x + 1e-9) for x in share]
+    order = sorted(range(len(share)), key=lambda i: (whole[i] - share[i], i))
+    for i in order[: budget - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def loop_adakv(ada: AdaKV, scores: np.ndarray, protected: np.ndarray, budget: int) -> np.ndarray:
+    """AdaKV with a sort per head and one per layer."""
+    keep = np.zeros(scores.shape, dtype=bool)
+    heads, n = scores.shape[1:]
+    for layer in range(len(scores)):
+        for head in range(heads):
+            order = sorted(
+                range(n),
+                key=lambda i: (not protected[layer, head, i], -scores[layer, head, i], i),
+            )
+            safe = min(budget, int(protected[layer, head].sum()) + int(ada.floor * budget))
+            keep[layer, head, order[:safe]] = True
+        rest = [
+            (-scores[layer, head, i], i, head)
+            for head in range(heads)
+            for i in range(n)
+            if not keep[layer, head, i]
+        ]
+        for _, i, head in sorted(rest)[: heads * budget - int(keep[layer].sum())]:
+            keep[layer, head, i] = True
+    return keep
+
+
+def choosing(size: Choice) -> tuple[dict[str, float], list[str]]:
+    """How many times faster the choice is than the loop, by allocator."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (size.layers, size.heads, size.entries)
+    # usage with a heavy tail, a sink and recent entries, as attention has
+    usage = torch.rand(shape, generator=generator, dtype=torch.float64) ** 8
+    usage[..., 0] += 20
+    scores = torch.rand(shape, generator=generator)
+    protected = torch.zeros(shape, dtype=torch.bool)
+    protected[..., :4] = protected[..., -32:] = True
+    ams, ada = AMS(), AdaKV()
+    flat: tuple[Any, ...] = (usage.numpy(), scores.numpy(), protected.numpy())
+    pairs = {
+        "ams": (
+            lambda: choose_ams(ams, usage, scores, protected, size.budget),
+            lambda: loop_ams(ams, *flat, size.budget),
+        ),
+        "adakv": (
+            lambda: choose_adakv(ada, scores, protected, size.budget),
+            lambda: loop_adakv(ada, *flat[1:], size.budget),
+        ),
+    }
+    ratios, lines = {}, [f"{size}"]
+    for name, (ours, loop) in pairs.items():
+        if not (ours().numpy() == loop()).all():
+            raise AssertionError(f"{name}: the loop keeps other entries")
+        fast, slow = best(ours, size.repeats * 3), best(loop, size.repeats)
+        ratios[name] = slow / fast
+        lines.append(
+            f"{name:6} {fast * 1e3:7.2f} ms, the loop {slow * 1e3:8.1f} ms: {slow / fast:.0f} times"
+        )
+    return ratios, lines
+
+
+# -------------------------------------------------------------------------------------- scoring
+
+
+def scoring(size: Size) -> tuple[dict[str, float], list[str]]:
+    """Replay of each policy in units of the ideal output-error time."""
+    given = arrays(size)
+    generator = torch.Generator().manual_seed(1)
+    hidden = size.heads * size.group * size.dim
+    given["o_proj"] = torch.randn(
+        (size.layers, size.heads * size.group, size.dim, hidden), generator=generator
+    )
+    rate = matrix_rate(size.matrix)
+    units, lines = {}, [f"{size}"]
+    for name in (*names(), "ams+expected_attention", "adakv+expected_attention"):
+        if name in ("full", "oracle", "random"):
+            continue
+        base = name.partition("+")[0]
+        entry = CATALOGUE[base.partition("@")[0]]
+        full = name if "+" in name or entry.kind == "scorer" or entry.default else f"{name}+tova"
+        # the prompt fills the budget here; a policy that pins it would keep nothing else
+        pinned = {"protect_prompt": False} if "protect_prompt" in entry.known else {}
+        policy = kvsim.policy(full, **entry.required, **pinned)
+        if name == "rpc":
+            continue  # its cache grows, so there is no ideal time at this budget
+        trace = fresh(size, given)
+        record = kvsim.replay(trace, policy, size.budget, interval=size.interval)
+        seconds = best(
+            lambda p=policy: kvsim.replay(
+                fresh(size, given), p, size.budget, interval=size.interval
+            ),
+            size.repeats,
+        )
+        per_head = size.group if record.evicted_at.shape[1] == size.heads else 1
+        seen = sum(int(record.kept(row).sum()) for row in range(size.prompt, size.tokens))
+        ideal = 4 * size.dim * seen * per_head / rate
+        units[full] = seconds / ideal
+        rate = max(rate, matrix_rate(size.matrix)) if len(units) % 10 == 0 else rate
+    for name, unit in sorted(units.items(), key=lambda pair: pair[1]):
+        lines.append(f"{name:34} {unit:6.3f}")
+    return units, lines
+
+
+def run(choice: Choice, size: Size) -> tuple[dict[str, float], list[str]]:
+    """Both reports."""
+    ratios, lines = choosing(choice)
+    units, more = scoring(size)
+    head = [f"threads {torch.get_num_threads()}, torch {torch.__version__}"]
+    return {**ratios, **units}, [*head, *lines, *more]
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smallest", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
+    options = parser.parse_args()
+    sizes = (SMALLEST_CHOICE, SMALLEST) if options.smallest else (AIM_CHOICE, AIM)
+    _, lines = run(*sizes)
+    print("\n".join(lines))
+    if options.doc:
+        head, _, rest = options.doc.read_text("utf-8").partition(BEGIN)
+        _, _, tail = rest.partition(END)
+        report = "\n".join(["", "```text", *lines, "```", ""])
+        options.doc.write_text(head + BEGIN + report + END + tail, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
