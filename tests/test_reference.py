@@ -22,11 +22,44 @@ from kvsim.testing import reference, strategies
 from kvsim.testing.reference import NEVER, Event, Scored, classic, expected, loop, windows
 from kvsim.testing.strategies import Case, Setup
 
-CATALOGUED = [
-    *CATALOGUE,
-    *(f"{name}@{p}" for name, entry in CATALOGUE.items() for p in entry.presets),
-]
-NAMES = tuple(name for name in reference.RULES if name in CATALOGUED)
+CATALOGUED = {*CATALOGUE, *(f"{n}@{p}" for n, entry in CATALOGUE.items() for p in entry.presets)}
+#: Policies that are replayed by the most cases, and measured.
+SIMPLE = (
+    "full",
+    "random",
+    "streaming_llm",
+    "streaming_llm@original",
+    "h2o",
+    "h2o@kvpress",
+    "tova",
+    "tova@kvpress",
+    "snapkv",
+    "snapkv@kvpress",
+    "snapkv@original",
+)
+CROSSES = (
+    "ams+expected_attention",
+    "ams+triattention",
+    "ams+rkv@ams",
+    "ams@release+keydiff",
+    "ams+criticalkv+tova@kvpress",
+    "global+knorm",
+    "global+tova",
+    "criticalkv+snapkv",
+    "criticalkv+keydiff",
+    "criticalkv+lagkv",
+    "adakv+criticalkv+expected_attention",
+    "adakv+gkv",
+    "adakv@kvpress+snapkv",
+    "adakv+pyramidkv",
+    "chunkkv+criticalkv+tova",
+    "chunkkv@kvpress+expected_attention",
+    "chunkkv+lagkv",
+)
+#: What both the reference and the engine replay.
+NAMES = tuple(
+    name for name in (*reference.NAMES, *CROSSES) if CATALOGUED.issuperset(name.split("+"))
+)
 QUIET = settings(
     deadline=None,
     database=None,
@@ -41,18 +74,21 @@ def examples(usual: int) -> int:
 
 def naive(case: Case, setup: Setup) -> reference.Outcome:
     """The reference replay of a generated case."""
-    return reference.replay(
-        case.q,
-        case.k,
-        case.v,
-        prompt_len=case.prompt_len,
-        policy=setup.policy,
-        params=setup.params,
-        budget=setup.budget,
-        interval=setup.interval,
-        prefill=setup.prefill,
-        scale=case.scale,
-    )
+    how = {"budget": setup.budget, "interval": setup.interval, "prefill": setup.prefill}
+    return case.naive(setup.policy, setup.params, **how)
+
+
+def possible(case: Case, setup: Setup) -> reference.Outcome:
+    """The reference replay, where the policy has a rule for what was drawn; else draw again.
+
+    It has none for too few rows to learn from, or a layer's share below what is protected.
+    """
+    try:
+        kvsim.policy(setup.policy, **setup.params)
+        return naive(case, setup)
+    except PolicyError:
+        assume(condition=False)
+        raise
 
 
 def replay(case: Case, setup: Setup, **hooks) -> kvsim.Record:
@@ -84,33 +120,39 @@ def disagreement(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_in_float64_equals_the_naive_replay(name):
-    """In 200 generated cases that evict, the engine evicts what the naive loops evict."""
+    """In generated cases that evict, the engine evicts what the naive loops evict."""
     seen: Counter[str] = Counter()
+    least = 200 if name in SIMPLE else 50
 
-    @settings(QUIET, max_examples=examples(200))
+    @settings(QUIET, max_examples=examples(least))
     @given(st.data())
     def check(data):
         case = data.draw(strategies.cases())
         setup = data.draw(strategies.setups(case, [name]))
-        outcome = naive(case, setup)
+        outcome = possible(case, setup)
         assume(outcome.cuts or name == "full")
         assert disagreement(case, setup, outcome) is None
         seen["cases"] += 1
         seen[f"group {case.shape[2]}"] += 1
 
     check()
-    assert seen["cases"] >= 200
+    assert seen["cases"] >= least
     assert all(seen[f"group {group}"] for group in strategies.GROUPS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(QUIET, max_examples=examples(100))
-@given(data=st.data())
-def test_replay_of_narrow_floats_equals_the_naive_replay(name, data):
+def test_replay_of_narrow_floats_equals_the_naive_replay(name):
     """In float32 and from float16 input, too, outside near-ties of the scores."""
-    case = data.draw(strategies.cases(dtypes=(np.float32, np.float16)))
-    setup = data.draw(strategies.setups(case, [name]))
-    assert disagreement(case, setup) is None
+
+    @settings(QUIET, max_examples=examples(100 if name in SIMPLE else 30))
+    @given(st.data())
+    def check(data):
+        case = data.draw(strategies.cases(dtypes=(np.float32, np.float16)))
+        setup = data.draw(strategies.setups(case, [name]))
+        outcome = possible(case, setup)
+        assert disagreement(case, setup, outcome) is None
+
+    check()
 
 
 @pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova"])
@@ -695,24 +737,6 @@ def test_schedule_is_that_of_the_outermost_piece_that_has_one(name, schedule):
 # ------------------------------------------------------------------- every name of the reference
 
 
-CROSSES = (
-    "ams+expected_attention",
-    "ams+triattention",
-    "ams+rkv@ams",
-    "ams@release+keydiff",
-    "global+knorm",
-    "global+tova",
-    "criticalkv+snapkv",
-    "criticalkv+keydiff",
-    "adakv+criticalkv+expected_attention",
-    "adakv+gkv",
-    "adakv@kvpress+snapkv",
-    "adakv+pyramidkv",
-    "chunkkv+criticalkv+tova",
-    "chunkkv@kvpress+expected_attention",
-    "chunkkv+lagkv",
-)
-
 #: Small enough to bind on a few dozen tokens, for those that have them.
 SMALL = {
     "window": 4,
@@ -788,7 +812,7 @@ def test_smallest_budget_is_the_least_that_the_reference_replays(name):
     params = small(name)
     least = reference.smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
     any_replay(name, case, least)
-    if least > 1:
+    if least > 1 and name != "rpc":  # whose budget does not bind
         with pytest.raises(BudgetError):
             any_replay(name, case, least - 1)
 
@@ -817,13 +841,17 @@ def test_margin_is_relative_to_the_terms_of_a_score():
     kept, margin, size = loop.choose("x", at, 0, plain, set())
     assert (kept, size) == ({0}, 3e-9)
     assert margin == pytest.approx(1e-9)
+    # 2 is not next to the cut, but nothing is known of it
+    plain.noise = [{0: 3e-9, 1: 2e-9, 2: 1.0}]
+    assert loop.choose("x", at, 0, plain, set())[1] == pytest.approx(1 / 3)
+    assert loop.closest(plain, 0, {0}, {1, 2}) == [(pytest.approx(2e-9), math.inf)]
 
 
 # --------------------------------------------------------------------------------- the metrics
 
 
 @st.composite
-def measured(draw, names=NAMES, **kwargs):
+def measured(draw, names=SIMPLE, **kwargs):
     """A case, how it is replayed, and its Record."""
     kinds = [kind for kind in strategies.KINDS if kind != "steep"]
     case = draw(strategies.cases(kinds=kinds, **kwargs))
@@ -911,7 +939,7 @@ def test_records_measured_together_equal_records_measured_alone():
 
 @settings(QUIET, max_examples=examples(150))
 @given(
-    measured(names=[name for name in NAMES if name != "full"], min_n=20),
+    measured(names=SIMPLE[1:], min_n=20),
     st.sampled_from((2, 3, 5, 8)),
     st.sampled_from((0.0, 0.1, 0.34, 0.5)),
     st.sampled_from((0, 1, 4)),
@@ -947,7 +975,7 @@ def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
 
 
 @settings(QUIET, max_examples=examples(100))
-@given(measured(names=[name for name in NAMES if name != "full"], min_n=12))
+@given(measured(names=SIMPLE[1:], min_n=12))
 def test_retained_iou_equals_the_naive_one(drawn):
     """IoU, survival and the random null between consecutive events."""
     record = drawn[2]

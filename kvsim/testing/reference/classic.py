@@ -158,7 +158,8 @@ def keydiff(event: Event) -> Scored:
             terms[p] = max(1.0, 1.0 / size)  # the anchor is a mean of unit vectors
         values.append(score)
         noise.append(terms)
-    return Scored(values, unprotected(event), noise)
+    # of two keys, both are as far from their mean direction
+    return Scored(values, unprotected(event), noise, rounded=True)
 
 
 def lagkv(event: Event) -> Scored:

@@ -40,6 +40,7 @@ class Event:
     calibration: Floats | None = None  # [qhead, row, dim], after RoPE, of another trace
     average: str = "all"  # what TOVA averages over: "all" heads, its "group", all heads by "slot"
     memory: list[dict[int, float]] = field(default_factory=list)  # per KV head, by position
+    doubt: list[dict[int, float]] = field(default_factory=list)  # noise of what is remembered
 
     def at(self, **changes: Any) -> Event:
         """The same event for another piece of the policy."""

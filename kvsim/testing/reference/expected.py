@@ -160,7 +160,7 @@ def critical(event: Event, inner: Scored, *, signed: bool) -> Scored:
         values.append(value)
         noise.append(terms)
         decisions.append(taken)
-    return Scored(values, inner.protected, noise, decisions)
+    return Scored(values, inner.protected, noise, decisions, rounded=inner.rounded)
 
 
 def _projected_size(event: Event, head: int, pos: int) -> float:

@@ -109,10 +109,13 @@ class _Run:
         heads, n = len(self.given), self.events[0].logits.shape[1] if self.events else 0
         self.evicted_at = np.full((self.n_layers, heads, n), NEVER, dtype=np.int32)
         # what each piece remembers of the entries of each layer: [layer][piece][head][position]
-        self.memory = [
-            [[dict[int, float]() for _ in range(heads)] for _ in self.chain.params]
-            for _ in self.events
-        ]
+        self.memory, self.doubt = (
+            [
+                [[dict[int, float]() for _ in range(heads)] for _ in self.chain.params]
+                for _ in self.events
+            ]
+            for _ in range(2)
+        )
 
     def fire(self) -> None:
         """The event after the current row, on every layer that it acts on."""
@@ -125,21 +128,22 @@ class _Run:
                 event.budgets = [self._budget(event, budget) for budget in self.given]
         for i, event in enumerate(self.events):
             if self.chain.rule.layers == "cake" or _held(event) > sum(event.budgets):
-                found = self.chain.score(event, self.memory[i])
+                found = self.chain.score(event, self.memory[i], self.doubt[i])
                 self._choose(i, found, self._protect(event, found))
 
     def _protect(self, event: Event, found: Scored) -> list[set[int]]:
         """What the scorer, the allocator and the replay protect on a layer."""
-        sink, recent, prompt = self.protect
-        protected = union(
-            found.protected,
-            first(event, max(sink, event.prompt_len) if prompt else sink),
-            last(event, recent),
-        )
+        protected = self._beside(event, found.protected)
         if self.chain.allocator in ("ams", "ams@release"):
             sink, recent = own_protection(self.chain.params[0], event.budgets[0])
             protected = union(protected, first(event, sink), last(event, recent))
         return protected
+
+    def _beside(self, event: Event, protected: list[set[int]]) -> list[set[int]]:
+        """Protected sets, and what the replay protects beside them."""
+        sink, recent, prompt = self.protect
+        sink = max(sink, event.prompt_len) if prompt else sink
+        return union(protected, first(event, sink), last(event, recent))
 
     def _choose(self, i: int, found: Scored, protected: list[set[int]]) -> None:
         """Keep what the allocator keeps; the rest leaves, with all that was remembered of it."""
@@ -149,7 +153,8 @@ class _Run:
             for h in heads:
                 kept, margin, size = choose(self.policy, event, h, found, protected[h])
                 all_kept.append(kept)
-                for decision in (*found.taken(h), (margin, size)):
+                near = closest(found, h, kept - protected[h], set(event.live[h]) - kept)
+                for decision in (*found.taken(h), (margin, size), *near):
                     self._note(event, h, *decision)
         else:
             all_kept, decisions = self._allocate(i, found, protected)
@@ -161,7 +166,7 @@ class _Run:
             for p in set(event.live[h]) - kept:
                 self.evicted_at[event.layer, h, p] = event.row
                 del event.received[h][p]
-                for piece in self.memory[i]:
+                for piece in (*self.memory[i], *self.doubt[i]):
                     piece[h].pop(p, None)
             event.live[h] = sorted(kept)
 
@@ -240,11 +245,11 @@ class _Run:
         """CAKE: what each layer may keep, by what its window asks for."""
         preferences, floor = [], []
         for event in self.events:
-            event.budgets = list(self.given)
             at = event.at(params=self.chain.params[-1])
             preferences.append(cake_preference(at))
-            floor.append(max(map(len, self._protect(event, cake(at)))))
-        cap = [min(map(len, event.live)) for event in self.events]
+            # AMS protects less where there is less room, so it asks for no floor
+            floor.append(max(map(len, self._beside(event, cake(at).protected))))
+        cap = [_held(event) // len(event.live) for event in self.events]
         total = len(self.events) * self.given[0]
         if sum(floor) > total:
             raise BudgetError(
@@ -303,6 +308,25 @@ def choose(
         if gap == 0 and (found.exact or found.rounded):
             margin = math.inf if found.exact else UNSURE
     return protected | set(ranking[:free]), margin, size
+
+
+def closest(
+    found: Scored, head: int, kept: set[int], dropped: set[int]
+) -> list[tuple[float, float]]:
+    """The pair across a cut whose terms are largest beside their difference, ties apart.
+
+    Where terms are larger than scores, it need not be the pair next to the cut.
+    """
+    if found.noise is None:
+        return []
+    score = found.values[head]
+    pairs = [
+        (score[i] - score[j]) / max(found.size(head, i), found.size(head, j))
+        for i in kept
+        for j in dropped
+        if score[i] > score[j]
+    ]
+    return [(min(pairs), math.inf)] if pairs else []
 
 
 def _coarser(found: Scored, margin: float, size: float) -> tuple[float, float]:

@@ -242,13 +242,17 @@ class Chain:
     @property
     def average(self) -> str:
         """What a mean over heads runs over: sets per head leave only the group in common."""
-        if self.allocator == "ams@release":
-            return "slot"
-        alone = self.allocator not in ("ams", "adakv", "adakv@kvpress")
-        return "all" if alone and "criticalkv" not in self.wrappers else "group"
+        if "criticalkv" in self.wrappers or self.allocator in ("ams", "adakv", "adakv@kvpress"):
+            return "group"
+        return "slot" if self.allocator == "ams@release" else "all"
 
-    def score(self, event: Event, memory: Sequence[list[dict[int, float]]]) -> Scored:
-        """The scorer, then its wrappers from the inside out; memory: of each piece."""
+    def score(
+        self,
+        event: Event,
+        memory: Sequence[list[dict[int, float]]],
+        doubt: Sequence[list[dict[int, float]]],
+    ) -> Scored:
+        """The scorer, then its wrappers from the inside out; memory, doubt: of each piece."""
         assert self.rule.score is not None  # noqa: S101  the loop asks no scores of `full`
         average = event.average if event.average == "group" else self.average
         at = event.at(params=self.params[-1], memory=memory[-1], average=average)
@@ -257,9 +261,8 @@ class Chain:
         for i in range(len(self.wrappers), 0, -1):
             outer = OUTER[self.wrappers[i - 1]]
             assert outer.wrap is not None  # noqa: S101  parse lets only wrappers through
-            found = outer.wrap(
-                event.at(params=self.params[i], memory=memory[i]), found, signed=signed
-            )
+            inside = event.at(params=self.params[i], memory=memory[i], doubt=doubt[i])
+            found = outer.wrap(inside, found, signed=signed)
             signed = False
         return found
 
@@ -341,15 +344,13 @@ def smallest_budget(
     """The fewest entries that a policy can keep at an event after `row`: its protected size."""
     chain = parse(name, params)
     scorer = chain.params[-1]
-    if chain.rule.layers == "growing":
-        return 1  # the budget does not bind
-    if chain.allocator == "chunkkv@kvpress":  # nor does the size of what is protected
+    if chain.allocator == "chunkkv@kvpress":  # the size of what is protected does not bind
         return int(scorer["window"]) if chain.rule.layers == "pyramid" else 1
     sink = int(scorer.get("sink") or 0)
     recent = int(scorer.get("recent") or scorer.get("window") or 0)
     if scorer.get("protect_last"):
         recent = 1
-    if scorer.get("protect_prompt"):
+    if scorer.get("protect_prompt") or chain.rule.layers == "growing":
         sink = max(sink, prompt_len)
     sink, recent = max(sink, protect[0]), max(recent, protect[1])
     if protect[2]:

@@ -184,7 +184,7 @@ def rkv(event: Event) -> Scored:
         values.append(score)
         noise.append(terms)
         decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions)
+    return Scored(values, last(event, len(rows)), noise, decisions, rounded=True)
 
 
 def rkv_original(event: Event) -> Scored:
@@ -208,7 +208,7 @@ def rkv_original(event: Event) -> Scored:
         values.append(score)
         noise.append(terms)
         decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions)
+    return Scored(values, last(event, len(rows)), noise, decisions, rounded=True)
 
 
 def rkv_ams(event: Event) -> Scored:
@@ -230,7 +230,7 @@ def rkv_ams(event: Event) -> Scored:
         noise.append(terms)
         decisions.append(taken)
     protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
-    return Scored(values, protected, noise, decisions)
+    return Scored(values, protected, noise, decisions, rounded=True)
 
 
 def normalised(
@@ -296,7 +296,8 @@ def gkv(event: Event) -> Scored:
         values.append(score)
         noise.append(terms)
         decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions)
+    protected, mixed = last(event, len(rows)), bool(params["redundancy"]) and mix < 1
+    return Scored(values, protected, noise, decisions, rounded=mixed)
 
 
 def global_score(event: Event, inner: Scored, *, signed: bool) -> Scored:
@@ -308,11 +309,13 @@ def global_score(event: Event, inner: Scored, *, signed: bool) -> Scored:
             score, signed=signed, noise={p: inner.size(h, p) for p in score}
         )
         score = fused(share, event.memory[h], event.params["fusion"], float(event.params["decay"]))
+        rough = {p: max(x, event.doubt[h].get(p, 0.0)) for p, x in rough.items()}
         remember(event.memory[h], score)
+        remember(event.doubt[h], rough)
         values.append(score)
         noise.append(rough)
         decisions.append(inner.taken(h) + taken)
-    return Scored(values, inner.protected, noise, decisions)
+    return Scored(values, inner.protected, noise, decisions, rounded=inner.rounded)
 
 
 # -------------------------------------------------------------------------------------------- RPC
