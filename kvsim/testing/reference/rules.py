@@ -344,8 +344,8 @@ def smallest_budget(
     """The fewest entries that a policy can keep at an event after `row`: its protected size."""
     chain = parse(name, params)
     scorer = chain.params[-1]
-    if chain.allocator == "chunkkv@kvpress":  # the size of what is protected does not bind
-        return int(scorer["window"]) if chain.rule.layers == "pyramid" else 1
+    if chain.allocator == "chunkkv@kvpress" and chain.rule.layers not in ("pyramid", "cake"):
+        return 1  # the size of what is protected does not bind
     sink = int(scorer.get("sink") or 0)
     recent = int(scorer.get("recent") or scorer.get("window") or 0)
     if scorer.get("protect_last"):
