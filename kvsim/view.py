@@ -57,6 +57,7 @@ class Setting:
     """What stays the same over the events of a replay.
 
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
+    protected: entries of a head that are kept in any case, once they exist.
     """
 
     budget: int
@@ -65,6 +66,7 @@ class Setting:
     prefill: bool
     n_layers: int
     clairvoyant: bool = False
+    protected: int = 0
 
     @property
     def longest(self) -> int:

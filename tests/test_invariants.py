@@ -15,7 +15,7 @@ import kvsim
 from kvsim.composition import Protection, Schedule, Scorer, Scores
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names, parameters
-from kvsim.testing import strategies
+from kvsim.testing import reference, strategies
 from kvsim.testing.invariants import (
     EXEMPT,
     INVARIANTS,
@@ -34,6 +34,7 @@ SMALL = {
     "recent": 2,
     "n_future": 8,
     "query_buffer": 6,
+    "origin": "next",  # kvpress leaves out what was buffered first, which may be all there is
     "calibration": "prefix:4",
     "protect_prompt": False,
     "chunk": 3,
@@ -48,7 +49,6 @@ OWN = {
     "snapkv": {"window": 5, "pool_kernel": 3},
     "snapkv@original": {"window": 3, "pool": None},
     "h2o": {"recent": None},
-    "expected_attention@kvpress": {"origin": "next"},  # kvpress leaves out what was buffered first
 }
 NAMES = names()
 SCORERS = [name for name in NAMES if CATALOGUE[name.partition("@")[0]].kind == "scorer"]
@@ -58,7 +58,8 @@ OUTER = ("ams", "adakv", "chunkkv", "global")
 
 def small(name):
     """Parameters of a policy, scorers inside included, small enough to bind."""
-    plain = {key: key.replace("scorer__", "") for key in parameters(name)}
+    known = reference.defaults(name)  # all but what a preset alone decides
+    plain = {key: key.replace("scorer__", "") for key in parameters(name) if key in known}
     return {key: SMALL[p] for key, p in plain.items() if p in SMALL} | OWN.get(name, {})
 
 

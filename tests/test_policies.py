@@ -244,6 +244,9 @@ def test_protection_beside_the_policy_counts_in_its_smallest_budget():
     assert record.retained(trace.n_pos - 1)[..., :20].all()
     for row in record.events:
         assert record.retained(row)[..., row - 2 : row + 1].all()
+    shared = kvsim.policy("cake", window=3, protect=Protection(sink=8))
+    layers = make_case("sharp", layers=3, n=60, prompt_len=20).trace()
+    assert kvsim.replay(layers, shared, budget=14, interval=8).retained(59)[..., :8].all()
 
 
 def test_what_a_trace_or_a_schedule_lacks_is_said_before_any_work():

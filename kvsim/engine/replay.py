@@ -170,6 +170,7 @@ def _setting(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> S
         prefill=schedule.prefill,
         n_layers=trace.n_layers,
         clairvoyant=policy.scorer.clairvoyant,
+        protected=policy.protection(budget).size(trace.prompt_len),
     )
 
 

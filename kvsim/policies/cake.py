@@ -107,10 +107,9 @@ class CakeBudgets(LayerBudgets):
         return self.window
 
     def budgets(self, view: View, budget: int) -> Tensor:
-        """At least the window and at most what the layer holds; together len(layers) x budget."""
-        window = view.live & (view.pos >= view.first(self.window))
-        floor = window.sum(-1).amax(-1)  # [L]
+        """At least what is protected, at most what there is; together len(layers) x budget."""
         cap = view.count.sum(-1) // view.count.shape[-1]  # entries of a head
+        floor = cap.clamp(max=view.setting.protected)
         total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
         return apportion(total, preferences(view, self.window, self.tau1, self.tau2), floor, cap)
 

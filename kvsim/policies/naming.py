@@ -148,7 +148,8 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
         policy = _own(own, routed[-1])
     else:
         base, entry = chain[-1][0].partition("@")[0], entries[-1]
-        policy = _base(name, entry, {**entry.params, **inside.get(base, {}), **routed[-1]})
+        inner = {k: v for k, v in inside.get(base, {}).items() if k in entry.known}
+        policy = _base(name, entry, {**entry.params, **inner, **routed[-1]})
     if outer and not isinstance(policy.allocator, Uniform):
         raise PolicyError(
             f"{name}: {chain[-1][0]} decides itself how many entries each head keeps, so nothing "

@@ -157,8 +157,13 @@ class Trial:
 
     @cached_property
     def naive(self) -> reference.Outcome | None:
-        """What the naive float64 loop finds; None for a policy that it does not know."""
+        """What the naive float64 loop finds; None for a policy that it does not know.
+
+        And where there is room for everything, so that nothing is to be found.
+        """
         policy = self.policy
+        if self.budget >= self.case.n and policy.bounded:
+            return None
         try:
             known = reference.defaults(policy.name)
             twin = named(policy.name, **policy.params)
