@@ -137,7 +137,8 @@ def test_replay_in_float64_equals_the_naive_replay(name):
 
     check()
     assert seen["cases"] >= least
-    assert all(seen[f"group {group}"] for group in strategies.GROUPS)
+    if name in SIMPLE:
+        assert all(seen[f"group {group}"] for group in strategies.GROUPS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -215,10 +216,11 @@ def test_budget_below_what_is_protected_is_an_error_that_names_the_smallest():
 def test_budget_below_one_is_an_error(name):
     """No policy has a rule for an empty cache."""
     case = strategies.make_case("normal", n=6, prompt_len=3)
+    params = {"calibration": "oracle"} if "calibration" in reference.defaults(name) else {}
     with pytest.raises(BudgetError):
-        replay(case, Setup(name, {}, 0, None, None))
+        replay(case, Setup(name, params, 0, None, None))
     with pytest.raises(BudgetError):
-        naive(case, Setup(name, {}, 0, None, None))
+        naive(case, Setup(name, params, 0, None, None))
 
 
 # ------------------------------------------------------------------- the reference, worked by hand
