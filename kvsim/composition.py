@@ -156,7 +156,12 @@ class Allocator(ABC):
 
     @property
     def bounded(self) -> bool:
-        """False where the budget does not limit what stays."""
+        """False where no budget binds."""
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """False where what stays is near the budget and not equal to it."""
         return True
 
     @property
@@ -216,7 +221,12 @@ class LayerBudgets(ABC):
 
     @property
     def bounded(self) -> bool:
-        """False where the policy's budget does not limit what stays."""
+        """False where the policy's budget does not bind."""
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """False where the layers together are near their budgets and not equal to them."""
         return True
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
@@ -315,8 +325,13 @@ class Policy:
 
     @property
     def bounded(self) -> bool:
-        """Whether the budget limits what stays."""
+        """Whether the budget binds at all."""
         return self.allocator.bounded and self.layer_budgets.bounded
+
+    @property
+    def exact(self) -> bool:
+        """Whether exactly the budget stays after an event, over the heads of a layer."""
+        return self.bounded and self.allocator.exact and self.layer_budgets.exact
 
     def asked(self, budget: int) -> Protection:
         """The union of what the policy, its scorer and its allocator ask to keep."""

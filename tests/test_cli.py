@@ -513,6 +513,11 @@ def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
         (["--policy", "mine:not_a_policy"], "expected a kvsim.Policy"),
         (["--set", "windw=3", "--policy", "tova,snapkv"], "did you mean 'window'?"),
         (["--set", "window"], "--set is 'window'; expected KEY=VALUE"),
+        (["--set", "scorer.windw=3", "--policy", "ams+snapkv"], "mean 'scorer.window'?"),
+        (["--policy", "adakv"], "name a scorer too, such as adakv+tova"),
+        (["--policy", "qfilter"], "calibration is missing; give calibration="),
+        (["--policy", "criticalkv+tova"], "no array 'o_proj'"),
+        (["--policy", "ams+full"], "nothing can be put around it"),
         (["--set", "protect_last=7.5"], "protect_last is 7.5; expected bool"),
         (["--metric", "output_eror"], "did you mean 'output_error'?"),
         (["--metric", "regret"], "was not replayed; give --regret"),
@@ -818,3 +823,31 @@ def test_interrupted_capture_leaves_nothing(tmp_path):
     assert (process.returncode, stdout) == (130, "")
     assert one_line(err) == "interrupted, no trace was written"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):
+    """`--set scorer.NAME` goes one part in; a budget that shortens something is remarked on."""
+    asked = ["--set", "window=16", "--set", "scorer.window=8", "--budget", "20", "--interval", "8"]
+    status, out, _ = run("replay", trace, "--policy", "ams+snapkv", *asked, "--json")
+    found = json.loads(out)
+    _, text, _ = run("replay", trace, "--policy", "ams+snapkv", *asked)
+
+    assert status == 0
+    assert found["remarks"] == ["ams: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries"]
+    assert "Note: ams: budget 20 holds 4 of 4 sinks" in text
+
+
+def test_policies_in_json_have_every_field(run):
+    """Names with kind, schedule, parameters, needs and paper, for scripts."""
+    status, out, _ = run("policies", "--json")
+    found = {one["name"]: one for one in json.loads(out)}
+
+    assert status == 0
+    assert found["adakv"]["kind"] == "allocator"
+    assert not found["adakv"]["own_schedule"]
+    assert found["criticalkv"]["needs"] == ["o_proj"]
+    assert found["qfilter"]["required"] == {"calibration": "prefix:64"}
+    assert found["ams@release"]["params"]["segment_mass"] == 0.02
+    assert not found["rpc"]["bounded"]
+    assert found["oracle"]["clairvoyant"]
+    assert found["gkv"]["paper"] == "arXiv 2512.00504"

@@ -201,6 +201,7 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
         "cells": cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": fidelity_shares(run.table, shown),
+        "remarks": list(dict.fromkeys(r.remark for r in run.records if r.remark)),
         "out": None if where is None else str(where),
     }
 
@@ -251,6 +252,8 @@ def _print(
         typer.echo()
     typer.echo(means(shown, len(traces)))
     typer.echo(fidelity_line(run.table, shown))
+    for remark in dict.fromkeys(record.remark for record in run.records if record.remark):
+        typer.echo(f"Note: {remark}.")
     if where is not None:
         typer.echo(f"Written to {where}: run.json, records.zarr, results.parquet.")
 

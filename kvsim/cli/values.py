@@ -127,10 +127,13 @@ def build_policies(
     known = {name: policy(name).params if name in own else parameters(name) for name in names}
     for key in wanted:
         if not any(key in keys for keys in known.values()):
-            listed = dict.fromkeys(key for keys in known.values() for key in keys)
+            typed = key.replace("scorer__", "scorer.")
+            listed = dict.fromkeys(
+                key.replace("scorer__", "scorer.") for keys in known.values() for key in keys
+            )
             raise PolicyError(
-                f"--set {key}: none of {', '.join(names)} has this parameter"
-                f"{suggest(key, listed)}; parameters: {', '.join(listed) or 'none'}"
+                f"--set {typed}: none of {', '.join(names)} has this parameter"
+                f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
     built = (
         policy(name, **{key: value for key, value in wanted.items() if key in keys})

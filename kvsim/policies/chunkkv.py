@@ -37,11 +37,6 @@ class ChunkKV(Allocator):
             raise PolicyError(f"chunkkv: chunk is {self.chunk}; expected at least 1 entry")
 
     @property
-    def bounded(self) -> bool:
-        """Whole chunks hold more or less than the budget."""
-        return self.exact
-
-    @property
     def binds(self) -> bool:
         """With whole chunks protection is a matter of scores."""
         return self.exact

@@ -82,7 +82,8 @@ class Description:
     """What `kvsim policies` says of a name.
 
     Interval and prefill are those of the scorer inside where `own_schedule` is False; needs are
-    arrays that a trace must hold beyond q, k and v.
+    arrays that a trace must hold beyond q, k and v. bounded: whether the budget binds at all;
+    exact: whether exactly the budget stays.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Description:
     needs: tuple[str, ...]
     clairvoyant: bool
     bounded: bool
+    exact: bool
     paper: str
 
 
@@ -117,6 +119,7 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
         needs=tuple(sorted(policy.scorer.needs)),
         clairvoyant=policy.scorer.clairvoyant,
         bounded=policy.bounded,
+        exact=policy.exact,
         paper=entry.paper,
     )
 

@@ -44,7 +44,7 @@ class Pyramid(LayerBudgets):
             )
 
     @property
-    def bounded(self) -> bool:
+    def exact(self) -> bool:
         """The rule of the implementations keeps to no total."""
         return self.rule == "fixed"
 

@@ -211,7 +211,7 @@ def exact_size(trial: Trial) -> None:
     record, policy = trial.noted, trial.policy
     heads, due = record.evicted_at.shape[1], trial.rows
     _require(set(record.events) <= set(due), f"entries left after rows {record.events}, due {due}")
-    if not policy.bounded:
+    if not policy.exact:
         return
     shared = policy.layer_budgets.across_layers
     planned = {
