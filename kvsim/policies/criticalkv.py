@@ -74,14 +74,14 @@ class CriticalKV(Scorer):
         """1 to 2 for the first stage, by the scorer; 0 to 1/2 for the rest; float64 [L, H, n]."""
         answer = self.scorer.score(view)
         inner = answer if isinstance(answer, Scores) else Scores(answer)
-        live = view.live
+        live, kept = view.live, protected_by(self.scorer, view)
         scores = inner.values.double()
-        if self.scorer.signed:
-            least = scores.masked_fill(~live, torch.inf).amin(-1, keepdim=True)
-            scores = scores - least
+        if self.scorer.signed:  # what is kept in any case may have no score
+            least = scores.masked_fill(~live | kept, torch.inf).amin(-1, keepdim=True)
+            scores = (scores - least).clamp(min=0.0)
         scores = scores.where(live, 0.0)
         share = (view.budget * self.first_stage).long().expand_as(view.count)  # [L, H]
-        first = select(scores, share, protected_by(self.scorer, view) & live, live)
+        first = select(scores, share, kept, live)
         sized = (scores + self.epsilon) * projected_size(view.values, view.o_proj)
         values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)
         return Scores(values, inner.columns)

@@ -66,8 +66,8 @@ class Oracle(Scorer):
 
 def _alone(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
     """What a missing entry moves the output by, per unit of its attention, relative to its norm."""
-    square = values.square().sum(-1).unsqueeze(2) + output.square().sum(-1, keepdim=True)
-    distance = (square - 2 * output @ values.transpose(-1, -2)).clamp_(min=0.0).sqrt_()
+    # by differences: where one entry has nearly all attention, the output is nearly its value
+    distance = torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
     size = output.norm(dim=-1, keepdim=True)
     relative = torch.where(size > 0, distance / size, torch.zeros_like(distance))
     return relative / (1 - attention).clamp_(min=_OTHERS)

@@ -247,8 +247,12 @@ class _Run:
         for event in self.events:
             at = event.at(params=self.chain.params[-1])
             preferences.append(cake_preference(at))
-            # AMS protects less where there is less room, so it asks for no floor
-            floor.append(max(map(len, self._beside(event, cake(at).protected))))
+            protected = self._beside(event, cake(at).protected)
+            if self.chain.allocator in ("ams", "ams@release"):
+                # less would be asked for with less room, but the window takes its part either way
+                sink, recent = own_protection(self.chain.params[0], self.given[0])
+                protected = union(protected, first(event, sink), last(event, recent))
+            floor.append(max(map(len, protected)))
         cap = [_held(event) // len(event.live) for event in self.events]
         total = len(self.events) * self.given[0]
         if sum(floor) > total:
