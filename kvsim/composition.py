@@ -123,6 +123,50 @@ class Scorer(ABC):
         return Protection()
 
 
+@dataclass(frozen=True)
+class Wrapper(Scorer):
+    """A scorer around another: it looks at what that one looks at, and keeps what that one keeps.
+
+    Subclasses define `score` and add their own parameters.
+    """
+
+    scorer: Scorer
+
+    @property
+    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part
+        """The scorer's."""
+        return self.scorer.columns
+
+    @property
+    def rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.rows
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The scorer's."""
+        return self.scorer.needs
+
+    @property
+    def clairvoyant(self) -> bool:
+        """If the scorer is."""
+        return self.scorer.clairvoyant
+
+    @property
+    def least_rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.least_rows
+
+    def inner(self, view: View) -> Scores:
+        """What the scorer answers."""
+        answer = self.scorer.score(view)
+        return answer if isinstance(answer, Scores) else Scores(answer)
+
+    def protection(self, budget: int) -> Protection:
+        """The scorer's."""
+        return self.scorer.protection(budget)
+
+
 # --------------------------------------------------------------------------------- the allocator
 
 

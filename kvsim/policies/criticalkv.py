@@ -14,23 +14,21 @@ better given value_norm="none".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer, Scores, protected_by
+from kvsim.composition import Scores, Wrapper, protected_by
 from kvsim.errors import PolicyError
 from kvsim.select import select
 from kvsim.view import LOGIT_BYTES, View
 
 
 @dataclass(frozen=True)
-class CriticalKV(Scorer):
+class CriticalKV(Wrapper):
     """The best `first_stage` of the budget by the scorer; the rest by score times value."""
 
-    scorer: Scorer
     epsilon: float = 1e-4
     first_stage: float = 0.5
 
@@ -46,34 +44,13 @@ class CriticalKV(Scorer):
             )
 
     @property
-    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part
-        """The scorer's."""
-        return self.scorer.columns
-
-    @property
-    def rows(self) -> int:
-        """The scorer's."""
-        return self.scorer.rows
-
-    @property
     def needs(self) -> frozenset[str]:
         """What the scorer needs, and the output projection."""
         return self.scorer.needs | {"o_proj"}
 
-    @property
-    def clairvoyant(self) -> bool:
-        """If the scorer is."""
-        return self.scorer.clairvoyant
-
-    @property
-    def least_rows(self) -> int:
-        """The scorer's."""
-        return self.scorer.least_rows
-
     def score(self, view: View) -> Scores:
         """1 to 2 for the first stage, by the scorer; 0 to 1/2 for the rest; float64 [L, H, n]."""
-        answer = self.scorer.score(view)
-        inner = answer if isinstance(answer, Scores) else Scores(answer)
+        inner = self.inner(view)
         live, kept = view.live, protected_by(self.scorer, view)
         scores = inner.values.double()
         if self.scorer.signed:  # what is kept in any case may have no score
@@ -85,10 +62,6 @@ class CriticalKV(Scorer):
         sized = (scores + self.epsilon) * projected_size(view.values, view.o_proj)
         values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)
         return Scores(values, inner.columns)
-
-    def protection(self, budget: int) -> Protection:
-        """The scorer's."""
-        return self.scorer.protection(budget)
 
 
 def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer, Scores, protected_by
+from kvsim.composition import Protection, Scorer, Scores, Wrapper, protected_by
 from kvsim.errors import PolicyError
 from kvsim.policies.pooling import check_pooling, smooth
 from kvsim.policies.redundancy import check_redundancy, mean_similarity
@@ -163,10 +163,9 @@ class GKV(Scorer):
 
 
 @dataclass(frozen=True)
-class Global(Scorer):
+class Global(Wrapper):
     """The global score of any scorer."""
 
-    scorer: Scorer
     fusion: Literal["max", "mean", "sum"] = "max"
     decay: float = 0.8
 
@@ -180,36 +179,11 @@ class Global(Scorer):
         """The scorer's, and F."""
         return {**self.scorer.columns, "fused": nan}
 
-    @property
-    def rows(self) -> int:
-        """The scorer's."""
-        return self.scorer.rows
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The scorer's."""
-        return self.scorer.needs
-
-    @property
-    def clairvoyant(self) -> bool:
-        """If the scorer is."""
-        return self.scorer.clairvoyant
-
-    @property
-    def least_rows(self) -> int:
-        """The scorer's."""
-        return self.scorer.least_rows
-
     def score(self, view: View) -> Scores:
         """F_j of the entries that the scorer does not protect, 0 for those; [L, H, n]."""
-        answer = self.scorer.score(view)
-        inner = answer if isinstance(answer, Scores) else Scores(answer)
+        inner = self.inner(view)
         among = view.live & ~protected_by(self.scorer, view)
         share = normalise(inner.values, among, signed=self.scorer.signed)
         fused = fuse(view["fused"], share, self.fusion, self.decay)
         column = fused.masked_fill(~among, nan)
         return Scores(fused.where(among, 0.0), {**inner.columns, "fused": column})
-
-    def protection(self, budget: int) -> Protection:
-        """The scorer's."""
-        return self.scorer.protection(budget)

@@ -33,7 +33,7 @@ from kvsim.policies.ams import AMS, Segments, normalise
 from kvsim.select import compete, select
 
 sys.path.append(str(Path(__file__).parent))
-from replay import Size, arrays, best, fresh, matrix_rate
+from replay import Size, arrays, best, fresh, matrix_rate, put
 
 BEGIN, END = "<!-- begin policies -->", "<!-- end policies -->"
 
@@ -262,10 +262,7 @@ def main() -> None:
     _, lines = run(*sizes)
     print("\n".join(lines))
     if options.doc:
-        head, _, rest = options.doc.read_text("utf-8").partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        report = "\n".join(["", "```text", *lines, "```", ""])
-        options.doc.write_text(head + BEGIN + report + END + tail, "utf-8")
+        put(options.doc, lines, BEGIN, END)
 
 
 if __name__ == "__main__":

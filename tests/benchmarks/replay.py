@@ -153,6 +153,14 @@ def run(size: Size, rows: Size) -> tuple[dict[str, float], list[str]]:
     return ratios, lines
 
 
+def put(page: Path, lines: list[str], begin: str = BEGIN, end: str = END) -> None:
+    """Replace what stands between two marks of a page by the report."""
+    head, _, rest = page.read_text("utf-8").partition(begin)
+    _, _, tail = rest.partition(end)
+    report = "\n".join(["", "```text", *lines, "```", ""])
+    page.write_text(head + begin + report + end + tail, "utf-8")
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -162,10 +170,7 @@ def main() -> None:
     _, lines = run(*((SMALLEST, SMALLEST_ROWS) if options.smallest else (AIM, AIM_ROWS)))
     print("\n".join(lines))
     if options.doc:
-        head, _, rest = options.doc.read_text("utf-8").partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        report = "\n".join(["", "```text", *lines, "```", ""])
-        options.doc.write_text(head + BEGIN + report + END + tail, "utf-8")
+        put(options.doc, lines)
 
 
 if __name__ == "__main__":
