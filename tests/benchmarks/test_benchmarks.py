@@ -25,3 +25,15 @@ def test_replay_benchmark_prints_its_ratios(capsys):
         print("", *lines, sep="\n")
     assert set(ratios) == {"tova", "snapkv", "tova row", "h2o row"}
     assert all(value > 0 for value in ratios.values())
+
+
+def test_policy_benchmark_prints_its_ratios(capsys):
+    """Choosing beats nothing at this size, but equals its loop; every policy has a cost."""
+    policies = load("policies")
+
+    ratios, lines = policies.run(policies.SMALLEST_CHOICE, policies.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert {"ams", "adakv", "expected_attention", "gkv", "adakv+tova"} <= set(ratios)
+    assert all(value > 0 for value in ratios.values())

@@ -1,0 +1,72 @@
+"""No policy loops over heads, segments or tokens: the number of tensor operations shows it."""
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvsim
+from kvsim.policies import CATALOGUE, names
+from kvsim.testing.strategies import make_case
+
+CROSSES = ("ams+expected_attention", "adakv+gkv", "chunkkv+snapkv", "global+knorm")
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that reach a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """One more."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(name, *, layers, heads, tokens):
+    """Operations of one event that evicts half of the entries of every head."""
+    entry = CATALOGUE[name.partition("@")[0].partition("+")[0]]
+    full = name if "+" in name or entry.kind == "scorer" or entry.default else f"{name}+tova"
+    params = dict(entry.required)
+    if "protect_prompt" in entry.known:
+        params["protect_prompt"] = False
+    policy = kvsim.policy(full, **params)
+    case = make_case("normal", layers=layers, heads=heads, n=tokens + 1, dim=8, prompt_len=tokens)
+    trace = case.trace()
+    trace.full()  # what the oracle reads is there
+    with Counting() as counting:
+        record = kvsim.replay(trace, policy, tokens // 2, prefill=True)
+    assert record.events or name in ("full", "rpc")  # RPC keeps the whole prompt
+    return counting.count
+
+
+@pytest.mark.parametrize("name", [*names(), *CROSSES])
+def test_operations_do_not_grow_with_layers_and_heads(name):
+    """Four layers of five heads take as many operations as one head."""
+    few = operations(name, layers=1, heads=1, tokens=320)
+    many = operations(name, layers=4, heads=5, tokens=320)
+
+    # a tie between heads, or heads of different length, may take a branch of a few operations
+    assert many <= few + 40
+
+
+@pytest.mark.parametrize("name", [*names(), *CROSSES])
+def test_operations_hardly_grow_with_tokens(name):
+    """Three times the tokens add a few operations, as doubling steps do, and not one per token."""
+    few = operations(name, layers=2, heads=2, tokens=320)
+    many = operations(name, layers=2, heads=2, tokens=960)
+
+    assert many <= few + 60
+
+
+def test_a_loop_over_heads_would_show():
+    """The count tells a loop from a product."""
+    case = make_case("normal", layers=1, heads=5, n=32, dim=8, prompt_len=16)
+    keys = case.trace().k[0]
+    with Counting() as product:
+        keys @ keys.mT
+    with Counting() as loop:
+        for head in keys:
+            head @ head.mT
+
+    assert loop.count >= product.count + 4
