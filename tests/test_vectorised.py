@@ -43,8 +43,8 @@ def operations(name, *, layers, heads, tokens):
 @pytest.mark.parametrize("name", [*names(), *CROSSES])
 def test_operations_do_not_grow_with_layers_and_heads(name):
     """Four layers of five heads take as many operations as one head."""
-    few = operations(name, layers=1, heads=1, tokens=320)
-    many = operations(name, layers=4, heads=5, tokens=320)
+    few = operations(name, layers=1, heads=1, tokens=160)
+    many = operations(name, layers=4, heads=5, tokens=160)
 
     # a tie between heads, or heads of different length, may take a branch of a few operations
     assert many <= few + 40
