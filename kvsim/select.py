@@ -5,6 +5,7 @@ No policy ranks or rounds by itself. Everything here is exact and ends for every
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def select(
     are [L, H, S] and each group is chosen from by itself. Where eligible bool [L, H, n] is False
     an entry stays only if it is protected.
 
-    Without groups linear in n apart from one partial sort: the score at the cut is found first,
+    Without groups linear in n apart from one sort of numbers: the score at the cut is found first,
     what lies above it stays, and the entries tied at the cut stay from the lowest position up to
     the quota.
     """
@@ -39,26 +40,35 @@ def select(
     candidate = live & ~protected
     need = quotas - (protected & live).sum(-1)  # [L, H]
     score = values.masked_fill(~candidate, -torch.inf)
-    most = min(int(need.max()), score.shape[-1])
-    if most <= 0:
-        return protected & live
-    best = score.topk(most, dim=-1).values
-    at = (need - 1).clamp(min=0, max=most - 1).unsqueeze(-1)
-    cut = best.gather(-1, at).masked_fill((need <= 0).unsqueeze(-1), torch.inf)
+    cut = _at_cut(score, need)
     above = candidate & (score > cut)
     tied = candidate & (score == cut)
     room = (need - above.sum(-1)).unsqueeze(-1)
     return (protected & live) | above | (tied & (tied.cumsum(-1) <= room))
 
 
+def _sorted(numbers: Tensor) -> Tensor:
+    """Ascending along the last axis."""
+    if numbers.device.type != "cpu":
+        return numbers.sort(dim=-1).values
+    # vectorised, and several times as fast as torch's, which carries indices along
+    return torch.from_numpy(np.sort(numbers.numpy(), axis=-1))
+
+
+def _at_cut(score: Tensor, need: Tensor) -> Tensor:
+    """The need-th largest score of each row [..., 1]; above all of them where none is needed."""
+    n = score.shape[-1]
+    cut = _sorted(score).gather(-1, (n - need).clamp(min=0, max=n - 1).unsqueeze(-1))
+    return cut.masked_fill((need <= 0).unsqueeze(-1), torch.inf)
+
+
 def _select_in_groups(
     values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor, groups: Tensor
 ) -> Tensor:
-    """The best `quotas` of every group, by two stable sorts; what is not live is a last group."""
+    """The best `quotas` of every group; what is not live is a last group."""
     last = quotas.shape[-1]
     groups = groups.where(live, last)
-    order = values.masked_fill(protected, torch.inf).argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, groups.gather(-1, order).argsort(dim=-1, stable=True))
+    order = _group_order(values, protected, groups, last)
     ranked = groups.gather(-1, order)  # group by group, best first
     size = quotas.new_zeros(*quotas.shape[:-1], last + 1)
     size.scatter_add_(-1, groups, torch.ones_like(groups))
@@ -67,6 +77,21 @@ def _select_in_groups(
     room = torch.cat([quotas, quotas.new_zeros(*quotas.shape[:-1], 1)], dim=-1)
     keep = place < room.gather(-1, ranked)
     return torch.empty_like(live).scatter_(-1, order, keep)
+
+
+def _group_order(values: Tensor, protected: Tensor, groups: Tensor, last: int) -> Tensor:
+    """Slots group by group; in a group protected first, then score descending, then the slot."""
+    slot_bits = max(1, (values.shape[-1] - 1).bit_length())
+    if values.dtype == torch.float32 and last.bit_length() + 32 + slot_bits < 64:
+        # one number holds all three: a float's bits are in its order once negative ones are turned
+        bits = (values + 0.0).view(torch.int32).long()  # -0.0 is 0.0
+        worse = 0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        worse = worse.masked_fill_(protected, 0)
+        slot = torch.arange(values.shape[-1], device=values.device)
+        packed = (((groups << 32) | worse) << slot_bits) | slot
+        return _sorted(packed) & ((1 << slot_bits) - 1)
+    order = values.masked_fill(protected, torch.inf).argsort(dim=-1, descending=True, stable=True)
+    return order.gather(-1, groups.gather(-1, order).argsort(dim=-1, stable=True))
 
 
 def compete(
@@ -82,12 +107,7 @@ def compete(
     rest = (live & ~safe).flatten(1)
     need = total - safe.sum((1, 2))  # [L]
     score = values.flatten(1).masked_fill(~rest, -torch.inf)
-    most = min(int(need.max()), score.shape[-1])
-    if most <= 0:
-        return safe.sum(-1)
-    best = score.topk(most, dim=-1).values
-    at = (need - 1).clamp(min=0, max=most - 1).unsqueeze(-1)
-    cut = best.gather(-1, at).masked_fill((need <= 0).unsqueeze(-1), torch.inf)
+    cut = _at_cut(score, need)
     above, tied = rest & (score > cut), rest & (score == cut)
     room = need - above.sum(-1)
     if bool((tied.sum(-1) > room).any()):

@@ -213,19 +213,23 @@ class AMS(Allocator):
         return fill.masked_fill(number == 0, 1.0)
 
     def segment(self, mass: Tensor, live: Tensor) -> Tensor:
-        """Where segments start, bool [L, H, n], for mass [L, H, n]; pads start none."""
+        """Slots at which segments start, int [L, H, S], for mass [L, H, n]; n where there is none.
+
+        Ascending, the first live slot first.
+        """
         n = mass.shape[-1]
-        first = (n - live.sum(-1)).unsqueeze(-1)
-        slot = torch.arange(n, device=mass.device) - first
         if self.segmentation == "fixed":
-            return live & (slot % self.segment_length == 0)
+            first = (n - live.sum(-1)).unsqueeze(-1)
+            return (first + torch.arange(0, n, self.segment_length, device=first.device)).clamp(
+                max=n
+            )
         strict = self.mode == "strict"
         starts = cuts(mass, live, self.segment_mass, keep_unreached=not strict)
         if strict:
-            starts = merge(starts, live, self.min_segment, short_tail=False)
-            return split(starts, live, self.max_segment, equal=True)
-        starts = split(starts, live, self.max_segment, equal=False)
-        return merge(starts, live, self.min_segment, short_tail=True)
+            starts = merge(starts, n, self.min_segment, short_tail=False)
+            return split(starts, n, self.max_segment, equal=True)
+        starts = split(starts, n, self.max_segment, equal=False)
+        return merge(starts, n, self.min_segment, short_tail=True)
 
     def share(self, parts: Segments, budget: Tensor) -> Quotas:
         """The budget [L, H] shared out to the segments."""
@@ -259,61 +263,64 @@ def cuts(mass: Tensor, live: Tensor, share: float, *, keep_unreached: bool) -> T
     """A segment starts at the first entry whose cumulative mass reaches a multiple of `share`.
 
     A crossing at the first entry moves to the second. keep_unreached: multiples below 1 that
-    rounding leaves unreached start a segment at the last entry, as the release has it.
+    rounding leaves unreached start a segment at the last entry, as the release has it. Starts are
+    slots, int [L, H, S], ascending and perhaps repeated; n stands for none.
     """
+    n = mass.shape[-1]
+    first = (n - live.sum(-1)).unsqueeze(-1)
     number = max(0, math.ceil(1 / share - 1e-9) - 1)  # multiples below 1
     levels = torch.arange(1, number + 1, device=mass.device, dtype=mass.dtype) * share
-    reached = torch.searchsorted(levels, mass.cumsum(-1), right=True)
-    before = torch.cat([torch.zeros_like(reached[..., :1]), reached[..., :-1]], dim=-1)
-    slot = torch.arange(mass.shape[-1], device=mass.device) - (~live).sum(-1, keepdim=True)
-    starts = live & ((reached > before) & (slot > 0) | (slot == 0))
-    at_first = torch.where(slot == 0, reached, 0).sum(-1, keepdim=True) > 0
-    starts |= live & (slot == 1) & at_first
+    levels = levels.expand(*mass.shape[:-1], number).contiguous()
+    reached = torch.searchsorted(mass.cumsum(-1), levels)
     if keep_unreached:
-        starts[..., -1] |= live[..., -1] & (reached[..., -1] < number)
-    return starts
+        reached = reached.clamp(max=n - 1)
+    return torch.cat([first, reached.maximum(first + 1)], dim=-1)
 
 
-def merge(starts: Tensor, live: Tensor, least: int, *, short_tail: bool) -> Tensor:
+def merge(starts: Tensor, n: int, least: int, *, short_tail: bool) -> Tensor:
     """Segments of fewer than `least` entries absorb those after them.
 
-    What remains is the orbit of the first entry under s -> first start at s + least or later, found
+    What remains is the orbit of the first start under s -> first start at s + least or later, found
     by doubling the jumps. A last segment that stays short joins the one before unless short_tail.
     """
-    n = starts.shape[-1]
-    index = torch.arange(n + 1, device=starts.device).expand(*starts.shape[:-1], n + 1)
-    at = index[..., :n].masked_fill(~starts, n)
-    at = torch.cat([at, at.new_full((*at.shape[:-1], 1), n)], dim=-1)
-    following = at.flip(-1).cummin(-1).values.flip(-1)  # first start at or after each entry
-    jump = following.gather(-1, (index + least).clamp(max=n))
-    first = (n - live.sum(-1)).unsqueeze(-1)
-    reached = index == first
-    for _ in range(max(1, -(-n // least)).bit_length()):
-        landed = jump.masked_fill(~reached, n)
+    number = starts.shape[-1]
+    none = starts.new_full((*starts.shape[:-1], 1), number)
+    jump = torch.cat([torch.searchsorted(starts, starts + least), none], dim=-1)
+    reached = torch.zeros_like(jump, dtype=torch.bool)
+    reached[..., 0] = True
+    for _ in range(number.bit_length()):
+        landed = jump.masked_fill(~reached, number)
         reached = reached.scatter(-1, landed, value=True)
         jump = jump.gather(-1, jump)
-    kept = reached[..., :n] & live
+    kept = starts.masked_fill(~reached[..., :number], n)
     if not short_tail:
-        last = index[..., :n].masked_fill(~kept, -1).amax(-1, keepdim=True)
-        tail = (n - last < least) & (last > first)
-        kept = kept & ~(tail & (index[..., :n] == last))
-    return kept
+        last = kept.masked_fill(kept == n, -1).amax(-1, keepdim=True)
+        tail = (n - last < least) & (last > starts[..., :1])
+        kept = kept.masked_fill(tail & (kept == last), n)
+    return _packed(kept, n)
 
 
-def split(starts: Tensor, live: Tensor, most: int, *, equal: bool) -> Tensor:
+def split(starts: Tensor, n: int, most: int, *, equal: bool) -> Tensor:
     """Segments of more than `most` entries are cut: into equal pieces, or after every `most`."""
-    n = starts.shape[-1]
-    index = torch.arange(n, device=starts.device).expand_as(starts)
-    begin = index.masked_fill(~starts, 0).cummax(-1).values
-    offset = index - begin
-    if not equal:
-        return live & (starts | (offset % most == 0))
-    end = index.masked_fill(~starts, n).flip(-1).cummin(-1).values.flip(-1)
-    end = torch.cat([end[..., 1:], end.new_full((*end.shape[:-1], 1), n)], dim=-1)
-    length = end - begin
+    length = _lengths(starts, n).unsqueeze(-1)  # [L, H, S, 1]
     pieces = -(-length // most)
-    piece, before = offset * pieces // length, (offset - 1) * pieces // length
-    return live & (starts | ((piece != before) & (offset > 0)))
+    piece = torch.arange(max(1, int(pieces.max())), device=starts.device)
+    # piece(o) = floor(o pieces / length) changes at o = ceil(piece length / pieces)
+    offset = -(-piece * length // pieces.clamp(min=1)) if equal else piece * most
+    cut = (starts.unsqueeze(-1) + offset).masked_fill(piece >= pieces, n)
+    return _packed(cut.flatten(2), n)
+
+
+def _packed(starts: Tensor, n: int) -> Tensor:
+    """Ascending, without columns in which no head has a start."""
+    starts = starts.sort(dim=-1).values
+    return starts[..., : int((starts < n).sum(-1).max())].contiguous()
+
+
+def _lengths(starts: Tensor, n: int) -> Tensor:
+    """Entries from each start to the next one; 0 for none, and for all but the last of equals."""
+    following = torch.cat([starts[..., 1:], starts.new_full((*starts.shape[:-1], 1), n)], dim=-1)
+    return following - starts
 
 
 class Segments(NamedTuple):
@@ -326,13 +333,13 @@ class Segments(NamedTuple):
 
     @staticmethod
     def of(starts: Tensor, mass: Tensor, protected: Tensor, live: Tensor) -> Segments:
-        """Segments that begin where starts [L, H, n] says."""
-        group = (starts.cumsum(-1) - 1).clamp(min=0)
-        shape = (*group.shape[:-1], int(group.max()) + 1)
-        length = group.new_zeros(shape).scatter_add_(-1, group, live.long())
-        kept = group.new_zeros(shape).scatter_add_(-1, group, (protected & live).long())
-        total = mass.new_zeros(shape).scatter_add_(-1, group, mass.masked_fill(~live, 0.0))
-        return Segments(group, length, kept, total)
+        """Segments that begin at the slots `starts` [L, H, S], n for none."""
+        n = mass.shape[-1]
+        begins = starts.new_zeros(*mass.shape[:-1], n + 1).scatter_(-1, starts, 1)
+        group = (begins[..., :n].cumsum(-1) - 1).clamp_(min=0)
+        kept = torch.zeros_like(starts).scatter_add_(-1, group, (protected & live).long())
+        total = mass.new_zeros(starts.shape).scatter_add_(-1, group, mass.masked_fill(~live, 0.0))
+        return Segments(group, _lengths(starts, n), kept, total)
 
 
 # -------------------------------------------------------------------------------------- the quotas
