@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvsim.composition import Scores, Wrapper, protected_by
 from kvsim.errors import PolicyError
+from kvsim.policies.gkv import check_sign
 from kvsim.select import select
 from kvsim.view import LOGIT_BYTES, View
 
@@ -53,11 +54,12 @@ class CriticalKV(Wrapper):
         inner = self.inner(view)
         live, kept = view.live, protected_by(self.scorer, view)
         scores = inner.values.double()
+        check_sign("criticalkv", self.scorer, scores, live & ~kept)
         if self.scorer.signed:  # what is kept in any case may have no score
             least = scores.masked_fill(~live | kept, torch.inf).amin(-1, keepdim=True)
             scores = (scores - least).clamp(min=0.0)
         scores = scores.where(live, 0.0)
-        share = (view.budget * self.first_stage).long().expand_as(view.count)  # [L, H]
+        share = (view.budget.double() * self.first_stage).long().expand_as(view.count)  # [L, H]
         first = select(scores, share, kept, live)
         sized = (scores + self.epsilon) * projected_size(view.values, view.o_proj)
         values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)

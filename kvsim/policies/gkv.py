@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvsim.composition import Protection, Scorer, Scores, Wrapper, protected_by
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.pooling import check_pooling, smooth
 from kvsim.policies.redundancy import check_redundancy, mean_similarity
 from kvsim.policies.window import before_window, check_window
@@ -79,6 +79,15 @@ def check_fusion(name: str, fusion: str, decay: float) -> None:
         raise PolicyError(f"{name}: fusion is {fusion!r}; expected 'max', 'mean' or 'sum'")
     if not 0 <= decay <= 1:
         raise PolicyError(f"{name}: decay is {decay}; expected a share from 0 to 1")
+
+
+def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None:
+    """Raise ScoreError where a scorer inside `name` gives negative scores and declares none."""
+    if not scorer.signed and bool(((scores < 0) & among).any()):
+        raise ScoreError(
+            f"{name}: {type(scorer).__name__} gives a negative score and does not say that it can; "
+            "expected a property `signed` that is True"
+        )
 
 
 # ------------------------------------------------------------------------------------- the scorers
@@ -183,6 +192,7 @@ class Global(Wrapper):
         """F_j of the entries that the scorer does not protect, 0 for those; [L, H, n]."""
         inner = self.inner(view)
         among = view.live & ~protected_by(self.scorer, view)
+        check_sign("global", self.scorer, inner.values, among)
         share = normalise(inner.values, among, signed=self.scorer.signed)
         fused = fuse(view["fused"], share, self.fusion, self.decay)
         column = fused.masked_fill(~among, nan)
