@@ -5,16 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from kvsim.errors import BudgetError, PolicyError
+from kvsim.trace import Trace
 from kvsim.view import View
 
 # Budgets that are tried in search of one that a policy has a rule for.
 _BUDGETS_TRIED = 10_000
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return False
+    return value.__index__() >= least
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,11 @@ class Protection:
 
     def __post_init__(self) -> None:
         for name in ("sink", "recent"):
-            if getattr(self, name) < 0:
-                raise PolicyError(f"protect: {name} is {getattr(self, name)}; expected 0 or more")
+            value = getattr(self, name)
+            if not is_count(value, 0):
+                raise PolicyError(f"protect: {name} is {value!r}; expected 0 or more")
+        if not isinstance(self.prompt, bool):
+            raise PolicyError(f"protect: prompt is {self.prompt!r}; expected True or False")
 
     def __or__(self, other: Protection) -> Protection:
         return Protection(
@@ -75,6 +86,11 @@ class Scores:
     values: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @staticmethod
+    def of(answer: Tensor | Scores) -> Scores:
+        """A stateless scorer answers with its values alone."""
+        return answer if isinstance(answer, Scores) else Scores(answer)
+
 
 class Scorer(ABC):
     """Which entries matter. A frozen dataclass whose fields are the policy's parameters.
@@ -113,6 +129,9 @@ class Scorer(ABC):
     def least_rows(self) -> int:
         """Fewest rows that must exist at an event that acts."""
         return 1
+
+    def check(self, trace: Trace, schedule: Schedule) -> None:  # noqa: B027  nothing to object to
+        """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
 
     @abstractmethod
     def score(self, view: View) -> Tensor | Scores:
@@ -157,10 +176,13 @@ class Wrapper(Scorer):
         """The scorer's."""
         return self.scorer.least_rows
 
+    def check(self, trace: Trace, schedule: Schedule) -> None:
+        """As the scorer."""
+        self.scorer.check(trace, schedule)
+
     def inner(self, view: View) -> Scores:
         """What the scorer answers."""
-        answer = self.scorer.score(view)
-        return answer if isinstance(answer, Scores) else Scores(answer)
+        return Scores.of(self.scorer.score(view))
 
     def protection(self, budget: int) -> Protection:
         """The scorer's."""
@@ -306,8 +328,8 @@ class Schedule:
     prefill: bool = True
 
     def __post_init__(self) -> None:
-        if self.interval is not None and self.interval < 1:
-            raise PolicyError(f"interval is {self.interval}; expected at least 1 row")
+        if self.interval is not None and not is_count(self.interval, 1):
+            raise PolicyError(f"interval is {self.interval!r}; expected at least 1 row")
 
     def rows(self, prompt_len: int, n_pos: int) -> list[int]:
         """Rows after which an event fires in a trace of n_pos tokens."""
@@ -315,6 +337,11 @@ class Schedule:
         if self.interval is None:
             return prompt
         return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
+
+    def longest(self, prompt_len: int, budget: int) -> int:
+        """Entries that a head holds before an event at most, once it has been cut to the budget."""
+        prompt = prompt_len if self.prefill else 0
+        return max(prompt, budget + (self.interval or 0), 1)
 
     def override(self, interval: int | None, prefill: bool | None) -> Schedule:
         """This schedule with what is given replaced."""
@@ -386,21 +413,26 @@ class Policy:
         return self.asked(budget) if self.allocator.binds else Protection()
 
     def check_budget(
-        self, budget: int, *, prompt_len: int = 0, n_layers: int = 1, longest: int | None = None
+        self,
+        budget: int,
+        *,
+        prompt_len: int = 0,
+        n_layers: int = 1,
+        schedule: Schedule | None = None,
     ) -> None:
         """Raise BudgetError where the policy has no rule for the budget.
 
-        prompt_len, n_layers: of the trace; longest: most entries that a head holds at an event.
+        prompt_len, n_layers: of the trace; schedule: what the policy's own is replaced by.
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
-        longest = budget if longest is None else longest
-        least = self._least(budget, prompt_len, n_layers, longest)
+        schedule = schedule or self.schedule
+        least = self._least(budget, prompt_len, n_layers, schedule)
         if least is None:
             return
         larger = range(budget + 1, budget + _BUDGETS_TRIED)
         enough = next(
-            (b for b in larger if self._least(b, prompt_len, n_layers, longest) is None), None
+            (b for b in larger if self._least(b, prompt_len, n_layers, schedule) is None), None
         )
         way_out = (
             f"the smallest budget that works is {enough}"
@@ -414,18 +446,20 @@ class Policy:
         )
 
     def _least(
-        self, budget: int, prompt_len: int, n_layers: int, longest: int
+        self, budget: int, prompt_len: int, n_layers: int, schedule: Schedule
     ) -> tuple[int, int] | None:
         """The first budget of a layer, and what is protected there, that do not fit."""
         if not self.allocator.bounded:
             return None
+        longest = schedule.longest(prompt_len, budget)
         planned = self.layer_budgets.planned(budget, n_layers, longest)
         sizes = ((own, self.protection(own).size(prompt_len)) for own in dict.fromkeys(planned))
         return next(((own, always) for own, always in sizes if always > own), None)
 
     def remark(self, budget: int) -> str:
         """What a reader of results at this budget should know; empty for nothing."""
-        return self.allocator.remark(budget)
+        said = self.allocator.remark(budget) if self.bounded else ""
+        return f"{self.name}: {said}" if said else ""
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:

@@ -57,7 +57,8 @@ class Setting:
     """What stays the same over the events of a replay.
 
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
-    protected: entries of a head that are kept in any case, once they exist.
+    protected: entries of a head that are kept in any case, once they exist. longest: those that it
+    holds before an event at most, if every layer gets the budget.
     """
 
     budget: int
@@ -67,12 +68,7 @@ class Setting:
     n_layers: int
     clairvoyant: bool = False
     protected: int = 0
-
-    @property
-    def longest(self) -> int:
-        """Most entries that a head holds before an event, if every layer gets the budget."""
-        prompt = self.prompt_len if self.prefill else 0
-        return max(prompt, self.budget + (self.interval or 0), 1)
+    longest: int = 0
 
 
 class Entries:

@@ -833,8 +833,10 @@ def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace)
     _, text, _ = run("replay", trace, "--policy", "ams+snapkv", *asked)
 
     assert status == 0
-    assert found["remarks"] == ["ams: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries"]
-    assert "Note: ams: budget 20 holds 4 of 4 sinks" in text
+    assert found["remarks"] == [
+        "ams+snapkv: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries"
+    ]
+    assert "Note: ams+snapkv: budget 20 holds 4 of 4 sinks" in text
 
 
 def test_policies_in_json_have_every_field(run):

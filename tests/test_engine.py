@@ -159,7 +159,9 @@ def test_a_layer_that_the_trace_lacks_is_refused():
 
 def test_a_layer_named_twice_is_refused():
     """A Record holds each layer once."""
-    with pytest.raises(PolicyError, match=r"layers are \[1, 1\]; expected each layer once"):
+    with pytest.raises(
+        PolicyError, match=r"layers are \[1, 1\]; expected some layers, each of them once"
+    ):
         kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[1, 1])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import kvsim
 from kvsim.composition import Protection, Schedule
-from kvsim.errors import BudgetError, NeedsError, PolicyError
+from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.policies import CATALOGUE, describe, names, parameters
 from kvsim.testing.strategies import make_case
 
@@ -102,6 +102,12 @@ def test_parameters_replace_defaults_and_presets():
         ("tova", {"protect": 4}, "protect is 4; expected Protection"),
         ("tova", {"protect": {"sinks": 4}}, "protect is .*; expected Protection"),
         ("tova", {"protect": {"sink": -1}}, "sink is -1; expected 0 or more"),
+        ("tova", {"protect": {"sink": 2.5}}, "sink is 2.5; expected 0 or more"),
+        ("pyramidkv", {"beta": float("nan")}, "pyramidkv: beta is nan; expected at least 1"),
+        ("ams", {"segment_mass": 1e-9}, "ams: segment_mass is 1e-09; expected a share"),
+        ("qfilter", {"calibration": "b@0123456789ab"}, "the name and digest of a trace"),
+        ("builtins:dict", {"sink": 1}, "is a dict; expected a kvsim.Policy"),
+        ("math:sqrt", {"sink": 1}, "'math:sqrt' cannot be made of"),
         ("tova", {"scorer__heads": "all"}, "no parameter 'scorer__heads'"),
         ("adakv", {}, "not how they are scored; name a scorer too, such as adakv\\+tova"),
         ("global", {}, "not how they are scored"),
@@ -272,4 +278,49 @@ def test_tight_budgets_of_ams_are_said():
     assert "holds 4 of 4 sinks and 16 of 32 recent entries" in strict.remark
     assert "holds 0 of 4 sinks and 20 of 32 recent entries" in release.remark
     assert strict.retained(trace.n_pos - 1)[..., :4].all()
-    assert kvsim.replay(trace, kvsim.policy("ams", window=8), budget=50).remark == ""
+    assert kvsim.replay(trace, kvsim.policy("ams", window=8), budget=50, interval=4).remark == ""
+
+
+def test_a_policy_that_never_acts_is_remarked_on():
+    """Numbers without a loss are not a policy's merit where none of its events could evict."""
+    trace = make_case("normal", n=60, prompt_len=4).trace()
+    idle = kvsim.replay(trace, kvsim.policy("ams"), budget=20)
+
+    assert "ams: nothing is evicted at budget 20, because no event fires" in idle.remark
+    assert "give an interval" in idle.remark
+    assert kvsim.replay(trace, kvsim.policy("full"), budget=20).remark == ""
+    assert kvsim.replay(trace, kvsim.policy("tova"), budget=60).remark == ""
+
+
+def test_what_comes_late_is_refused_early():
+    """Layers that share a budget, buffers too short, budgets whose way out grows with them."""
+    trace = make_case("normal", layers=3, n=60, prompt_len=20).trace()
+
+    with pytest.raises(MemoryLimitError, match="cake shares a budget over all layers, which need"):
+        kvsim.replay(trace, kvsim.policy("cake", window=4), budget=8, memory=(64 << 20) + 999)
+    with pytest.raises(PolicyError, match=r"interval is 3, .* expected at least 6"):
+        kvsim.replay(trace, kvsim.policy("expected_attention@kvpress"), budget=8, interval=3)
+    pinned = kvsim.policy("pyramidkv", window=4, protect=Protection(prompt=True))
+    with pytest.raises(BudgetError, match="smallest budget that works is") as refused:
+        kvsim.replay(trace, pinned, budget=20, interval=16)
+    enough = int(str(refused.value).rpartition(" ")[2])
+    assert kvsim.replay(trace, pinned, budget=enough, interval=16).retained(59)[..., :20].all()
+    with pytest.raises(BudgetError):
+        kvsim.replay(trace, pinned, budget=enough - 1, interval=16)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"interval": 2.5}, "interval is 2.5; expected at least 1 row"),
+        ({"interval": "32"}, "interval is '32'"),
+        ({"layers": []}, "expected some layers"),
+        ({"layers": [1.0]}, "layer is 1.0; expected 0..0"),
+    ],
+)
+def test_what_is_no_schedule_and_no_layer_is_refused(given, message):
+    """With one line, and not from deep inside."""
+    trace = make_case("normal", n=30, prompt_len=4).trace()
+
+    with pytest.raises(PolicyError, match=message):
+        kvsim.replay(trace, kvsim.policy("tova"), 8, **given)

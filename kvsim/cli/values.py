@@ -118,15 +118,19 @@ def build_policies(
     protect: what each of them is to keep beside what it keeps by itself. Raises PolicyError where
     no policy has the key of a setting.
     """
-    from kvsim.policies import parameters, policy
+    from kvsim.policies import has_parameter, parameters, policy
 
     own = [name for name in names if ":" in name]
     if own:
         sys.path.append(str(Path.cwd()))  # where a file of the user's own is looked for last
     wanted = dict(parse_set(text) for text in settings)
+
+    def takes(name: str, key: str) -> bool:
+        return key in known[name] or (name not in own and has_parameter(name, key))
+
     known = {name: policy(name).params if name in own else parameters(name) for name in names}
     for key in wanted:
-        if not any(key in keys for keys in known.values()):
+        if not any(takes(name, key) for name in known):
             typed = key.replace("scorer__", "scorer.")
             listed = dict.fromkeys(
                 key.replace("scorer__", "scorer.") for keys in known.values() for key in keys
@@ -136,8 +140,8 @@ def build_policies(
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
     built = (
-        policy(name, **{key: value for key, value in wanted.items() if key in keys})
-        for name, keys in known.items()
+        policy(name, **{key: value for key, value in wanted.items() if takes(name, key)})
+        for name in known
     )
     return [
         one if protect is None else replace(one, protect=one.protect | protect) for one in built

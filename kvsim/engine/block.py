@@ -58,8 +58,7 @@ class Block:
         acts = self._acts(view)
         if not bool(acts.any()):
             return False
-        answer = policy.scorer.score(view)
-        scores = answer if isinstance(answer, Scores) else Scores(answer)
+        scores = Scores.of(policy.scorer.score(view))
         values = scores.values
         check(policy, values, entries.live, self.layers, row)
         protected = protected_by(_Asked(policy), view)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvsim.composition import Even, Policy, Schedule, Uniform
+from kvsim.composition import Even, Policy, Schedule, Uniform, is_count
 from kvsim.engine.block import Block
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
@@ -54,10 +54,10 @@ def replay(
     check_cell(trace, policy, budget, memory, schedule)
     chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
     for layer in chosen:
-        if not 0 <= layer < trace.n_layers:
-            raise PolicyError(f"layer is {layer}; expected 0..{trace.n_layers - 1}")
-    if len(set(chosen)) < len(chosen):
-        raise PolicyError(f"layers are {list(chosen)}; expected each layer once")
+        if not is_count(layer, 0) or layer >= trace.n_layers:
+            raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
     events = schedule.rows(trace.prompt_len, trace.n_pos)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] | None = [] if internals else None
@@ -71,13 +71,14 @@ def replay(
     )
     setting = _setting(trace, policy, budget, schedule)
     done = 0
-    runs = _blocks(chosen, layers_per_block(source, policy, memory))
-    if policy.layer_budgets.across_layers and len(runs) > 1:
+    together = policy.layer_budgets.across_layers
+    if together and list(chosen) != list(range(chosen[0], chosen[0] + len(chosen))):
         raise PolicyError(
-            f"{policy.name}: the layers share one budget, and {len(chosen)} layers were to be "
-            f"replayed in {len(runs)} parts; expected consecutive layers and a memory budget that "
-            "holds all of them"
+            f"{policy.name}: the layers share one budget, and layers {list(chosen)} were to be "
+            "replayed; expected consecutive ones"
         )
+    most = len(chosen) if together else layers_per_block(source, policy, memory)
+    runs = _blocks(chosen, most)
     with torch.inference_mode():
         for run in runs:
             block = Block(
@@ -111,7 +112,7 @@ def replay(
         positions=policy.positions,
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
-        remark=policy.remark(budget),
+        remark=_remark(trace, policy, budget, schedule),
         internals=tuple(plans or ()),
     )
 
@@ -149,7 +150,7 @@ def check_cell(
             budget,
             prompt_len=trace.prompt_len,
             n_layers=trace.n_layers,
-            longest=_setting(trace, policy, budget, schedule).longest,
+            schedule=schedule,
         )
         first = next((r for r in schedule.rows(trace.prompt_len, trace.n_pos) if r >= budget), None)
         least = policy.scorer.least_rows
@@ -159,7 +160,21 @@ def check_cell(
                 f"expected at least {least}; use a longer prompt, another schedule or other "
                 "parameters"
             )
+    policy.scorer.check(trace, schedule)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
+
+
+def _remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> str:
+    """What a reader of the outcome should know; empty for nothing."""
+    events = schedule.rows(trace.prompt_len, trace.n_pos)
+    fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
+    if budget < trace.n_pos and policy.bounded and fires and not any(e >= budget for e in events):
+        first = f"; the first event fires after row {events[0]}" if events else ""
+        return (
+            f"{policy.name}: nothing is evicted at budget {budget}, because no event fires while "
+            f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
+        )
+    return policy.remark(budget)
 
 
 def _setting(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> Setting:
@@ -171,6 +186,7 @@ def _setting(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> S
         n_layers=trace.n_layers,
         clairvoyant=policy.scorer.clairvoyant,
         protected=policy.protection(budget).size(trace.prompt_len),
+        longest=schedule.longest(trace.prompt_len, budget),
     )
 
 
@@ -185,13 +201,16 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     event += 3 * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
     if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
         event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
-    need = stored + event + 4 * LOGIT_BYTES  # and those of one block of rows
+    layers, what = 1, "one layer of this trace needs"
+    if policy.layer_budgets.across_layers:
+        layers, what = trace.n_layers, f"{policy.name} shares a budget over all layers, which need"
+    need = layers * (stored + event) + 4 * LOGIT_BYTES  # and those of one block of rows
     if need > limit:
         raise MemoryLimitError(
-            f"one layer of this trace needs {need / 2**20:.0f} MiB to replay, the memory budget is "
+            f"{what} {need / 2**20:.0f} MiB to replay, the memory budget is "
             f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MiB"
         )
-    return max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
+    return layers * max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
 
 
 def _blocks(layers: Sequence[int], most: int) -> list[list[int]]:

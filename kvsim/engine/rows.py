@@ -45,8 +45,8 @@ def _run(block: Block, start: int, stop: int) -> None:
     last = entries.pos.shape[-1] - 1
     for row in range(start, stop):
         view.open(row, held + row - start)
-        answer = policy.scorer.score(cast("View", view))  # the part of a View that per_row may use
-        scores = answer if isinstance(answer, Scores) else Scores(answer)
+        # the part of a View that per_row may use
+        scores = Scores.of(policy.scorer.score(cast("View", view)))
         check(policy, scores.values, view.live, block.layers, row)
         entries.columns.update(scores.columns)
         free = view.live & ~protection.mask(entries.pos, row, prompt_len)

@@ -18,6 +18,7 @@ __all__ = [
     "Entry",
     "Preset",
     "describe",
+    "has_parameter",
     "names",
     "parameters",
     "policy",
@@ -58,3 +59,8 @@ def describe(name: str) -> Description:
 def parameters(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
     return naming.parameters(CATALOGUE, name)
+
+
+def has_parameter(name: str, key: str) -> bool:
+    """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
+    return naming.has_parameter(CATALOGUE, name, key)

@@ -37,6 +37,8 @@ from kvsim.view import View
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12
+# A finer one cuts no segment anew: none is shorter than an entry.
+_LEAST_SHARE = 1e-5
 # The release keeps this many queries between two events.
 _BUFFER = 257
 
@@ -91,9 +93,10 @@ class AMS(Allocator):
                 raise PolicyError(
                     f"ams: {name} is {getattr(self, name)}; expected at least {value}"
                 )
-        if not self.segment_mass > 0:
+        if not self.segment_mass >= _LEAST_SHARE:
             raise PolicyError(
-                f"ams: segment_mass is {self.segment_mass}; expected a share of the mass above 0"
+                f"ams: segment_mass is {self.segment_mass}; expected a share of the mass, at least "
+                f"{_LEAST_SHARE}"
             )
         for name in ("credit_decay", "credit_mix"):
             if not 0 <= getattr(self, name) <= 1:
@@ -132,14 +135,14 @@ class AMS(Allocator):
                 f"budget {budget} holds {kept.sink} of {self.sink} sinks and {kept.recent} of "
                 f"{self.recent} recent entries"
             )
-        if self.window >= budget:
+        if self.window > budget:
             said.append(f"the window of {self.window} rows is cut to the budget, {budget}")
         if self.mode == "strict" and self.max_segment < 2 * self.min_segment - 1:
             said.append(
                 f"max_segment {self.max_segment} is below 2 x min_segment - 1, so segments can be "
                 f"shorter than {self.min_segment}"
             )
-        return "ams: " + "; ".join(said) if said else ""
+        return "; ".join(said)
 
     # ------------------------------------------------------------------------------- one event
 

@@ -10,6 +10,7 @@ Some methods measure a model once, on a text of their own, and then score keys b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsim.attention import Rope
-from kvsim.composition import Scorer
+from kvsim.composition import Schedule, Scorer
 from kvsim.errors import PolicyError, TraceError
 from kvsim.trace import Trace, open_trace
 from kvsim.view import LOGIT_BYTES, View
@@ -65,6 +66,12 @@ class Calibration(str):
                     'such as "prefix:64"'
                 )
             return cls._make(f"prefix:{int(rows)}", rows=int(rows))
+        recorded = isinstance(given, str) and re.fullmatch(r".+@[0-9a-f]{12}", given)
+        if recorded and not Path(str(given)).exists():
+            raise PolicyError(
+                f"{policy}: calibration is {given!r}, the name and digest of a trace; give that "
+                "trace itself, or its path"
+            )
         try:
             return cls._of_trace(open_trace(given))
         except TraceError as error:
@@ -74,7 +81,8 @@ class Calibration(str):
 
     @classmethod
     def _of_trace(cls, trace: Trace) -> Calibration:
-        return cls._make(f"{trace.name}@{trace.digest[:12]}", trace=trace)
+        digest = trace.digest.removeprefix("sha256:")[:12]
+        return cls._make(f"{trace.name}@{digest}", trace=trace)
 
     @classmethod
     def _make(cls, text: str, rows: int | None = None, trace: Trace | None = None) -> Calibration:
@@ -87,13 +95,13 @@ class Calibration(str):
     ) -> tuple[Tensor, ...]:
         """What `learn` finds in the queries of the view's layers, [L, H, G, ...] each.
 
-        Of another trace it is found once. Raises PolicyError where that trace does not fit.
+        Of another trace it is found once.
         """
         if self.trace is None:
             stop = view.n_rows if self.rows is None else self.rows
             read = view.span if rotated else view.unrotated_span
             return learn(row_blocks(read, 0, stop), view.rope)
-        heads, groups = self._check(policy, self.trace, view)
+        heads, groups = view.span(view.row, view.row + 1).shape[1:3]
         if policy not in self._learned:
             layers = (
                 learn(_of_layer(self.trace, layer, rotated), self.trace.rope)
@@ -105,14 +113,16 @@ class Calibration(str):
             one.flatten(1, 2).unflatten(1, (heads, groups)).to(view.keys.device) for one in found
         )
 
-    def _check(self, policy: str, trace: Trace, view: View) -> tuple[int, int]:
-        """KV heads and query heads of each in the view."""
-        heads, groups, _, dim = view.span(view.row, view.row + 1).shape[1:]
+    def check(self, policy: str, replayed: Trace) -> None:
+        """Raise PolicyError where queries of another trace do not fit the one that is replayed."""
+        if self.trace is None:
+            return
+        trace = self.trace
         sizes = {
-            "layers": (trace.n_layers, view.n_layers),
-            "query heads": (trace.n_qheads, heads * groups),
-            "dimensions": (trace.dim, dim),
-            "rotated dimensions": (trace.rope.rotary_dim, view.rope.rotary_dim),
+            "layers": (trace.n_layers, replayed.n_layers),
+            "query heads": (trace.n_qheads, replayed.n_qheads),
+            "dimensions": (trace.dim, replayed.dim),
+            "rotated dimensions": (trace.rope.rotary_dim, replayed.rope.rotary_dim),
         }
         for what, (there, here) in sizes.items():
             if there != here:
@@ -120,7 +130,6 @@ class Calibration(str):
                     f"{policy}: calibration {self} has {there} {what} and the trace that is "
                     f"replayed has {here}; expected a trace of the same model"
                 )
-        return heads, groups
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,10 @@ class Calibrated(Scorer):
     def least_rows(self) -> int:
         """The prefix must have been seen."""
         return self.source.rows or 1
+
+    def check(self, trace: Trace, schedule: Schedule) -> None:
+        """The calibration queries come from the same model."""
+        self.source.check(self.name, trace)
 
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
         """What is to be known of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""

@@ -123,11 +123,11 @@ CATALOGUE: Mapping[str, Entry] = {
         {
             "kvpress": Preset(
                 "budgets from what each layer holds at the event; window 64, average-pool of 5",
-                params={**_SNAPKV_KVPRESS, "rule": "kvpress"},
+                params={**_SNAPKV_KVPRESS, "rule": "event"},
             ),
             "reference": Preset(
                 "the same as the AMS release carries it, which oscillates in decoding",
-                params={**_SNAPKV_KVPRESS, "rule": "reference"},
+                params={**_SNAPKV_KVPRESS, "rule": "event"},
                 policy={"schedule": _EVERY_512},
             ),
         },
@@ -343,7 +343,7 @@ CATALOGUE: Mapping[str, Entry] = {
         None,
         {
             "kvpress": Preset(
-                "whole chunks alone, so that sizes miss the budget by up to a chunk",
+                "whole chunks alone, so that sizes miss the budget by a chunk or two",
                 params={"exact": False},
             )
         },

@@ -7,9 +7,10 @@ same in all heads. Chunks are cut anew on what is left at every event.
 
 Deviations. The budget is exact: chunks fill it in the order of their scores, and the last one that
 is begun keeps its best entries. Protected entries of every chunk come first and count.
-`chunkkv@kvpress` keeps whole chunks alone, floor(chunks x budget / entries) of them, so that it
-holds up to a chunk more or less than the budget, and protects nothing but by a score that is padded
-with the largest of the layer + 1, as kvpress does.
+Their own scores, which a scorer may not have, count in no mean. `chunkkv@kvpress` keeps whole
+chunks alone, floor(chunks x budget / entries) of them, so that it holds less than a chunk more or
+less than two less than the budget, and protects nothing but by a score that is padded with the
+largest of the layer + 1, as kvpress does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ChunkKV(Allocator):
         live, always = view.live[:, :1], protected[:, :1]
         if self.exact:
             shared = scores.double().sum(1, keepdim=True)
-            order = _best_first(shared, chunks, live)
+            order = _best_first(shared, chunks, live & ~always)
             chosen = self._fill(view, shared, chunks, order, always)
         else:
             top = scores.masked_fill(~view.live, -torch.inf).amax((1, 2), keepdim=True) + 1
@@ -85,10 +86,10 @@ class ChunkKV(Allocator):
         return (place < wanted.unsqueeze(-1)) & view.live[:, :1]
 
 
-def _best_first(shared: Tensor, chunks: Tensor, live: Tensor) -> Tensor:
-    """Chunks by the mean of shared [L, 1, n] over their live slots, best first; [L, 1, C]."""
+def _best_first(shared: Tensor, chunks: Tensor, among: Tensor) -> Tensor:
+    """Chunks by the mean of shared [L, 1, n] over their slots in `among`, best first; [L, 1, C]."""
     number = int(chunks.max()) + 1
-    mean = _sum(shared.masked_fill(~live, 0.0), chunks, number) / _sum(live, chunks, number)
+    mean = _sum(shared.masked_fill(~among, 0.0), chunks, number) / _sum(among, chunks, number)
     return mean.nan_to_num(nan=-torch.inf).argsort(dim=-1, descending=True, stable=True)
 
 

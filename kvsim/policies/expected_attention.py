@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 
 from kvsim.attention import Rope
-from kvsim.composition import Protection, Scorer
+from kvsim.composition import Protection, Schedule, Scorer
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
+from kvsim.trace import Trace
 from kvsim.view import LOGIT_BYTES, View
 
 
@@ -81,6 +82,15 @@ class ExpectedAttention(Scorer):
         """Two samples behind the sinks."""
         return self.sink + 2
 
+    def check(self, trace: Trace, schedule: Schedule) -> None:
+        """A buffer of rows since the last event holds two samples behind its first ones."""
+        if self.origin == "buffer" and (schedule.interval or self.sink + 2) < self.sink + 2:
+            raise PolicyError(
+                f"expected_attention: interval is {schedule.interval}, and the first {self.sink} "
+                "rows (sink) of those since the last event are left out; expected at least "
+                f"{self.sink + 2}"
+            )
+
     def score(self, view: View) -> Tensor:
         """(mean over the group of a_j + epsilon) ||v_j||; [L, H, n]."""
         start, stop, future = self._samples(view)
@@ -100,12 +110,6 @@ class ExpectedAttention(Scorer):
         if self.origin == "next":
             return max(self.sink, stop - self.query_buffer), stop, stop
         held = min(view.interval or stop, self.query_buffer + 1, stop)
-        if held < self.sink + 2:
-            raise PolicyError(
-                f"expected_attention: interval is {view.interval}, and the first {self.sink} rows "
-                f"(sink) of those since the last event are left out; expected at least "
-                f"{self.sink + 2}"
-            )
         return stop - held + self.sink, stop, held
 
     def _logits(self, view: View, mu: Tensor, sigma: Tensor | None, future: int) -> Tensor:

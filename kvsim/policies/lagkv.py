@@ -69,8 +69,10 @@ class LagKV(Scorer):
         """Softmax over each partition of the channels' deviation; [L, H, partitions - 1, lag]."""
         parts = x.unflatten(2, (-1, self.lag))  # [L, H, partitions, lag, d]
         low, high = parts[:, :, 1:].aminmax(dim=3, keepdim=True)
-        scaled = (parts[:, :, :-1] - low) / (high - low)
-        out: Tensor = scaled.masked_fill_(high == low, 0.0).std(-1).softmax(-1)
+        span = high - low
+        flat = span < torch.finfo(span.dtype).tiny  # nothing to scale by
+        scaled = ((parts[:, :, :-1] - low) / span).masked_fill_(flat, 0.0)
+        out: Tensor = scaled.std(-1).softmax(-1)
         return out
 
     def protection(self, budget: int) -> Protection:

@@ -137,6 +137,15 @@ def parameters(catalogue: Mapping[str, Entry], name: str) -> tuple[str, ...]:
     return tuple(out)
 
 
+def has_parameter(catalogue: Mapping[str, Entry], name: str, key: str) -> bool:
+    """Whether `build` takes `key` for `name`."""
+    try:
+        _route(name, [e for _, e in _parse(catalogue, name) if e is not None], {key: 0}, own=None)
+    except PolicyError:
+        return False
+    return True
+
+
 def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) -> Policy:
     """The policy called `name` with parameters replaced by `params` (see `kvsim.policy`)."""
     given = dict(params)
@@ -306,7 +315,10 @@ def _own(name: str, params: Mapping[str, Any]) -> Policy:
         ) from error
     except AttributeError as error:
         raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
-    made = found(**params) if callable(found) and not isinstance(found, Policy) else found
+    try:
+        made = found(**params) if callable(found) and not isinstance(found, Policy) else found
+    except TypeError as error:
+        raise PolicyError(f"{name!r} cannot be made of {params}: {error}") from error
     if isinstance(made, Scorer):
         made = Policy(attribute, made, schedule=Schedule(interval=128))
     if not isinstance(made, Policy):

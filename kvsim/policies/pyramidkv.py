@@ -33,15 +33,13 @@ class Pyramid(LayerBudgets):
 
     window: int = 8
     beta: float = 20.0
-    rule: Literal["fixed", "kvpress", "reference"] = "fixed"
+    rule: Literal["fixed", "event"] = "fixed"
 
     def __post_init__(self) -> None:
-        if self.beta < 1:
+        if not self.beta >= 1:
             raise PolicyError(f"pyramidkv: beta is {self.beta}; expected at least 1")
-        if self.rule not in ("fixed", "kvpress", "reference"):
-            raise PolicyError(
-                f"pyramidkv: rule is {self.rule!r}; expected 'fixed', 'kvpress' or 'reference'"
-            )
+        if self.rule not in ("fixed", "event"):
+            raise PolicyError(f"pyramidkv: rule is {self.rule!r}; expected 'fixed' or 'event'")
 
     @property
     def exact(self) -> bool:
@@ -82,4 +80,4 @@ class Pyramid(LayerBudgets):
         step = (first - last) / max(view.n_layers - 1, 1)
         share = (first - view.layers * step).round().long()  # halves to even, as Python rounds
         falls = (held >= first) & (first >= last) & (last >= self.window)
-        return torch.where(falls, share, budget)
+        return torch.where(falls, share, budget).clamp(min=view.setting.protected)

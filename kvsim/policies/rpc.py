@@ -87,6 +87,7 @@ class Growing(LayerBudgets):
         """prompt_len + window + generated // compression, int [L]."""
         generated = view.row + 1 - view.prompt_len
         size = view.prompt_len + self.window + generated // self.compression
+        size = max(size, view.setting.protected)
         return torch.full_like(view.layers, size)
 
 

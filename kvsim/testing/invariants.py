@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsim.composition import Allocator, Even, Plan, Policy, Uniform
+from kvsim.composition import Allocator, Even, Plan, Policy, Schedule, Uniform
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, suggest
 from kvsim.metrics import output_error
@@ -571,14 +571,13 @@ EXEMPT: Mapping[str, Collection[str]] = {
 # ------------------------------------------------------------------------------------- trying them
 
 
-def smallest_budget(policy: Policy, case: Case, interval: int = 0) -> int:
+def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None) -> int:
     """The smallest budget that the policy has a rule for on this trace, its length at most."""
     layers, _, _, n, _ = case.shape
     for budget in range(1, n):
-        longest = max(case.prompt_len, budget + interval)
         try:
             policy.check_budget(
-                budget, prompt_len=case.prompt_len, n_layers=layers, longest=longest
+                budget, prompt_len=case.prompt_len, n_layers=layers, schedule=schedule
             )
         except BudgetError:
             continue
@@ -592,8 +591,8 @@ def trials(draw: st.DrawFn, policy: Policy, max_n: int = 32) -> Trial:
     case = draw(strategies.cases(dtypes=(np.float64, np.float32, np.float16), max_n=max_n))
     interval, prefill = draw(strategies.schedules(case.n, case.prompt_len))
     trial = Trial(policy, case, case.n, interval, prefill, draw(st.integers(0, 2**16)))
-    every = policy.schedule.interval if interval is None else interval
-    least = smallest_budget(policy, case, every or 0)
+    schedule = policy.schedule.override(interval, prefill)
+    least = smallest_budget(policy, case, schedule)
     # an event that acts needs rows enough for the scorer
     least = max(least, min(policy.scorer.least_rows, case.n))
     return replace(trial, budget=draw(strategies.budgets(least, max(trial.rows, default=0))))

@@ -220,7 +220,14 @@ def chunkkv(
         s: sum(scores[h].get(live[s], 0.0) for h, live in enumerate(event.live)) for s in range(n)
     }
     chunks = {a: range(a, min(a + chunk, n)) for a in range(0, n, chunk)}
-    mean = {a: sum(summed[s] for s in slots) / len(slots) for a, slots in chunks.items()}
+    if exact:  # what is kept in any case says nothing for its chunk
+        free = {a: [s for s in slots if s not in required] for a, slots in chunks.items()}
+    else:
+        free = {a: list(slots) for a, slots in chunks.items()}
+    mean = {
+        a: sum(summed[s] for s in slots) / len(slots) if slots else -math.inf
+        for a, slots in free.items()
+    }
     slots: set[int] = set()
     if exact:
         slots, decisions = _fill_chunks(chunks, mean, summed, required, budget)
