@@ -1,0 +1,202 @@
+"""docs/results.py makes the results page, and the page in the repository is of this catalogue."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvsim.policies import names
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_SPEC = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+results = importlib.util.module_from_spec(_SPEC)
+sys.modules["results"] = results  # its dataclasses look themselves up there
+_SPEC.loader.exec_module(results)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """What `--smallest` writes."""
+    folder = tmp_path_factory.mktemp("results")
+    results.main(
+        ["--smallest", "--jobs=1", f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"]
+    )
+    return folder / "page.md"
+
+
+def tables(text):
+    """The rows of each table of a page, as lists of cells, by the heading above it."""
+    found, heading = {}, ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            found.setdefault(heading, []).append(cells)
+    return {heading: [rows[0], *rows[2:]] for heading, rows in found.items()}
+
+
+def number(cell):
+    """The mean in front of an interval."""
+    return float(cell.partition(" ")[0])
+
+
+def test_the_page_has_its_parts(page):
+    """Tables per budget, changed parameters, claims per paper, and a figure of modest size."""
+    text = page.read_text("utf-8")
+    found = tables(text)
+
+    assert list(found) == [
+        *(f"Budget {n}" for n in results.SMALLEST.budgets),
+        "Parameters made smaller",
+        "Which of the papers' claims hold here",
+        *results.CLAIMS,
+    ]
+    assert all(len(row) == len(rows[0]) for rows in found.values() for row in rows)
+    assert 5_000 < (page.parent / "figures" / "page.png").stat().st_size < 100_000
+    assert "](figures/page.png)" in text
+    assert "python docs/results.py --smallest\n" in text
+    assert results.weights() in text
+
+
+def test_every_policy_has_a_row_that_makes_sense(page):
+    """All scorers, AMS and crosses have one; `full` loses nothing, the oracle regrets nothing.
+
+    Policies without a rule of their own about sizes hold the same number of entries.
+    """
+    found, unbound = tables(page.read_text("utf-8")), " (no budget binds)"
+    crossed = ("global", "criticalkv", "adakv", "chunkkv")
+    alone = [name for name in names() if name.partition("@")[0] not in crossed]
+    for n in results.SMALLEST.budgets:
+        head, *rows = found[f"Budget {n}"]
+        labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
+        by_label = {
+            label: dict(zip(head, row, strict=True))
+            for label, row in zip(labels, rows, strict=True)
+        }
+        missing = {*alone, *results.CROSSES} - set(by_label)
+        errors = [number(row[1]) for row in rows]
+        free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
+
+        assert missing == set()
+        assert errors == sorted(errors)
+        assert number(by_label["full"]["output error"]) == 0
+        assert number(by_label["full"]["retained mass"]) == 1
+        assert all(0 <= number(row["retained mass"]) <= 1 for row in by_label.values())
+        assert all(0 <= number(row["wipe-out 8"]) <= 1 for row in by_label.values())
+        assert number(by_label["oracle"]["regret"]) == 0
+        assert number(by_label["random"]["regret"]) > 0
+        assert {"full", "rpc"} <= free
+        assert {results.PAPER, results.RELEASE} <= set(labels)
+        entries = {number(by_label[name]["entries"]) for name in ("tova", "knorm", "gkv", "h2o")}
+        assert len(entries) == 1
+
+
+def test_claims_have_verdicts_from_their_intervals(page):
+    """A verdict agrees with the marks of its cases, and what has no number says why."""
+    found = tables(page.read_text("utf-8"))
+    for paper in results.CLAIMS:
+        for _, says, _, result, bold in found[paper][1:]:
+            verdict = bold.strip("*")
+            if "[" not in result:
+                assert verdict == results.OPEN, says
+                assert "yet" in result or "no such" in result, says
+            elif "against" in result:
+                assert verdict == results.NOT, says
+            else:
+                assert verdict == (results.OPEN if "open" in result else results.HOLDS), says
+    assert {row[0] for row in found["AMS, arXiv 2605.23200"][1:]} == {f"Q{i}" for i in range(1, 14)}
+    assert {row[0] for row in found["G-KV, arXiv 2512.00504"][1:]} == {
+        f"G{i}" for i in range(1, 15)
+    }
+
+
+@pytest.mark.parametrize(
+    ("cases", "margin", "verdict"),
+    [
+        ([[1, 2, 3]], None, "holds"),
+        ([[1, 2, 3], [4, 4, 4]], None, "holds"),
+        ([[1, 2, 3], [-1, 2, 1]], None, "not decidable here"),
+        ([[1, 2, 3], [-1, 2, 1], [-2, -1, -1]], None, "does not hold"),
+        ([[0, 0, 0]], None, "not decidable here"),
+        ([[0, 0, 0]], 0.0, "holds"),
+        ([[0, 0, 1]], 0.0, "not decidable here"),
+        ([[2, 2, 1]], 0.0, "does not hold"),
+        ([[-0.01, 0.02]], 0.05, "holds"),
+        ([[-0.01, 0.2]], 0.05, "not decidable here"),
+        ([[-0.1, -0.2]], 0.05, "does not hold"),
+        ([[np.nan, np.nan]], None, "not decidable here"),
+        ([], None, "not decidable here"),
+    ],
+)
+def test_verdicts(cases, margin, verdict):
+    """Above 0 or inside the margin in every case; on the other side in one; or neither."""
+    given = {str(i): np.array(values, float) for i, values in enumerate(cases)}
+
+    assert results.Claim("", "", cases=given, margin=margin).verdict == verdict
+
+
+def test_intervals():
+    """The interval is that of the mean: it shrinks with the number of values, NaN left out."""
+    rng = np.random.default_rng(3)
+    few, many = (results.Interval.of(rng.normal(5, 1, n)) for n in (10, 1000))
+    known = results.Interval.of(np.array([1.0, np.nan, 3.0]))
+
+    assert few.low < few.mean < few.high
+    # 95 % of a mean of n normal values lie within 1.96 / sqrt(n)
+    assert many.high - many.low == pytest.approx(2 * 1.96 / np.sqrt(1000), rel=0.1)
+    assert few.high - few.low > 3 * (many.high - many.low)
+    assert (known.mean, known.n) == (2.0, 2)
+    assert known.text(".1f") == "2.0 [1.0, 3.0]"
+
+
+def test_what_is_dropped_and_kept_is_measured():
+    """Longest run, middle coverage and mean place of a kept set worked by hand."""
+    trace, record = one_head(kept=[0, 1, 4, 5, 9], n=12, budget=6)
+    found = dict(results.of_record(trace, record))
+
+    assert found["longest run"] == 3  # 6, 7, 8
+    assert found["middle coverage"] == pytest.approx(2 / 4)  # 4 and 5 of 4..7
+    assert found["mean place"] == pytest.approx((0 + 1 + 4 + 5 + 9 + 10 + 11) / 7 / 11)
+    assert found["mean place of older"] == pytest.approx((0 + 1 + 4 + 5) / 4 / 8)
+    assert np.isnan(found["wipeout 8 0"])  # no region lies before the last 32
+
+
+def one_head(kept, n, budget):
+    """A trace of one layer and head, and a record that keeps some of its first positions."""
+    import torch
+
+    import kvsim
+    from kvsim.schema import NEVER
+
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 4, generator=made) for _ in range(3))
+    trace = kvsim.Trace.from_arrays(
+        q, k, v, prompt_len=2, rope=kvsim.Rope.default(4), token_text=["x"] * n
+    )
+    evicted_at = np.full((1, 1, n), n - 1, np.int32)
+    evicted_at[..., [*kept, n - 2, n - 1]] = NEVER
+    record = kvsim.Record(
+        evicted_at, "mine", {}, budget, 1, prefill=False, prompt_len=2, layers=(0,)
+    )
+    return trace, record
+
+
+def test_names_of_the_committed_page_are_those_of_the_catalogue():
+    """docs/results.md was made with the policies that there are: run docs/results.py again if not.
+
+    The same for the weights of the model that it was made with.
+    """
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
+
+    assert line[1] == results.listing()
+    assert line[1].replace("`", "").split(", ") == names()
+    assert f"sha256 `{results.weights()}`" in text
+    assert "\npython docs/results.py\n" in text  # of the full size
