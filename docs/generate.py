@@ -62,17 +62,19 @@ def policy_notes() -> str:
     from kvsim.cli.listing import fires  # noqa: PLC0415 - as policies()
     from kvsim.policies import CATALOGUE, describe  # noqa: PLC0415
 
-    parts, told = [], {}
+    parts: list[str] = []
+    told: dict[str, str] = {}
     for name, entry in CATALOGUE.items():
         presets = [entry.preset(preset) for preset in entry.presets]
         pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
         docs = []
         for module in dict.fromkeys(p.__module__ for p in pieces):
-            if module in told:
-                docs.append(f"See [{told[module]}](#{told[module]}) for its score.")
+            file = module.rpartition(".")[2]
+            place = file if file in CATALOGUE else told.setdefault(module, name)
+            if place != name:
+                docs.append(f"See [{place}](#{place}).")
             elif module.startswith("kvsim.policies."):
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
-                told[module] = name
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
         for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):
             one = describe(full_name)
