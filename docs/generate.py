@@ -68,12 +68,13 @@ def policy_notes() -> str:
         presets = [entry.preset(preset) for preset in entry.presets]
         pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
         docs = []
-        for module in dict.fromkeys(p.__module__ for p in pieces):
+        modules = dict.fromkeys(piece.__module__ for piece in pieces)
+        for module in (m for m in modules if m.startswith("kvsim.policies.")):
             file = module.rpartition(".")[2]
             place = file if file in CATALOGUE else told.setdefault(module, name)
             if place != name:
                 docs.append(f"See [{place}](#{place}).")
-            elif module.startswith("kvsim.policies."):
+            else:
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
         for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):
