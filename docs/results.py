@@ -1,7 +1,7 @@
 # ruff: noqa: INP001, T201 - a script, not a module, and it says what it did
 """Replay every policy on traces of the shipped model, and test what the papers claim: results.md.
 
-    python docs/results.py              24 prompts, four budgets: ten minutes on two cores
+    python docs/results.py              24 prompts, four budgets: six minutes on two cores
     python docs/results.py --smallest   2 short prompts, two budgets: a minute; what a test runs
     python docs/results.py --out FILE --traces DIR --jobs N
 
