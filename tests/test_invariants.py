@@ -77,7 +77,7 @@ def examples(usual: int) -> int:
 @pytest.mark.parametrize("name", [around(name) for name in NAMES])
 def test_policy_satisfies_every_invariant(name):
     """Each policy and preset, on generated traces at budgets near what it protects."""
-    check_policy(name, max_examples=examples(20), max_n=24, **small(name))
+    check_policy(name, max_examples=examples(12), max_n=24, **small(name))
 
 
 @pytest.mark.parametrize("outer", OUTER)
@@ -85,7 +85,7 @@ def test_policy_satisfies_every_invariant(name):
 def test_every_cross_satisfies_every_invariant(outer, inner):
     """All scorers x {AMS, AdaKV, ChunkKV, the global score}."""
     name = f"{outer}+{inner}"
-    check_policy(name, max_examples=examples(3), max_n=18, **small(name))
+    check_policy(name, max_examples=examples(2), max_n=18, **small(name))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_cross_satisfies_every_invariant(outer, inner):
 )
 def test_presets_and_longer_crosses_satisfy_every_invariant(name):
     """Three parts, and what implementations do differently."""
-    check_policy(name, max_examples=examples(10), max_n=20, **small(name))
+    check_policy(name, max_examples=examples(6), max_n=20, **small(name))
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,11 @@ def protection_by_score(patch: Patch) -> None:
     """Protected entries get the largest score instead of a mask, as four presses of kvpress did."""
     right = engine_block.select
 
-    def wrong(values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor) -> Tensor:
+    def wrong(
+        values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor, *rest: Any
+    ) -> Tensor:
         padded = torch.where(protected, values.max(), values)
-        return right(padded, quotas, torch.zeros_like(protected), live)
+        return right(padded, quotas, torch.zeros_like(protected), live, *rest)
 
     patch.setattr(engine_block, "select", wrong)
 
@@ -109,7 +111,7 @@ def protection_by_score(patch: Patch) -> None:
 def protection_from_the_left(patch: Patch) -> None:
     """Protection counts slots instead of positions: once sinks have moved, others are kept."""
 
-    def wrong(self: Protection, pos: Tensor, row: int) -> Tensor:
+    def wrong(self: Protection, pos: Tensor, row: int, prompt_len: int = 0) -> Tensor:
         slot = torch.arange(pos.shape[-1]) - (pos < 0).sum(-1, keepdim=True)
         return ((slot >= 1) & (slot < self.sink + 1)) & (pos >= 0)
 
@@ -130,7 +132,7 @@ def quota_of_the_first_event(patch: Patch) -> None:
     """One entry too many is kept at the event that ends the prefill."""
 
     def wrong(self: Uniform, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        return Plan(torch.full_like(view.count, view.budget + int(view.is_prompt)))
+        return Plan((view.budget + int(view.is_prompt)).expand_as(view.count))
 
     patch.setattr(Uniform, "plan", wrong)
 
@@ -176,7 +178,7 @@ def higher_position_wins_ties(patch: Patch) -> None:
     """Of equal scores the later entry stays."""
     right = engine_block.select
 
-    def wrong(values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor) -> Tensor:
+    def wrong(values: Tensor, quotas: Tensor, protected: Tensor, live: Tensor, *_: Any) -> Tensor:
         back = (x.flip(-1) for x in (protected, live))
         return right(values.flip(-1), quotas, *back).flip(-1)
 
@@ -395,11 +397,9 @@ class FirstHead(Mine):
 class Greedy(Allocator):
     """An allocator that keeps one entry more in the first head."""
 
-    bounded: ClassVar[bool] = True
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """One too many."""
-        quotas = torch.full_like(view.count, view.budget)
+        quotas = view.budget.expand_as(view.count).clone()
         quotas[:, 0] += 1
         return Plan(quotas)
 

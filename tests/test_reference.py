@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.engine import check_cell
 from kvsim.engine import rows as engine_rows
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.metrics import output as metrics_output
@@ -93,7 +94,9 @@ def possible(case: Case, setup: Setup) -> reference.Outcome:
     It has none for too few rows to learn from, or a layer's share below what is protected.
     """
     try:
-        kvsim.policy(setup.policy, **setup.params)
+        policy = kvsim.policy(setup.policy, **setup.params)
+        schedule = policy.schedule.override(setup.interval, setup.prefill)
+        check_cell(case.trace(), policy, setup.budget, None, schedule)
         return naive(case, setup)
     except PolicyError:
         assume(condition=False)

@@ -11,6 +11,7 @@ Some methods measure a model once, on a text of their own, and then score keys b
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,9 +169,9 @@ class Calibrated(Scorer):
         """The calibration queries come from the same model."""
         self.source.check(self.name, trace)
 
+    @abstractmethod
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
         """What is to be known of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""
-        raise NotImplementedError
 
     def learned(self, view: View) -> tuple[Tensor, ...]:
         """What `learn` says of the calibration queries, for the view's layers and heads."""

@@ -220,8 +220,13 @@ def exact_size(trial: Trial) -> None:
     for row in due:
         before, after = record.kept(row).sum(-1), record.retained(row).sum(-1)
         budgets = np.full(len(before), trial.budget)
-        for plans in planned.get(row, []):
-            budgets[list(plans.layers)] = plans.budgets
+        if not isinstance(policy.layer_budgets, Even):
+            for plans in planned.get(row, []):
+                budgets[list(plans.layers)] = plans.budgets
+            _require(
+                not planned.get(row) or budgets.sum() == budgets.size * trial.budget,
+                f"after row {row} the layers' budgets are {budgets.tolist()}",
+            )
         if shared:
             acts = np.full(len(before), before.sum() > before.size * trial.budget)
         else:
