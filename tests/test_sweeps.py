@@ -156,20 +156,6 @@ def test_a_memory_budget_that_holds_no_layer_is_found_before_any_work():
 # --- regret ---
 
 
-def recorded(trace):
-    """The trace with its attention output recorded, as a capture does."""
-    return kvsim.Trace.from_arrays(
-        trace.q,
-        trace.k,
-        trace.v,
-        attn_out=trace.attn_out,
-        lse=trace.lse,
-        prompt_len=trace.prompt_len,
-        rope=trace.rope,
-        name=trace.name,
-    )
-
-
 def best_by_trying(trace, budget, row, fixed):
     """Most mass that any set of `budget` entries retains, by layer and KV head, and how many sets.
 
@@ -197,7 +183,7 @@ def short_trace(seed):
     """Nine tokens of prompt and five later rows, with attention far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, h, 14, 8, generator=generator) * 2 for h in (4, 2, 2))
-    return recorded(kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8)))
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -254,7 +240,7 @@ def test_an_oracle_is_replayed_once_for_equal_terms(monkeypatch):
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
 
-    run = sweep([recorded(make_trace())], policies, [16, 20], interval=8, regret=True)
+    run = sweep([make_trace()], policies, [16, 20], interval=8, regret=True)
 
     asked = [call for call in calls if call[0] == "oracle"]
     assert asked == [("oracle", 16, 0), ("oracle", 20, 0), ("oracle", 16, 4), ("oracle", 20, 4)]
@@ -269,7 +255,7 @@ def test_the_oracle_has_no_regret():
     """It is compared with itself, at the events of the record."""
     oracle = Policy("mine", Oracle(), schedule=Schedule(interval=5))
 
-    run = sweep([recorded(make_trace())], [oracle], [16], regret=True, metrics=["retained_mass"])
+    run = sweep([make_trace()], [oracle], [16], regret=True, metrics=["retained_mass"])
 
     assert set(run.table["metric"]) == {"retained_mass", "regret"}
     assert run.table.filter(pl.col("metric") == "regret")["value"].to_list() == [0.0] * 8

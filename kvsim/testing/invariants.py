@@ -123,37 +123,27 @@ class Trial:
         sure = np.full(last.shape[:2], NEVER, dtype=np.int32)
         for plans in self.noted.internals:
             for i, layer in enumerate(plans.layers):
-                for heads in ([h] for h in range(last.shape[1])) if self.plain else [...]:
-                    if self._close(plans, i, last[layer], heads):
-                        sure[layer, heads] = np.minimum(sure[layer, heads], plans.row)
+                heads = range(last.shape[1])
+                for shared in [[h] for h in heads] if self.plain else [list(heads)]:
+                    if self._close(plans, i, last[layer], shared):
+                        sure[layer, shared] = np.minimum(sure[layer, shared], plans.row)
         return sure
 
-    def _close(self, plans: Plans, i: int, last: Ints, heads: Any) -> bool:
-        """Whether in layer i of the block the scores of something kept and gone are near."""
+    def _close(self, plans: Plans, i: int, last: Ints, heads: list[int]) -> bool:
+        """Whether in layer i of the block something kept and something gone nearly tie."""
         gone, rest = [], []
-        chosen = range(last.shape[0]) if heads is ... else heads
-        for head in chosen:
+        for head in heads:
             live = plans.pos[i, head] >= 0
             pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
             left = last[head, pos] == plans.row
             free = ~left & ~self.protected(plans.row, int(plans.budgets[i]))[pos]
             gone.append(score[left])
             rest.append(score[free])
-        out, kept = np.sort(np.concatenate(gone)), np.concatenate(rest)
-        if not len(out) or not len(kept):
-            return False
-        if self.plain:
-            pairs = [(kept.min(), out.max())]
-        else:
-            at = np.searchsorted(out, kept).clip(1, len(out) - 1) if len(out) > 1 else 0 * kept
-            near = out[np.asarray(at, dtype=int)], out[np.maximum(np.asarray(at, dtype=int) - 1, 0)]
-            pairs = [(k, o) for others in near for k, o in zip(kept, others, strict=True)]
-        for least, most in pairs:
-            size = max(abs(least), abs(most))
-            gap = least - most if self.plain else abs(least - most)
-            if gap < self.case.tolerance * size or size < self.case.faint:
-                return True
-        return False
+        out, kept = np.concatenate(gone), np.concatenate(rest)[:, None]
+        size = np.maximum(abs(kept), abs(out))
+        with np.errstate(invalid="ignore"):  # a score may be -inf
+            near = abs(kept - out) < self.case.tolerance * size
+        return bool((near | (size < self.case.faint)).any())
 
     @cached_property
     def naive(self) -> reference.Outcome | None:
