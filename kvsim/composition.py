@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, SupportsIndex
+from typing import Any, ClassVar, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -59,17 +59,13 @@ class Protection:
         return ((pos < first) | (pos > row - self.recent)) & (pos >= 0)
 
 
-class Protects(Protocol):
-    """A piece that says what is to be kept in any case."""
+def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
+    """What is protected at this event, bool [L, H, n].
 
-    def protection(self, budget: int) -> Protection:
-        """At `budget` entries per head."""
-
-
-def protected_by(piece: Protects, view: View) -> Tensor:
-    """What the piece protects at this event, bool [L, H, n]; layers may have different budgets."""
+    protection: of a budget, such as a scorer's; layers may have different ones.
+    """
     budgets = view.budget.flatten().tolist()
-    by_budget = {b: piece.protection(b) for b in set(budgets)}
+    by_budget = {b: protection(b) for b in set(budgets)}
     if len(set(by_budget.values())) == 1:
         return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
     masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kvsim.composition import Plan, Policy, Protection, Scores, protected_by
+from kvsim.composition import Plan, Policy, Scores, protected_by
 from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, ScoreError
 from kvsim.record import Plans
@@ -61,7 +59,7 @@ class Block:
         scores = Scores.of(policy.scorer.score(view))
         values = scores.values
         check(policy, values, entries.live, self.layers, row)
-        protected = protected_by(_Asked(policy), view)
+        protected = protected_by(policy.asked, view)
         plan = policy.allocator.plan(view, values, protected)
         if not policy.allocator.binds:
             protected = torch.zeros_like(protected)
@@ -115,16 +113,6 @@ class Block:
             eligible=None if plan.eligible is None else plan.eligible.cpu().numpy(),
             notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
         )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a policy asks to keep, whether or not its allocator lets that bind."""
-
-    policy: Policy
-
-    def protection(self, budget: int) -> Protection:
-        return self.policy.asked(budget)
 
 
 def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> None:

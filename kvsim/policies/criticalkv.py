@@ -52,7 +52,7 @@ class CriticalKV(Wrapper):
     def score(self, view: View) -> Scores:
         """1 to 2 for the first stage, by the scorer; 0 to 1/2 for the rest; float64 [L, H, n]."""
         inner = self.inner(view)
-        live, kept = view.live, protected_by(self.scorer, view)
+        live, kept = view.live, protected_by(self.scorer.protection, view)
         scores = inner.values.double()
         check_sign("criticalkv", self.scorer, scores, live & ~kept)
         if self.scorer.signed:  # what is kept in any case may have no score

@@ -191,7 +191,7 @@ class Global(Wrapper):
     def score(self, view: View) -> Scores:
         """F_j of the entries that the scorer does not protect, 0 for those; [L, H, n]."""
         inner = self.inner(view)
-        among = view.live & ~protected_by(self.scorer, view)
+        among = view.live & ~protected_by(self.scorer.protection, view)
         check_sign("global", self.scorer, inner.values, among)
         share = normalise(inner.values, among, signed=self.scorer.signed)
         fused = fuse(view["fused"], share, self.fusion, self.decay)

@@ -91,7 +91,7 @@ class TriAttention(Calibrated):
             each = (one @ view.keys.mT for one in centre.unbind(-2))
             series = reduce(torch.maximum, each)
         scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
-        candidate = view.live & ~protected_by(self, view)
+        candidate = view.live & ~protected_by(self.protection, view)
         return standardised(scores, candidate.unsqueeze(2)).amax(2)
 
     def protection(self, budget: int) -> Protection:
