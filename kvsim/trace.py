@@ -8,6 +8,7 @@ the trace holds; `layer_ids` gives the model's numbers. Axes are those of `kvsim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,6 +53,34 @@ class _PerQueryHead:
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         part = self.base.source.read(name, layers, pos)
         return part.repeat_interleave(self.base.group, dim=1) if name in ("k", "v") else part
+
+
+class _Rows:
+    """Another trace with the rows at some positions alone, as a model that runs on them alone.
+
+    at: int64 [n], ascending. What full attention gave is left out: these rows see each other only.
+    """
+
+    _KEPT = ("q", "k", "v", "o_proj")
+
+    def __init__(self, base: Trace, at: Tensor) -> None:
+        self.base, self.at = base, at
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = {name: self.base.source.shapes[name] for name in self._KEPT if self.base.has(name)}
+        for name in ("q", "k", "v"):
+            layers, heads, _, dim = shapes[name]
+            shapes[name] = (layers, heads, len(self.at), dim)
+        return shapes
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        at = self.at[pos]
+        if name == "o_proj" or not len(at):
+            return self.base.source.read(name, layers, pos)
+        first, stop = int(at[0]), int(at[-1]) + 1
+        part = self.base.source.read(name, layers, slice(first, stop))
+        return part if stop - first == len(at) else part.index_select(2, at - first)
 
 
 class Trace:
@@ -190,6 +219,18 @@ class Trace:
             path=self._path,
         )
 
+    def only(self, prompt_rows: Tensor) -> Trace:
+        """The trace as layers see it that go on with some rows of the prompt alone.
+
+        prompt_rows: their positions, int [k], ascending. Rows after the prompt stay. Places in the
+        new trace count these rows; `positions` says where they are. Nothing is copied before it is
+        read; attention is that of these rows among themselves, with the recorded q, k, v.
+        """
+        after = torch.arange(self.prompt_len, self.n_pos)
+        at = torch.cat([prompt_rows.to("cpu", torch.int64), after])
+        header = replace(self._header, prompt_len=len(prompt_rows))
+        return Trace(_Rows(self, at), header, dtype=self._dtype)
+
     # --- facts ---
 
     @property
@@ -226,6 +267,14 @@ class Trace:
     def prompt_len(self) -> int:
         """Rows 0 to prompt_len - 1 are the prefill."""
         return self._header.prompt_len
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each row in the text, which RoPE turned it by; int64 [pos]."""
+        source = self.source
+        if isinstance(source, _PerQueryHead):
+            return source.base.positions
+        return source.at if isinstance(source, _Rows) else torch.arange(self.n_pos)
 
     @property
     def scale(self) -> float:
