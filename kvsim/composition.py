@@ -1,4 +1,7 @@
-"""A policy is composed of pieces: what is scored, how many stay, when, and what is protected."""
+"""A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
+
+Methods that go on with some of the prompt in deeper layers have one more, a propagation.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsim.errors import BudgetError, PolicyError
+from kvsim.propagation import Propagation
 from kvsim.trace import Trace
 from kvsim.view import View
 
@@ -358,6 +362,7 @@ class Policy:
     positions: "slot" where the implementation rotates keys to their slot in the cache instead of
     their position in the text (the output of the attention changes, the kept sets do not).
     per_query_head: keep one set per query head, which a grouped cache cannot store; for analysis.
+    propagation: which rows of the prompt deeper layers go on with; None for all of them.
     """
 
     name: str
@@ -368,21 +373,29 @@ class Policy:
     layer_budgets: LayerBudgets = Even()
     positions: Literal["absolute", "slot"] = "absolute"
     per_query_head: bool = False
+    propagation: Propagation | None = None
 
     def __post_init__(self) -> None:
         pieces = {"scorer": Scorer, "allocator": Allocator, "layer_budgets": LayerBudgets}
+        if self.propagation is not None:
+            pieces["propagation"] = Propagation
         for name, kind in pieces.items():
             found = type(getattr(self, name))
             if not issubclass(found, kind):
                 raise PolicyError(
                     f"{self.name}: {name} is a {found.__name__}; expected a "
-                    f"kvsim.composition.{kind.__name__}: class {found.__name__}({kind.__name__})"
+                    f"{kind.__module__}.{kind.__name__}: class {found.__name__}({kind.__name__})"
                 )
         both = set(self.scorer.columns) & set(self.allocator.columns)
         if both:
             raise PolicyError(
                 f"{self.name}: scorer and allocator both carry a column {min(both)!r} with each "
                 "entry; expected different names"
+            )
+        if self.propagation is not None and self.layer_budgets.across_layers:
+            raise PolicyError(
+                f"{self.name}: its layers share one budget, and deeper layers are to go on with "
+                "fewer rows; expected a policy with a budget for each layer, such as snapkv"
             )
 
     @property
@@ -393,12 +406,17 @@ class Policy:
     @property
     def bounded(self) -> bool:
         """Whether the budget binds at all."""
+        if self.propagation is not None and (
+            self.propagation.alone or not self.propagation.bounded
+        ):
+            return self.propagation.bounded
         return self.allocator.bounded and self.layer_budgets.bounded
 
     @property
     def exact(self) -> bool:
         """Whether exactly the budget stays after an event, over the heads of a layer."""
-        return self.bounded and self.allocator.exact and self.layer_budgets.exact
+        all_rows = self.propagation is None or self.propagation.exact
+        return self.bounded and all_rows and self.allocator.exact and self.layer_budgets.exact
 
     def asked(self, budget: int) -> Protection:
         """The union of what the policy, its scorer and its allocator ask to keep."""
@@ -422,6 +440,12 @@ class Policy:
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
+        if self.propagation is not None and budget < self.propagation.least_budget:
+            raise BudgetError(
+                f"{self.name}: budget {budget} is below the window of "
+                f"{self.propagation.least_budget} rows that goes on in any case; the smallest "
+                f"budget that works is {self.propagation.least_budget}"
+            )
         schedule = schedule or self.schedule
         least = self._least(budget, prompt_len, n_layers, schedule)
         if least is None:
@@ -459,14 +483,18 @@ class Policy:
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:
-        """The pieces from the outside in: the allocator, wrapped scorers, and the innermost scorer.
+        """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
         Pieces of one level share their parameters.
         """
         chain: list[Any] = [self.scorer]
         while hasattr(chain[-1], "scorer"):
             chain.append(chain[-1].scorer)
-        outer = [] if isinstance(self.allocator, Uniform | Everything) else [(self.allocator,)]
+        outer: list[tuple[Any, ...]] = []
+        if self.propagation is not None:
+            outer.append((self.propagation,))
+        if not isinstance(self.allocator, Uniform | Everything):
+            outer.append((self.allocator,))
         return (*outer, *((one,) for one in chain[:-1]), (chain[-1], self.layer_budgets))
 
     @property
@@ -493,4 +521,5 @@ class Policy:
     @property
     def rows(self) -> int:
         """Most recent rows whose attention is asked for at once."""
-        return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows)
+        window = 1 if self.propagation is None else self.propagation.window_rows
+        return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows, window)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.errors import OutputError
+from kvsim.propagation import Selection
 from kvsim.schema import AXES, NEVER
 
 
@@ -41,8 +42,9 @@ class Record:
     """When each entry of each head left the cache.
 
     evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
-    entry that never leaves has the int32 maximum. `layers` are the trace layers that were replayed,
-    in order. With `per_query_head` the head axis counts query heads.
+    entry that never leaves has the int32 maximum. Of a row of the prompt that did not go on to a
+    layer, no row there sees anything: evicted_at[p] = p - 1. `layers` are the trace layers that
+    were replayed, in order. With `per_query_head` the head axis counts query heads.
     """
 
     evicted_at: NDArray[np.int32]
@@ -63,6 +65,8 @@ class Record:
     own_schedule: bool = True
     #: what a reader of numbers at this budget should know, empty for nothing
     remark: str = ""
+    #: what was decided across layers, None where all rows go on to all of them
+    selection: Selection | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     @property
@@ -71,9 +75,21 @@ class Record:
         return int(self.evicted_at.shape[-1])
 
     @cached_property
+    def gone_after(self) -> NDArray[np.int32]:
+        """`evicted_at`; what never entered a layer is gone after the last row of the prompt."""
+        if self.selection is None:
+            return self.evicted_at
+        absent = self.evicted_at < np.arange(self.n_pos)
+        out: NDArray[np.int32] = np.where(absent, self.prompt_len - 1, self.evicted_at)
+        return out.astype(np.int32)
+
+    @cached_property
     def events(self) -> list[int]:
-        """Rows after which at least one entry left, ascending."""
-        rows = np.unique(self.evicted_at)
+        """Rows after which at least one entry left, ascending.
+
+        The end of the prompt is one too where not all of its rows went on to all layers.
+        """
+        rows = np.unique(self.gone_after)
         return [int(r) for r in rows[rows != NEVER]]
 
     def kept(self, row: int) -> NDArray[np.bool_]:
@@ -112,6 +128,8 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
         )
         array.attrs["never"] = NEVER
         group.attrs.update({name: _plain(getattr(record, name)) for name in _STORED})
+        if record.selection is not None:
+            group.attrs["selection"] = asdict(record.selection)
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -130,6 +148,8 @@ def read_records(path: str | Path) -> list[Record]:
         group = root.require_group(str(i))
         stored: dict[str, Any] = {name: group.attrs[name] for name in _STORED}
         stored["layers"] = tuple(stored["layers"])
+        if "selection" in group.attrs:
+            stored["selection"] = _selection(group.attrs["selection"])
         array: Any = group["evicted_at"]
         records.append(Record(evicted_at=np.asarray(array[...]), **stored))
     return records
@@ -138,7 +158,15 @@ def read_records(path: str | Path) -> list[Record]:
 #: Version of the stored form of a Record.
 RECORD_VERSION = 1
 
-_STORED = tuple(f.name for f in fields(Record) if f.name not in ("evicted_at", "internals"))
+_STORED = tuple(
+    f.name for f in fields(Record) if f.name not in ("evicted_at", "internals", "selection")
+)
+
+
+def _selection(stored: Any) -> Selection:
+    """A selection as JSON has it."""
+    pairs = {name: tuple(stored[name]) for name in ("dropped", "counts")}
+    return Selection(**{**stored, **pairs})
 
 
 def _plain(value: Any) -> Any:

@@ -34,6 +34,10 @@ class Source(Protocol):
         """Rows of the whole sequence, those after the event included."""
 
     @property
+    def positions(self) -> Tensor:
+        """Where in the text each row is, which RoPE turned it by; int [T]."""
+
+    @property
     def keys(self) -> Tensor:
         """[L, H, T, d], after RoPE."""
 
@@ -160,6 +164,11 @@ class View:
         return self.setting.n_layers
 
     @property
+    def next_position(self) -> int:
+        """Where in the text the next row is; `row + 1`, unless some rows were not propagated."""
+        return int(self._source.positions[self.row]) + 1
+
+    @property
     def n_rows(self) -> int:
         """Rows of the whole trace, for clairvoyant scorers alone."""
         self._look(self._source.n_rows)
@@ -171,7 +180,10 @@ class View:
 
     @property
     def pos(self) -> Tensor:
-        """Absolute position of each entry, ascending, -1 on pads; int [L, H, n]."""
+        """Absolute position of each entry, ascending, -1 on pads; int [L, H, n].
+
+        In layers that go on with some rows of the prompt alone, places among these rows.
+        """
         return self._entries.pos
 
     @property
@@ -239,8 +251,7 @@ class View:
 
     def unrotated_span(self, start: int, stop: int) -> Tensor:
         """The same before RoPE."""
-        rows = torch.arange(start, stop, device=self.pos.device)
-        return self.rope.unrotate(self.span(start, stop), rows)
+        return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
@@ -268,7 +279,7 @@ class View:
         for size, known in self._windows.items():
             if size >= last:
                 return reduce_group(known[..., max(0, known.shape[-2] - last) :, :], group)
-        self._windows[last] = self._rows(self.first(last), self.row + 1)
+        self._windows[last] = self.rows(self.first(last), self.row + 1)
         return reduce_group(self._windows[last], group)
 
     def received(self) -> Tensor:
@@ -290,15 +301,20 @@ class View:
             seen = n - (
                 self.row + 1 - stop
             )  # the rows' own entries are the last slots of each head
-            attention = self._rows(start, stop, seen).sum(2)  # [L, H, w, seen]
+            attention = self.rows(start, stop, seen).sum(2)  # [L, H, w, seen]
             if int(self._since.max()) >= start:  # some layers acted later than others
                 counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
                 attention = attention * counted[:, None, :, None]
             total[..., :seen] += attention.sum(2)
         return total
 
-    def _rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
-        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen]."""
+    def rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
+        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen].
+
+        Not memoised: for many rows, a block at a time.
+        """
+        if stop > self.row + 1:
+            self._look(stop)
         z, hidden = self._logits(start, stop, seen)
         out: Tensor = z.softmax(-1)
         blind = hidden.all(-1)  # a row older than every live entry sees nothing

@@ -15,7 +15,7 @@ from kvsim.testing.strategies import make_case
 def make(name, **params):
     """The policy or preset; around TOVA where it needs something inside, calibrated if it must."""
     entry = CATALOGUE[name.partition("@")[0]]
-    inside = "" if entry.kind == "scorer" or entry.default else "+tova"
+    inside = "" if entry.innermost or entry.default else "+tova"
     return kvsim.policy(name + inside, **{**entry.required, **params})
 
 
@@ -47,7 +47,7 @@ def test_every_policy_names_its_source_and_its_formula(name):
     presets = [CATALOGUE[base].preset(p) for p in entry.presets]
     pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
     docs = [importlib.import_module(piece.__module__).__doc__ for piece in pieces]
-    formula = "plan" if entry.kind == "allocator" else "score"
+    formula = {"allocator": "plan", "propagation": "after"}.get(entry.kind, "score")
 
     assert getattr(entry.piece, formula).__doc__
     if not preset and name != "observed_attention":  # H2O's measure as kvpress averages it

@@ -95,7 +95,7 @@ def test_a_larger_window_answers_a_smaller_one(trace, monkeypatch):
     """Attention of an event is computed once."""
     view = make_view(trace)
     whole = view.attn(8)
-    monkeypatch.setattr(View, "_rows", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(View, "rows", lambda *_: pytest.fail("computed again"))
 
     assert torch.equal(view.attn(3), whole[..., -3:, :])
     assert torch.equal(view.attn(8, group="max"), whole.amax(2))

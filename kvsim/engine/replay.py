@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kvsim.composition import Even, Policy, Schedule, Uniform, is_count
 from kvsim.engine.block import Block
+from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
@@ -58,7 +62,6 @@ def replay(
             raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
     if not chosen or len(set(chosen)) < len(chosen):
         raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
-    events = schedule.rows(trace.prompt_len, trace.n_pos)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] | None = [] if internals else None
     by_row = (
@@ -78,24 +81,31 @@ def replay(
             "replayed; expected consecutive ones"
         )
     most = len(chosen) if together else layers_per_block(source, policy, memory)
-    runs = _blocks(chosen, most)
+    on = torch.device(device)
     with torch.inference_mode():
-        for run in runs:
+        descent = None
+        if policy.propagation is not None:
+            look = recorded(trace, setting, on)
+            descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
+        for run in _blocks(chosen, most, policy, descent):
+            part = source if run.rows is None else source.only(run.rows)
             block = Block(
-                TraceSource(source, slice(run[0], run[-1] + 1), torch.device(device)),
+                TraceSource(part, slice(run.layers[0], run.layers[-1] + 1), on),
                 policy,
-                setting,
-                torch.tensor(run, device=device),
+                replace(setting, prompt_len=part.prompt_len),
+                torch.tensor(run.layers, device=device),
                 poison=_poison,
                 internals=plans,
             )
+            events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos)
             if by_row:
                 replay_rows(block, events)
             else:
                 for row in events:
                     block.event(row)
-            evicted_at[done : done + len(run)] = block.evicted_at.cpu().numpy()
-            done += len(run)
+            found = block.evicted_at.cpu().numpy()
+            evicted_at[done : done + len(run.layers)] = _placed(found, run.rows, trace)
+            done += len(run.layers)
             if progress is not None:
                 progress(done, len(chosen))
     return Record(
@@ -109,10 +119,11 @@ def replay(
         layers=chosen,
         trace=trace.name,
         digest=trace.digest if trace.path is not None else "",
-        positions=policy.positions,
+        positions=_positions(policy, descent),
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
         remark=_remark(trace, policy, budget, schedule),
+        selection=None if descent is None else descent.selection,
         internals=tuple(plans or ()),
     )
 
@@ -161,6 +172,13 @@ def check_cell(
                 "parameters"
             )
     policy.scorer.check(trace, schedule)
+    if policy.propagation is not None:
+        if trace.layer_ids != tuple(range(trace.n_layers)):
+            raise PolicyError(
+                f"{policy.name}: goes through the layers from the first one on, and the trace has "
+                f"layers {list(trace.layer_ids)}; expected 0, 1, 2, ..."
+            )
+        policy.propagation.check(trace.n_layers)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
 
@@ -174,7 +192,11 @@ def _remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> st
             f"{policy.name}: nothing is evicted at budget {budget}, because no event fires while "
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
-    return policy.remark(budget)
+    said = [policy.remark(budget)]
+    if policy.propagation is not None:
+        across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
+        said.append(f"{policy.name}: {across}" if across else "")
+    return "; ".join(filter(None, said))
 
 
 def _setting(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> Setting:
@@ -213,12 +235,52 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     return layers * max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
 
 
-def _blocks(layers: Sequence[int], most: int) -> list[list[int]]:
-    """Runs of consecutive layers, each at most `most` long."""
-    out: list[list[int]] = []
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive layers that are replayed together.
+
+    rows: those of the prompt that they go on with, None for all. whole: nothing is ever evicted.
+    """
+
+    layers: tuple[int, ...]
+    rows: Tensor | None
+    whole: bool
+
+
+def _blocks(
+    layers: Sequence[int], most: int, policy: Policy, descent: Descent | None
+) -> Iterator[_Run]:
+    """Runs of consecutive layers on the same rows, each at most `most` long."""
+    run: list[int] = []
+    rows, whole = None, False
     for layer in layers:
-        if out and len(out[-1]) < most and out[-1][-1] + 1 == layer:
-            out[-1].append(layer)
-        else:
-            out.append([layer])
+        own, never = _rows_of(layer, policy, descent)
+        alike = own is rows and never == whole
+        if run and (len(run) == most or layer != run[-1] + 1 or not alike):
+            yield _Run(tuple(run), rows, whole)
+            run = []
+        run, rows, whole = [*run, layer], own, never
+    yield _Run(tuple(run), rows, whole)
+
+
+def _positions(policy: Policy, descent: Descent | None) -> str:
+    """Where keys are rotated to: rows that run through all layers again get new positions."""
+    return "slot" if descent is not None and descent.selection.restarted else policy.positions
+
+
+def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tensor | None, bool]:
+    if descent is None or policy.propagation is None:
+        return None, False
+    return descent.rows[layer], descent.whole(policy.propagation, layer)
+
+
+def _placed(found: NDArray[np.int32], rows: Tensor | None, trace: Trace) -> NDArray[np.int32]:
+    """evicted_at [L, H, T] by position, of one that counts the rows that a layer went on with."""
+    if rows is None:
+        return found
+    at = np.concatenate([rows.numpy(), np.arange(trace.prompt_len, trace.n_pos)])
+    out = np.empty((*found.shape[:2], trace.n_pos), np.int32)
+    out[:] = np.arange(trace.n_pos) - 1  # visible to no row
+    left = found != NEVER
+    out[..., at] = np.where(left, at[np.where(left, found, 0)], NEVER)
     return out

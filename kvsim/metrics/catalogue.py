@@ -57,8 +57,8 @@ class Subject:
         return slice(self.trace.prompt_len, None)
 
     def layers(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
-        """(layer, evicted_at [H, T]) of the record."""
-        return zip(self.record.layers, self.record.evicted_at, strict=True)
+        """(layer, the rows [H, T] after which entries are gone) of the record."""
+        return zip(self.record.layers, self.record.gone_after, strict=True)
 
 
 @dataclass(frozen=True)

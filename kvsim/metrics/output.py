@@ -37,6 +37,8 @@ _LEAST_MISSING = 1e-5
 class OutputError:
     """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
 
+    NaN for rows of the prompt that did not go on to the layer: they have no attention there.
+
     error: |o_full - o_seen| / |o_full| against the output that the model computed.
     mass: share of the full attention that lies on what the row sees.
     missing: 1 - mass, without the cancellation.
@@ -74,8 +76,13 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
                 if layer not in record.layers:
                     continue
                 at = record.layers.index(layer)
-                last = torch.from_numpy(record.evicted_at[at]).to(rows.k.device)
-                error, missing = _layer_error(rows, last, slots=result.rotated)
+                last = torch.from_numpy(record.gone_after[at]).to(rows.k.device)
+                own = rows if len(last) == len(rows.k) else rows.per_query_head()
+                error, missing = _layer_error(own, last, slots=result.rotated)
+                present = _went_on(record, at)
+                if not bool(present.all()):
+                    prompt = _prompt_error(own, present, slots=result.rotated)
+                    error[:, : len(present)], missing[:, : len(present)] = prompt
                 result.error[at] = error.cpu().numpy()
                 result.missing[at] = missing.cpu().numpy()
                 result.mass[at] = 1.0 - result.missing[at]
@@ -143,20 +150,46 @@ class Layer:
 
 def _layer_error(layer: Layer, last: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
     """Error and missing mass of every row of a layer; [qhead, T] each. last int32 [H, T]."""
-    if last.shape[0] != layer.k.shape[0]:
-        layer = layer.per_query_head()
     shape = layer.lse.shape
     error, missing = (layer.lse.new_zeros(shape) for _ in range(2))
     seen = _by_slot(layer, last) if slots else _by_prefix(layer, last)
     for start, stop, out, lse in seen:
-        full = layer.out[:, :, start:stop]
-        moved = out.sub_(full)
-        size = torch.linalg.vector_norm(full, dim=-1)
-        gap = torch.linalg.vector_norm(moved, dim=-1)
-        # an output of exactly 0 that stays 0 has not moved
-        error[:, :, start:stop] = torch.where(gap == 0, gap, gap / size)
-        lost = -torch.expm1(lse - layer.lse[:, :, start:stop])
-        missing[:, :, start:stop] = lost.clamp_(0.0, 1.0)
+        rows = slice(start, stop)
+        error[:, :, rows], missing[:, :, rows] = _moved(layer, rows, out, lse)
+    return error.flatten(0, 1), missing.flatten(0, 1)
+
+
+def _moved(layer: Layer, rows: slice | Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Error and missing mass [H, G, w] of rows whose output is `out`, which is overwritten."""
+    full = layer.out[:, :, rows]
+    size = torch.linalg.vector_norm(full, dim=-1)
+    gap = torch.linalg.vector_norm(out.sub_(full), dim=-1)
+    # an output of exactly 0 that stays 0 has not moved
+    error = torch.where(gap == 0, gap, gap / size)
+    return error, (-torch.expm1(lse - layer.lse[:, :, rows])).clamp_(0.0, 1.0)
+
+
+def _went_on(record: Record, at: int) -> Tensor:
+    """Rows of the prompt that the layer at place `at` of the record went on with, bool [P]."""
+    last = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
+    return last >= torch.arange(record.prompt_len)
+
+
+def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
+    """Error and missing mass [qhead, P] of rows of the prompt that see those present alone.
+
+    NaN for the others. slots: they were at positions 0, 1, 2, ...; the mass is that of their own.
+    """
+    at = present.nonzero()[:, 0].to(layer.k.device)
+    q, k, v = layer.q[:, :, at], layer.k[:, None, at], layer.v[:, None, at]
+    out, lse = attend(q, k, v, layer.scale, causal=True)
+    if slots:
+        rope, new = layer.rope, torch.arange(len(at), device=at.device)
+        q, k = (rope.rotate(rope.unrotate(x, at), new) for x in (q, k))
+        out, _ = attend(q, k, v, layer.scale, causal=True)
+    shape = (*layer.lse.shape[:2], len(present))
+    error, missing = (layer.lse.new_full(shape, torch.nan) for _ in range(2))
+    error[:, :, at], missing[:, :, at] = _moved(layer, at, out, lse)
     return error.flatten(0, 1), missing.flatten(0, 1)
 
 

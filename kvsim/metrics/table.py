@@ -159,10 +159,27 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
     and kept sets decided once, at the end of the prefill, which attention had finished by then.
     Everything else is open loop: recorded q, k, v carry no error from the layers below.
+
+    Where some rows of the prompt go on alone, layers behind the first selection compute what the
+    recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
+    rows that it hands on are exact; deeper sets are so where nothing is chosen there.
     """
     if kind == "trace" or len(record.layers) == 1 or trace.layer_ids[layer] == 0:
         return "exact"
     once = record.events == [record.prompt_len - 1]
-    if not record.events or (kind == "sets" and once):
+    if not record.events:
         return "exact"
-    return "open"
+    return "exact" if kind == "sets" and once and _settled(record, layer) else "open"
+
+
+def _settled(record: Record, layer: int) -> bool:
+    """Whether the set of a layer follows from attention that no dropped row has changed."""
+    selection = record.selection
+    if selection is None or selection.layer is None:
+        return True
+    exact = selection.layer + 1  # the last layer whose inputs are the recorded ones
+    if layer <= exact:
+        return True
+    above = [at for at in selection.dropped if at < layer]  # decide which rows the layer has
+    cut = record.evicted_at[record.layers.index(layer)] == record.prompt_len - 1
+    return above[-1] <= exact and not cut.any()

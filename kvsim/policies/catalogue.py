@@ -8,11 +8,14 @@ from typing import Any
 from kvsim.composition import Even, Everything, Schedule
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
+from kvsim.policies.asl import ASL, TwoPass
 from kvsim.policies.cake import Cake, CakeBudgets
 from kvsim.policies.chunkkv import ChunkKV
 from kvsim.policies.criticalkv import CriticalKV
 from kvsim.policies.expected_attention import ExpectedAttention
+from kvsim.policies.fastkv import FastKV
 from kvsim.policies.full import Full
+from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.gkv import GKV, Global, Local
 from kvsim.policies.h2o import H2O, ObservedAttention
 from kvsim.policies.keydiff import KeyDiff
@@ -21,6 +24,7 @@ from kvsim.policies.lagkv import LagKV
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.naming import Entry, Preset
 from kvsim.policies.oracle import Oracle
+from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
 from kvsim.policies.random import Random
@@ -46,6 +50,8 @@ _PER_HEAD: Mapping[str, Mapping[str, Any]] = {
     "rpc": {"heads": "group"},
     "triattention": {"protect_prompt": False},
 }
+# One window says which tokens go on, and what the caches keep of them.
+_WINDOW = ("window", "pool", "pool_kernel")
 _SHARED: Mapping[str, Mapping[str, Any]] = {"triattention": {"protect_prompt": False}}
 
 CATALOGUE: Mapping[str, Entry] = {
@@ -348,5 +354,40 @@ CATALOGUE: Mapping[str, Entry] = {
             )
         },
         inner=_SHARED,
+    ),
+    "asl": Entry(
+        "a budget of tokens from the layer on where their ranking has settled",
+        "arXiv 2601.07667",
+        ASL,
+        _PROMPT,
+        default="snapkv",
+        shares=_WINDOW,
+    ),
+    "asl_2pass": Entry(
+        "the same tokens, which run through all layers again",
+        "arXiv 2601.07667",
+        TwoPass,
+        _PROMPT,
+    ),
+    "fastkv": Entry(
+        "some of the tokens from a given layer on",
+        "arXiv 2502.01068",
+        FastKV,
+        _PROMPT,
+        {"proportional": Preset("a fifth of the prompt goes on", params={"rows": 0.2})},
+        default="snapkv",
+        shares=_WINDOW,
+    ),
+    "gemfilter": Entry(
+        "tokens that the last row points at in an early layer; they run through all layers again",
+        "arXiv 2409.17422",
+        GemFilter,
+        _PROMPT,
+    ),
+    "pyramidinfer": Entry(
+        "fewer tokens from layer to layer, by the attention of recent rows; no budget",
+        "arXiv 2405.12532",
+        PyramidInfer,
+        _PROMPT,
     ),
 }

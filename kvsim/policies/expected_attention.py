@@ -106,9 +106,9 @@ class ExpectedAttention(Scorer):
         """Rows start..stop-1 to learn from, and the first position of the future."""
         stop = view.row + 1
         if view.is_prompt:
-            return self.sink, stop, stop
+            return self.sink, stop, view.next_position
         if self.origin == "next":
-            return max(self.sink, stop - self.query_buffer), stop, stop
+            return max(self.sink, stop - self.query_buffer), stop, view.next_position
         held = min(view.interval or stop, self.query_buffer + 1, stop)
         return stop - held + self.sink, stop, held
 

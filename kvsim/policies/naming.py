@@ -7,8 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvsim.composition import Allocator, LayerBudgets, Policy, Protection, Schedule, Scorer, Uniform
+from kvsim.composition import (
+    Allocator,
+    Everything,
+    LayerBudgets,
+    Policy,
+    Protection,
+    Schedule,
+    Scorer,
+    Uniform,
+)
 from kvsim.errors import PolicyError, suggest
+from kvsim.policies.full import Full
+from kvsim.propagation import Propagation
 
 
 @dataclass(frozen=True)
@@ -27,10 +38,11 @@ class Preset:
 class Entry:
     """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
 
-    piece: a scorer, a wrapper (a scorer that has a field `scorer`) or an allocator. schedule: its
-    own; None where the scorer inside decides. layer_budgets: takes the piece's parameters of the
-    same names. policy: other fields of the Policy. inner: parameters that a scorer inside, by name,
-    takes for its defaults there. default: the scorer inside where none is named. required:
+    piece: a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a propagation.
+    schedule: its own; None where the scorer inside decides. layer_budgets: takes the piece's
+    parameters of the same names. policy: other fields of the Policy. inner: parameters that a
+    scorer inside, by name, takes for its defaults there. default: the scorer inside where none is
+    named. shares: of a propagation, parameters whose values that scorer takes over. required:
     parameters without a default, and an example of each.
     """
 
@@ -44,14 +56,23 @@ class Entry:
     policy: Mapping[str, Any] = field(default_factory=dict)
     inner: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     default: str = ""
+    shares: tuple[str, ...] = ()
     required: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """`allocator`, `wrapper` or `scorer`: where in a name it may stand."""
+        """`propagation`, `allocator`, `wrapper` or `scorer`: where in a name it may stand."""
+        if issubclass(self.piece, Propagation):
+            return "propagation"
         if issubclass(self.piece, Allocator):
             return "allocator"
         return "wrapper" if "scorer" in {f.name for f in fields(self.piece)} else "scorer"
+
+    @property
+    def innermost(self) -> bool:
+        """Whether nothing stands inside: a scorer, or a propagation that leaves caches whole."""
+        alone = issubclass(self.piece, Propagation) and self.piece.alone
+        return self.kind == "scorer" or alone
 
     def preset(self, name: str) -> Entry:
         """The entry as the preset has it."""
@@ -105,7 +126,7 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
     """The entry or preset `name` of the catalogue, with its own parameters and their defaults."""
     base, _, preset = name.partition("@")
     entry = catalogue[base].preset(preset)
-    plain = "" if entry.kind == "scorer" or entry.default else "+tova"
+    plain = "" if entry.innermost or entry.default else "+tova"
     policy = build(catalogue, name + plain, entry.required)
     return Description(
         name=name,
@@ -161,8 +182,10 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
     else:
         base, entry = chain[-1][0].partition("@")[0], entries[-1]
         inner = {k: v for k, v in inside.get(base, {}).items() if k in entry.known}
-        policy = _base(name, entry, {**entry.params, **inner, **routed[-1]})
-    if outer and not isinstance(policy.allocator, Uniform):
+        shared = _shared(outer[0], routed[0]) if outer and chain[-1][0] == outer[0].default else {}
+        policy = _base(name, entry, {**entry.params, **inner, **shared, **routed[-1]})
+    rearranged = [entry for entry in outer if entry.kind != "propagation"]
+    if rearranged and not isinstance(policy.allocator, Uniform):
         raise PolicyError(
             f"{name}: {chain[-1][0]} decides itself how many entries each head keeps, so nothing "
             f"can be put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
@@ -170,7 +193,9 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
     for entry, own_params in reversed(list(zip(outer, routed, strict=False))):
         _check(name, entry, own_params)
         arguments = {**entry.params, **own_params}
-        if entry.kind == "wrapper":
+        if entry.kind == "propagation":
+            policy = replace(policy, propagation=entry.piece(**arguments))
+        elif entry.kind == "wrapper":
             policy = replace(policy, scorer=entry.piece(scorer=policy.scorer, **arguments))
         else:
             policy = replace(policy, allocator=entry.piece(**arguments))
@@ -201,7 +226,7 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
             )
         chain.append((part, entry.preset(preset)))
     innermost = chain[-1][1]
-    if innermost is not None and innermost.kind != "scorer":
+    if innermost is not None and not innermost.innermost:
         if not innermost.default:
             raise PolicyError(
                 f"{name!r} says how entries are chosen but not how they are scored; "
@@ -209,21 +234,35 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
             )
         chain.append((innermost.default, catalogue[innermost.default]))
     for place, (part, outer) in enumerate(chain[:-1]):
-        if outer is None or outer.kind == "scorer":
+        if outer is None or outer.innermost:
+            does = "scores" if outer is None or outer.kind == "scorer" else "fills its caches"
             raise PolicyError(
-                f"{name}: {part} scores by itself and takes no scorer inside; "
-                f"expected an allocator or a wrapper before the +: {_outer(catalogue)}"
+                f"{name}: {part} {does} by itself and takes no scorer inside; "
+                f"expected one of these before the +: {_outer(catalogue)}"
             )
-        if outer.kind == "allocator" and place:
+        before = chain[place - 1] if place else None
+        if outer.kind == "propagation" and before is not None:
+            raise PolicyError(
+                f"{name}: {part} says what deeper layers go on with and stands in front of "
+                f"everything; expected {part}+{before[0]}, with the scorer last"
+            )
+        around = None if before is None else before[1]
+        if outer.kind == "allocator" and around is not None and around.kind != "propagation":
             raise PolicyError(
                 f"{name}: {part} is an allocator and {chain[place - 1][0]} around it needs a "
                 f"scorer; expected at most one allocator, in front, such as {part}+tova"
             )
+    last = chain[-1][1]
+    if len(chain) > 1 and last is not None and last.kind == "propagation":
+        raise PolicyError(
+            f"{name}: {chain[-1][0]} fills its caches by itself, so nothing stands around it; "
+            f"expected {chain[-1][0]} alone"
+        )
     return chain
 
 
 def _outer(catalogue: Mapping[str, Entry]) -> str:
-    return ", ".join(key for key, entry in catalogue.items() if entry.kind != "scorer")
+    return ", ".join(key for key, entry in catalogue.items() if not entry.innermost)
 
 
 def _route(
@@ -259,10 +298,19 @@ def _base(name: str, entry: Entry, params: Mapping[str, Any]) -> Policy:
     if entry.layer_budgets is not None:
         shares: LayerBudgets = entry.layer_budgets(**_part(entry.layer_budgets, params))
         extra["layer_budgets"] = shares
-    scorer: Scorer = entry.piece(**_part(entry.piece, params))
     if entry.schedule is not None:
         extra["schedule"] = entry.schedule
+    if entry.kind == "propagation":  # caches hold all that goes on
+        propagation: Propagation = entry.piece(**_part(entry.piece, params))
+        return Policy(name, Full(), Everything(), propagation=propagation, **extra)
+    scorer: Scorer = entry.piece(**_part(entry.piece, params))
     return Policy(name, scorer, **extra)
+
+
+def _shared(entry: Entry, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What the scorer that belongs to a propagation takes over from it."""
+    defaults = {f.name: f.default for f in fields(entry.piece)}
+    return {key: {**defaults, **entry.params, **params}[key] for key in entry.shares}
 
 
 def _part(piece: type[Any], params: Mapping[str, Any]) -> dict[str, Any]:

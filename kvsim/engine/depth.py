@@ -1,0 +1,96 @@
+"""The prefill in depth order, for policies that drop rows of the prompt on the way down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvsim.engine.source import TraceSource
+from kvsim.propagation import Propagation, Selection, listed
+from kvsim.trace import Trace
+from kvsim.view import Entries, Setting, Source, View
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Which rows of the prompt each layer goes on with.
+
+    rows: for each layer their positions, int [k] ascending, None for all of them; layers that go on
+    with the same rows share one tensor.
+    """
+
+    selection: Selection
+    rows: tuple[Tensor | None, ...]
+
+    def whole(self, propagation: Propagation, layer: int) -> bool:
+        """Whether a layer's cache is never cut, being up to the selection."""
+        before = self.selection.layer is None or layer <= self.selection.layer
+        return propagation.kv_before == "full" and before
+
+
+#: Gives the view of a layer at the end of the prefill over rows of the prompt (None for all).
+Look = Callable[[int, Tensor | None], View]
+
+
+def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look) -> Descent:
+    """Ask the propagation after each layer, and hand what goes on to the next.
+
+    What is chosen behind a selection is chosen from what `look` shows there: recorded attention,
+    which had seen all tokens (open loop), or a layer that was computed on these rows alone.
+    """
+    rows: Tensor | None = None
+    of_layer: list[Tensor | None] = []
+    dropped: list[int] = []
+    notes = []
+    memory, done = None, False
+    for layer in range(n_layers):
+        of_layer.append(rows)
+        if done or (layer == n_layers - 1 and not propagation.restarts):
+            continue
+        view = look(layer, rows)
+        step = propagation.after(view, memory)
+        memory, done = step.memory, step.done
+        notes.append(step.notes)
+        if step.rows is not None and len(step.rows) <= view.row:  # not all of them
+            at = step.rows.to("cpu")
+            rows = at if rows is None else rows[at]
+            dropped.append(layer)
+    if propagation.restarts:
+        of_layer = [rows] * n_layers
+    selection = Selection(
+        dropped=tuple(dropped),
+        counts=tuple(prompt_len if at is None else len(at) for at in of_layer),
+        restarted=propagation.restarts and bool(dropped),
+        notes={**propagation.facts(n_layers), **listed(notes, n_layers)},
+    )
+    return Descent(selection, tuple(of_layer))
+
+
+def recorded(trace: Trace, setting: Setting, device: torch.device) -> Look:
+    """Views of recorded queries, keys and values, restricted to the rows that a layer has."""
+
+    def look(layer: int, rows: Tensor | None) -> View:
+        part = trace if rows is None else trace.only(rows)
+        source = TraceSource(part, slice(layer, layer + 1), device)
+        return prompt_view(source, setting, layer, part.prompt_len)
+
+    return look
+
+
+def prompt_view(source: Source, setting: Setting, layer: int, prompt_len: int) -> View:
+    """What one layer shows at the end of a prefill of `prompt_len` rows."""
+    like = source.keys
+    entries = Entries(1, like.shape[1], {}, like=like)
+    entries.append(0, prompt_len)
+    layers = torch.tensor([layer], device=like.device)
+    return View(
+        source,
+        entries,
+        replace(setting, prompt_len=prompt_len),
+        row=prompt_len - 1,
+        since=torch.full_like(layers, -1),
+        layers=layers,
+    )

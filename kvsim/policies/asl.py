@@ -1,0 +1,188 @@
+"""ASL: tokens are selected where the ranking of the tokens has settled from layer to layer.
+
+Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", Findings
+of ACL 2026, arXiv 2601.07667, section 4 and algorithms 1 and 2. At the end of a prompt of n tokens,
+layer by layer: the softmax attention of the last `window` rows, summed over them, average-pooled
+over neighbours and summed over all query heads gives p_i for the tokens i before the window, and
+their ranks R, 1 the largest. Over the last `look_back` layers w, with k = min(budget, n) - window
+and U the tokens that rank among the first k in at least one of them,
+
+    V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer,
+
+and at the first layer l >= first_layer with rho_l < tau the first k tokens of this layer and the
+window go on, at their own positions. The layers up to l hold what a scorer chooses (SnapKV from the
+same window), or everything (`kv_before="full"`); the layers behind hold all that went on. Below tau
+nowhere: every layer runs on all tokens. `asl_2pass` stops after l, and runs the selected tokens
+through all layers again, at positions 0, 1, 2, ...; without a selection, those of the last layer.
+
+Deviations, where paper and released code differ: the code's eight layers (algorithm 2; the formula
+has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the population variance.
+Ties rank by position. Where the model has so few layers that fewer than `look_back` lie before
+first_layer (L < 21 at the defaults), the number of layers is min(look_back, first_layer + 1)
+throughout; there the released code reads its list from the end, or fails. If V_first_layer is 0 the
+ranking has settled: rho is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import is_count
+from kvsim.errors import PolicyError
+from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.window import check_window
+from kvsim.propagation import Propagation, Step, check_layer, dropped_after
+from kvsim.view import View
+
+
+def pooled_scores(
+    view: View, window: int, pool: Literal["max", "avg"] | None, kernel: int
+) -> Tensor:
+    """p: attention of the window on the tokens before it, pooled, over all heads; [L, n - w]."""
+    before = view.pos.shape[-1] - window
+    vote = view.attn(window)[..., :before].sum(3)  # [L, H, G, n - w]
+    return smooth(vote, pool, kernel).sum((1, 2))
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """1 for the largest of scores [..., m], m for the smallest; ties by place. int64 [..., m]."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
+    return torch.empty_like(order).scatter_(-1, order, places.expand_as(order))
+
+
+def rank_variance(ranked: Tensor, k: int) -> float:
+    """V: variance over layers of the ranks [w, m] of what is among the first k in one; its mean."""
+    union = (ranked <= k).any(0)
+    spread = ranked[:, union].double().var(0, correction=0)
+    return float(spread.mean()) if len(spread) else 0.0
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Ranks of the most recent layers, and the variance at the first layer that was tested."""
+
+    recent: tuple[Tensor, ...] = ()
+    base: float | None = None
+
+
+@dataclass(frozen=True)
+class Selecting(Propagation):
+    """The test of ASL and the tokens it selects."""
+
+    tau: float = 0.3
+    window: int = 32
+    pool: Literal["avg", "max"] | None = "avg"
+    pool_kernel: int = 7
+    first_layer: int | None = None
+    look_back: int = 8
+
+    def __post_init__(self) -> None:
+        check_window("asl", self.window)
+        check_pooling("asl", self.pool, self.pool_kernel)
+        if not self.tau >= 0:
+            raise PolicyError(f"asl: tau is {self.tau}; expected 0 (never selects) or more")
+        if self.first_layer is not None and not is_count(self.first_layer, 0):
+            raise PolicyError(
+                f"asl: first_layer is {self.first_layer}; expected a layer, 0 or more"
+            )
+        if not is_count(self.look_back, 1):
+            raise PolicyError(f"asl: look_back is {self.look_back}; expected at least 1 layer")
+
+    @property
+    def window_rows(self) -> int:
+        """The window."""
+        return self.window
+
+    @property
+    def least_budget(self) -> int:
+        """The window goes on in any case."""
+        return self.window
+
+    def check(self, n_layers: int) -> None:
+        """The first layer must exist."""
+        check_layer("asl (first_layer)", self.first_layer, n_layers)
+
+    def rule(self, n_layers: int) -> tuple[int, int]:
+        """L_min and L_obs of a model: the first layer that is tested, layers of a variance."""
+        first = n_layers // 3 if self.first_layer is None else self.first_layer
+        return first, min(self.look_back, first + 1)
+
+    def facts(self, n_layers: int) -> Mapping[str, Any]:
+        """The rule."""
+        return dict(zip(("first_layer", "look_back"), self.rule(n_layers), strict=True))
+
+    def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
+        """A look-back that the model is too small for."""
+        first, back = self.rule(n_layers)
+        if back == self.look_back or prompt_len <= budget:
+            return ""
+        return (
+            f"ranks are compared over {back} layers instead of {self.look_back}, because layer "
+            f"{first} of {n_layers} is the first that is tested"
+        )
+
+    def after(self, view: View, memory: _Memory | None) -> Step:
+        """Compare the ranks of this layer with those of the layers before it."""
+        n, budget = view.row + 1, view.setting.budget
+        if n <= max(budget, self.window):
+            return Step(done=True)
+        memory = memory or _Memory()
+        layer = int(view.layers[0])
+        first, back = self.rule(view.n_layers)
+        k = budget - self.window
+        ranked = ranks(pooled_scores(view, self.window, self.pool, self.pool_kernel)[0])
+        recent = (*memory.recent, ranked)[-back:]
+        if layer < first:
+            return Step(memory=_Memory(recent))
+        variance = rank_variance(torch.stack(recent), k)
+        base = variance if memory.base is None else memory.base
+        relative = variance / base if base > 0 else 0.0
+        notes = {"variance": variance, "relative_variance": relative}
+        if relative < self.tau or (self.restarts and layer == view.n_layers - 1):
+            older = (ranked <= k).nonzero()[:, 0]
+            window = torch.arange(n - self.window, n, device=older.device)
+            return Step(torch.cat([older, window]), done=True, notes=notes)
+        return Step(memory=_Memory(recent, base), notes=notes)
+
+
+@dataclass(frozen=True)
+class ASL(Selecting):
+    """Selected tokens go on; `kv_before`: what the layers up to the selection keep."""
+
+    kv_before: Literal["budget", "full"] = "budget"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_before("asl", self.kv_before)
+
+    def counts(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> list[int]:
+        """All rows up to `layer`, the budget behind it; without one nothing is ever dropped."""
+        return dropped_after(layer, budget, prompt_len, n_layers)
+
+
+@dataclass(frozen=True)
+class TwoPass(Selecting):
+    """Selected tokens run through all layers again."""
+
+    restarts: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
+
+    def counts(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> list[int]:
+        """The budget in each layer of the second pass."""
+        return [min(budget, prompt_len)] * n_layers
+
+
+def check_before(name: str, kv_before: str) -> None:
+    """Raise PolicyError for anything but the two choices."""
+    if kv_before not in ("budget", "full"):
+        raise PolicyError(f"{name}: kv_before is {kv_before!r}; expected 'budget' or 'full'")

@@ -1,0 +1,72 @@
+"""GemFilter: an early layer finds the tokens, and the model reads these alone.
+
+Shi et al., "Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input
+Token Reduction", arXiv 2409.17422. The prompt runs through the first layers up to `layer`. There
+the product of the last row's queries with the keys, summed over the query heads, neither scaled nor
+normalised, is average-pooled over neighbours; the best tokens of the whole prompt, as many as the
+budget, go through all layers from the start, in their order, at positions 0, 1, 2, ... Nothing
+protects the last token. Every cache holds these tokens, and decoding goes on behind them.
+
+The layer is 13 of 32 and 14 of 28, as ASL's authors ran it (appendix C.2), and as deep as 13 of 32
+in other models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvsim.composition import is_count
+from kvsim.errors import PolicyError
+from kvsim.policies.asl import ranks
+from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.propagation import Propagation, Step, check_layer, published_layer
+from kvsim.view import View
+
+# Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
+_LAYERS = {32: 13, 28: 14}
+
+
+@dataclass(frozen=True)
+class GemFilter(Propagation):
+    """What the last row's queries point at in one layer; it runs through all layers again."""
+
+    restarts: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
+
+    layer: int | None = None
+    pool_kernel: int = 5
+
+    def __post_init__(self) -> None:
+        check_pooling("gemfilter", "avg", self.pool_kernel)
+        if self.layer is not None and not is_count(self.layer, 0):
+            raise PolicyError(f"gemfilter: layer is {self.layer}; expected a layer, 0 or more")
+
+    def check(self, n_layers: int) -> None:
+        """The layer must exist."""
+        check_layer("gemfilter", self.layer, n_layers)
+
+    def at(self, n_layers: int) -> int:
+        """The layer that selects."""
+        return published_layer(self.layer, _LAYERS, n_layers, share=14 / 32)
+
+    def facts(self, n_layers: int) -> dict[str, Any]:
+        """The layer."""
+        return {"layer": self.at(n_layers)}
+
+    def after(self, view: View, memory: Any) -> Step:
+        """At the selection layer the best tokens."""
+        if view.row < view.setting.budget:
+            return Step(done=True)
+        if int(view.layers[0]) < self.at(view.n_layers):
+            return Step()
+        # the scale of the logits changes no order
+        products = view.logits(1)[0, ..., 0, :].sum((0, 1))  # [n]
+        found = ranks(smooth(products.unsqueeze(0), "avg", self.pool_kernel)[0])
+        return Step((found <= view.setting.budget).nonzero()[:, 0], done=True)
+
+    def counts(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> list[int]:
+        """The budget in each layer of the second pass."""
+        return [min(budget, prompt_len)] * n_layers

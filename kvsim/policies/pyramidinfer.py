@@ -1,0 +1,109 @@
+"""PyramidInfer: every layer of the prefill drops some of the tokens that it went on with.
+
+Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
+arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens the last 1 + R are
+recent, R = int(recent n), and always go on; the c tokens before them that a layer l of L went on
+with are its context. The attention of the recent rows on the context, averaged over the query heads
+and over the rows with weights from 1 for the oldest to 1.2 for the newest, ranks the context, its
+first `sink` tokens before all others. int(c rho_l) of them go on,
+
+    rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
+
+if these are more than min(least, n - 1 - R), and else all. So nothing is dropped at layer 0, and no
+budget is asked for: the caches hold what each layer went on with, at its own position.
+
+Deviations. The paper chooses by a share of the attention; the released code, and so this, by a
+share of the tokens. `ratio` is 0.9, and 0.8 in the configuration of Qwen2.5-14B. In decoding the
+release trims segments by a rule whose trigger compares unlike lengths; decoding here keeps all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.composition import is_count
+from kvsim.errors import PolicyError
+from kvsim.policies.asl import ranks
+from kvsim.propagation import Propagation, Step
+from kvsim.view import LOGIT_BYTES, View
+
+# Weight of the newest recent row; the oldest weighs 1.
+_NEWEST = 1.2
+
+
+@dataclass(frozen=True)
+class PyramidInfer(Propagation):
+    """A share of the context, by the attention of recent rows, after every layer."""
+
+    alone: ClassVar[bool] = True
+
+    recent: float = 0.2
+    ratio: float = 0.9
+    sink: int = 4
+    least: int = 64
+
+    def __post_init__(self) -> None:
+        for name, value in (("recent", self.recent), ("ratio", self.ratio)):
+            if not 0 <= value <= 1:
+                raise PolicyError(f"pyramidinfer: {name} is {value}; expected a share of 0 to 1")
+        for name in ("sink", "least"):
+            if not is_count(getattr(self, name), 0):
+                found = getattr(self, name)
+                raise PolicyError(f"pyramidinfer: {name} is {found}; expected 0 or more tokens")
+
+    @property
+    def bounded(self) -> bool:
+        """Never."""
+        return False
+
+    def after(self, view: View, memory: int | None) -> Step:
+        """The best of the context, and the recent rows; `memory` is the prompt's length."""
+        held = view.row + 1
+        n = held if memory is None else memory
+        recent = 1 + int(self.recent * n)
+        context = held - recent
+        kept = self._kept(context, n, int(view.layers[0]), view.n_layers)
+        if kept == context:
+            return Step(memory=n)
+        scores = self._scores(view, recent)
+        scores[: self.sink] = torch.inf  # before all others, in their order
+        older = (ranks(scores) <= kept).nonzero()[:, 0]
+        newer = torch.arange(context, held, device=older.device)
+        return Step(torch.cat([older, newer]), memory=n)
+
+    def _scores(self, view: View, recent: int) -> Tensor:
+        """Attention of the recent rows on the context, weighted towards the newest; [c]."""
+        held = view.row + 1
+        weight = torch.linspace(1.0, _NEWEST, recent, dtype=view.keys.dtype)
+        weight = weight.to(view.keys.device)
+        total = view.keys.new_zeros(held - recent)
+        queries = view.queries(1)
+        per_row = queries.shape[1] * queries.shape[2] * held * total.element_size()
+        step = max(1, LOGIT_BYTES // per_row)
+        for start in range(held - recent, held, step):
+            stop = min(start + step, held)
+            rows = view.rows(start, stop)[0, ..., : held - recent].mean((0, 1))  # [w, c]
+            total += weight[start - held + recent : stop - held + recent] @ rows
+        return total
+
+    def _kept(self, context: int, n: int, layer: int, n_layers: int) -> int:
+        """How many of the context tokens of a layer go on."""
+        rho = self.ratio + (1 - self.ratio) * (math.cos(math.pi * layer / n_layers) + 1) / 2
+        kept = int(context * rho)
+        return kept if kept > min(self.least, n - 1 - int(self.recent * n)) else context
+
+    def counts(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> list[int]:
+        """What the cosine leaves of the prompt; the budget and `layer` are without meaning."""
+        recent = 1 + int(self.recent * prompt_len)
+        out, held = [], prompt_len
+        for at in range(n_layers):
+            out.append(held)
+            held = recent + self._kept(held - recent, prompt_len, at, n_layers)
+        return out
