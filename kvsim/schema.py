@@ -20,6 +20,7 @@ AXES = {
     "lse": ("layer", "qhead", "pos"),
     "attention": ("layer", "qhead", "row", "pos"),
     "o_proj": ("layer", "qhead", "dim", "hidden"),
+    "residual": ("layer", "pos", "hidden"),
     "tokens": ("pos",),
     "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),

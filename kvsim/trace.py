@@ -33,7 +33,11 @@ Positions = Sequence[int] | slice | Tensor
 _ALL = slice(None)
 
 # Arrays that `kvsim capture` records only when asked.
-_ON_REQUEST = {"attention": "--attention (attention=True)", "o_proj": "--o-proj (o_proj=True)"}
+_ON_REQUEST = {
+    "attention": "--attention (attention=True)",
+    "o_proj": "--o-proj (o_proj=True)",
+    "residual": "--residual (residual=True)",
+}
 
 
 class _PerQueryHead:
@@ -121,6 +125,7 @@ class Trace:
         attn_out: ArrayLike | None = None,
         lse: ArrayLike | None = None,
         o_proj: ArrayLike | None = None,
+        residual: ArrayLike | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
         name: str = "memory",
@@ -139,6 +144,7 @@ class Trace:
             attn_out: attention output before the output projection, like q; computed if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, dim, hidden].
+            residual: input of each decoder layer [layer, pos, hidden].
             tokens: token ids [pos].
             token_text: the text of each token.
             name: for tables and figures.
@@ -151,6 +157,7 @@ class Trace:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
         """
         given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse, "o_proj": o_proj}
+        given["residual"] = residual
         arrays = {key: as_tensor(key, array) for key, array in given.items() if array is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, _, n_pos, dim = arrays["q"].shape
@@ -403,6 +410,18 @@ class Trace:
             NeedsError: it was not recorded; `kvsim capture --o-proj` does.
         """
         return self.read("o_proj")
+
+    @property
+    def residual(self) -> Tensor:
+        """Residual stream: the input of each decoder layer [layer, pos, hidden].
+
+        residual[0] is the embedding of each token, and the output of layer l is residual[l + 1];
+        the output of the model's last layer is not stored.
+
+        Raises:
+            NeedsError: it was not recorded; `kvsim capture --residual` does.
+        """
+        return self.read("residual")
 
     @property
     def tokens(self) -> Tensor | None:

@@ -64,6 +64,13 @@ def capture(
             "--o-proj", help="Store the output projections too, which some policies read."
         ),
     ] = False,
+    residual: Annotated[
+        bool,
+        typer.Option(
+            "--residual",
+            help="Store the residual stream too, from which layers can be computed again.",
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -113,6 +120,7 @@ def capture(
         "seed": seed,
         "attention": attention,
         "o_proj": o_proj,
+        "residual": residual,
         "store_dtype": store_dtype,
         "overwrite": overwrite,
         "progress": True,

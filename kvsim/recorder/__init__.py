@@ -2,6 +2,7 @@
 
     hooks       listen at the attention kernel while a ``with`` block lasts
     projections the output projections, on request
+    residual    the residual stream, on request
     blocks      cut kernel calls into blocks of 256 positions, check them, hand them to a sink
     generation  prefill and response, greedy or sampled
     models      load a model, read its rotary embedding, describe it

@@ -13,9 +13,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, keys_before_rope
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES, relative_error, tolerance
-
-#: Arrays that a capture records, with the log-sum-exp computed from the stored q and k.
-ARRAYS = ("q", "k", "v", "attn_out", "lse")
+from kvsim.store.layout import pos_axis
 
 _KNOWN = "llama, qwen2, qwen3"
 
@@ -24,7 +22,7 @@ class Sink(Protocol):
     """Where blocks go: a writer on disk, or memory."""
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Take the next positions of one layer: block [head, pos, ...]."""
+        """Take the next positions of one layer: a block [head, pos, ...] or [pos, hidden]."""
 
     def set_length(self, n_pos: int) -> None:
         """Learn how many positions there will be, before the last block."""
@@ -34,19 +32,20 @@ class MemorySink:
     """Blocks in memory."""
 
     def __init__(self) -> None:
-        self.blocks: dict[str, dict[int, list[Tensor]]] = {name: {} for name in ARRAYS}
+        self.blocks: dict[str, dict[int, list[Tensor]]] = {}
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Keep a copy of the block."""
-        self.blocks[name].setdefault(layer, []).append(block.to("cpu", copy=True))
+        layers = self.blocks.setdefault(name, {})
+        layers.setdefault(layer, []).append(block.to("cpu", copy=True))
 
     def set_length(self, n_pos: int) -> None:
         """Nothing to prepare."""
 
     def array(self, name: str) -> Tensor:
-        """The whole array [layer, head, pos, ...]."""
-        layers = self.blocks[name]
-        return torch.stack([torch.cat(layers[layer], dim=1) for layer in sorted(layers)])
+        """The whole array, its layers stacked."""
+        layers, axis = self.blocks[name], pos_axis(name)
+        return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])
 
 
 class _Layer:
@@ -62,6 +61,8 @@ class _Layer:
             "v": empty(call.v),
             "attn_out": empty(call.out),
         }
+        if call.residual is not None:
+            self.parts["residual"] = call.residual.new_empty((CHUNK, call.residual.shape[1]))
         self.start = self.filled = 0
         self.error = 0.0
 
@@ -74,6 +75,8 @@ class _Layer:
         self.parts["attn_out"][:, to] = call.out[:, row : row + count]
         self.parts["k"][:, to] = call.k[:, new]
         self.parts["v"][:, to] = call.v[:, new]
+        if call.residual is not None:
+            self.parts["residual"][to] = call.residual[row : row + count]
         self.filled += count
         return count
 
@@ -182,7 +185,9 @@ class BlockRecorder:
             )
 
     def _flush(self, number: int, layer: _Layer, history: _History) -> None:
-        block = {name: part[:, : layer.filled] for name, part in layer.parts.items()}
+        block = {
+            name: part.narrow(pos_axis(name), 0, layer.filled) for name, part in layer.parts.items()
+        }
         recomputed, lse = history.attend(block["q"], layer.start)
         layer.error = max(layer.error, self._judge(number, block["attn_out"], recomputed, lse))
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:

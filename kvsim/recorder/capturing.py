@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError
-from kvsim.recorder.blocks import ARRAYS, BlockRecorder, MemorySink, Sink
+from kvsim.recorder.blocks import BlockRecorder, MemorySink, Sink
 from kvsim.recorder.generation import generate, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, kernel_name, listening
 from kvsim.recorder.models import (
@@ -37,6 +37,7 @@ from kvsim.recorder.prompts import (
     token_strings,
     with_distinct_ids,
 )
+from kvsim.recorder.residual import Residual
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
@@ -57,6 +58,7 @@ class _Options:
     seed: int
     attention: bool
     o_proj: bool
+    residual: bool
     overwrite: bool
     store_dtype: str | None
     progress: Progress | bool | None
@@ -73,6 +75,7 @@ def capture(
     seed: int = 0,
     attention: bool = False,
     o_proj: bool = False,
+    residual: bool = False,
     overwrite: bool = False,
     store_dtype: str | None = None,
     answer: str | None = None,
@@ -95,9 +98,12 @@ def capture(
             for short sequences and other programs.
         o_proj: store the output projection of each layer too, which some policies read. It is as
             large as these weights of the model, whatever the length of the sequence.
+        residual: store the residual stream too, the input of each decoder layer, from which deeper
+            layers can be computed again. For each token it takes as much as `hidden` numbers of
+            each layer.
         overwrite: replace a trace at `out`.
-        store_dtype: None stores exactly, ``float16`` stores q, k, v, attn_out and o_proj in half
-            the space.
+        store_dtype: None stores exactly, ``float16`` stores q, k, v, attn_out, o_proj and
+            residual in half the space.
         answer: the expected answer, for the answer check.
         name: of the trace; by default from `out`.
         progress: called with (tokens done, most tokens there can be); True shows a bar on a
@@ -109,11 +115,21 @@ def capture(
     Raises:
         CaptureError: a prompt that is empty, too long or has unknown words; a model whose attention
             recomputed from q, k, v is not what it computed; with `o_proj`, one that has no such
-            projection, or does something else with the output of its attention.
+            projection, or does something else with the output of its attention; with `residual`,
+            one whose decoder layers are not found, or do not pass on what they return.
+        TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
     """
     options = _Options(
-        max_new_tokens, temperature, seed, attention, o_proj, overwrite, store_dtype, progress
+        max_new_tokens,
+        temperature,
+        seed,
+        attention,
+        o_proj,
+        residual,
+        overwrite,
+        store_dtype,
+        progress,
     )
     _check_options(options, out)
     if out is not None:
@@ -134,6 +150,7 @@ def capture_many(
     seed: int = 0,
     attention: bool = False,
     o_proj: bool = False,
+    residual: bool = False,
     overwrite: bool = False,
     store_dtype: str | None = None,
     progress: Progress | bool | None = None,
@@ -144,7 +161,15 @@ def capture_many(
     the traces that are finished. Arguments and errors as for `capture`.
     """
     options = _Options(
-        max_new_tokens, temperature, seed, attention, o_proj, overwrite, store_dtype, progress
+        max_new_tokens,
+        temperature,
+        seed,
+        attention,
+        o_proj,
+        residual,
+        overwrite,
+        store_dtype,
+        progress,
     )
     folder = Path(out_dir)
     prompts = with_distinct_ids(prompts)
@@ -220,6 +245,7 @@ class _Capture:
         self.layer_ids = tuple(attention_modules(model))
         self.rope = read_rope(model)
         self.projections = Projections(model) if options.o_proj else None
+        self.residual = Residual(model) if options.residual else None
 
     def _room(self) -> int:
         """How many new tokens fit into the model's context."""
@@ -240,7 +266,7 @@ class _Capture:
                 progress = stack.enter_context(progress_bar(self.name))
             report: Progress = progress if callable(progress) else _silent
             writer: TraceWriter | None = None
-            projections = self.projections
+            projections, residual = self.projections, self.residual
 
             def open_sink(call: KernelCall) -> Sink:
                 nonlocal writer
@@ -258,6 +284,8 @@ class _Capture:
             )
 
             def receive(call: KernelCall) -> None:
+                if residual is not None:
+                    call = replace(call, residual=residual.rows(call))
                 recorder.receive(call)
                 if projections is not None:
                     projections.receive(call)
@@ -265,6 +293,7 @@ class _Capture:
             with (
                 listening(self.model, receive, limit=self.limit),
                 nullcontext() if projections is None else projections.checking(),
+                nullcontext() if residual is None else residual.following(),
             ):
                 tokens, ended = generate(
                     self.model,
@@ -311,6 +340,9 @@ class _Capture:
                     "q, k and lse"
                 )
             shapes["attention"], dtypes["attention"] = (layers, qheads, n, n), exact
+        if call.residual is not None:
+            shapes["residual"] = (layers, n, call.residual.shape[1])
+            dtypes["residual"] = DTYPES[call.residual.dtype]
         if self.projections is not None:
             shapes["o_proj"] = (layers, qheads, dim, self.projections.hidden)
             dtypes["o_proj"] = self.projections.dtype
@@ -374,7 +406,7 @@ class _Capture:
     ) -> Trace:
         if not isinstance(recorder.sink, MemorySink):
             raise TypeError("expected a sink in memory")
-        arrays = {name: recorder.sink.array(name) for name in ARRAYS}
+        arrays = {name: recorder.sink.array(name) for name in recorder.sink.blocks}
         blocks = [block.to("cpu", copy=True) for block in self._o_proj()]
         return Trace.from_arrays(
             arrays["q"],
@@ -383,6 +415,7 @@ class _Capture:
             attn_out=arrays["attn_out"],
             lse=arrays["lse"],
             o_proj=torch.stack(blocks) if blocks else None,
+            residual=arrays.get("residual"),
             prompt_len=header.prompt_len,
             rope=header.rope,
             scale=header.scale,

@@ -43,6 +43,7 @@ class KernelCall:
         v: values [head, n, dim].
         out: what the kernel returned, before the output projection [qhead, w, dim].
         scale: factor of the logits.
+        residual: input of the decoder layer [w, hidden] where it is recorded.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class KernelCall:
     v: Tensor
     out: Tensor
     scale: float
+    residual: Tensor | None = None
 
     @property
     def start(self) -> int:

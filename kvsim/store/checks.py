@@ -41,8 +41,10 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         "attn_out": (layers, qheads, n_pos, dim),
         "lse": (layers, qheads, n_pos),
     }
-    if "o_proj" in shapes:
-        expected["o_proj"] = (layers, qheads, dim, shapes["o_proj"][3])  # any hidden size
+    # any hidden size, but one
+    hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
+    expected["o_proj"] = (layers, qheads, dim, hidden)
+    expected["residual"] = (layers, n_pos, hidden)
     for name, shape in shapes.items():
         if name in expected and shape != expected[name]:
             raise TraceError(
@@ -57,9 +59,10 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
 
 
 def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int = 0) -> None:
-    """Raise TraceError at the first NaN or infinity of array [layer, head, pos, ...].
+    """Raise TraceError at the first NaN or infinity of an array with the axes of `AXES`.
 
-    layer, pos: where the array begins in the whole one; the third axis of `o_proj` is `dim`.
+    layer, pos: where the array begins in the whole one, along its axes of that name (for dense
+    attention, `pos` is where its rows begin).
     """
     # A NaN or infinity survives in the sum, which costs one pass and no mask; a sum that is not
     # finite may also have overflowed, so only the second look decides.
@@ -69,9 +72,13 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
     if not bad.any():
         return
     place = bad.nonzero()[0].tolist()
+    axes = ["head" if axis == "qhead" else axis for axis in AXES[name][:3]]
+    first = {"layer": layer, "row": pos, "pos": pos}
+    at = ", ".join(
+        f"{axis} {index + first.get(axis, 0)}" for axis, index in zip(axes, place, strict=False)
+    )
     raise TraceError(
-        f"{where}: {name} is {float(array[tuple(place)])} at layer {place[0] + layer}, "
-        f"head {place[1]}, {AXES[name][2]} {place[2] + pos}, expected finite numbers; "
+        f"{where}: {name} is {float(array[tuple(place)])} at {at}, expected finite numbers; "
         "record the trace again"
     )
 

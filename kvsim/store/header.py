@@ -25,7 +25,7 @@ from kvsim.schema import CHUNK
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
 
 #: Arrays that have checksums. Arrays that came after the digest was defined are no part of it.
-CHECKSUMMED = (*DIGESTED, "o_proj")
+CHECKSUMMED = (*DIGESTED, "o_proj", "residual")
 
 Array = NDArray[Any]
 
@@ -155,7 +155,7 @@ class ContentDigest:
         self._dtypes: dict[str, str] = {}
 
     def update(self, name: str, layer: int, block: Array) -> None:
-        """Add the next block [head, pos, ...] of `layer` (0 for `tokens`, which has none)."""
+        """Add the next block of `layer` (0 for `tokens`, which has none), without a layer axis."""
         data = np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<"))
         self._dtypes[name] = data.dtype.name
         self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)

@@ -40,6 +40,11 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
 
 
+def pos_axis(name: str) -> int:
+    """The axis of positions in one layer of an array that has both."""
+    return DIMENSIONS[name].index("pos") - 1
+
+
 def create_array(
     group: zarr.Group, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None
 ) -> ZarrArray:

@@ -22,7 +22,7 @@ from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, check_array_meta
 _ALL = slice(None)
 
 #: Arrays that must be finite, so that a NaN means a chunk that was lost.
-_FINITE = ("q", "k", "v", "attn_out", "lse", "attention", "o_proj")
+_FINITE = ("q", "k", "v", "attn_out", "lse", "attention", "o_proj", "residual")
 
 
 class StoredTrace:
@@ -83,7 +83,7 @@ class StoredTrace:
         """Part of an array in its stored dtype, decoding only the chunks that it touches."""
         if AXES[name][0] != "layer":
             return torch.from_numpy(self._decode(name, (pos,)))
-        axis = 2  # pos, or row of dense attention
+        axis = next((i for i, axis in enumerate(AXES[name]) if axis in ("row", "pos")), 1)
         if "pos" not in AXES[name]:
             pos = _ALL
         values = self._decode(name, (layers, *[_ALL] * (axis - 1), pos))

@@ -14,6 +14,7 @@ from kvsim.errors import TraceError
 from kvsim.schema import AXES
 from kvsim.store.checks import relative_error, tolerance
 from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest
+from kvsim.store.layout import pos_axis
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
@@ -136,9 +137,24 @@ class _Check:
             worst = max(worst, float((found - expected).abs().max()))
         self._judge("attention", layer, worst, self.lse_tolerance)
 
+    def _embeddings(self, tokens: torch.Tensor) -> None:
+        """The residual stream begins with embeddings: wherever a token stands, the same numbers."""
+        rows = self.stored.read("residual", slice(0, 1), _ALL)[0]  # [pos, hidden]
+        kinds, kind = tokens.unique(return_inverse=True)
+        some = torch.empty_like(kinds, dtype=torch.int64)
+        some[kind] = torch.arange(len(tokens))  # a position of each token
+        other = (rows != rows[some[kind]]).any(-1).nonzero()
+        if len(other):
+            first = int(other[0])
+            self.problems.append(
+                f"{self.stored.where}: residual of layer 0 differs between positions {first} and "
+                f"{int(some[kind[first]])}, which are the same token, expected its embedding at "
+                "both; record the trace again"
+            )
+
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
         if "pos" in AXES[name]:
-            self.digest.update_all(name, layer, values.numpy(), AXES[name].index("pos") - 1)
+            self.digest.update_all(name, layer, values.numpy(), pos_axis(name))
         else:
             self.digest.update(name, layer, values.numpy())
         recorded = _entry(self.stored.attributes, "checksums").get(name)
@@ -165,8 +181,10 @@ class _Check:
         try:
             _ = stored.token_text
             if "tokens" in shapes:
-                tokens = stored.read("tokens", _ALL, _ALL).numpy()
-                self.digest.update_all("tokens", 0, tokens, axis=0)
+                tokens = stored.read("tokens", _ALL, _ALL)
+                self.digest.update_all("tokens", 0, tokens.numpy(), axis=0)
+                if "residual" in shapes and stored.header.layer_ids[0] == 0 and not self.problems:
+                    self._embeddings(tokens)
         except TraceError as error:
             self.problems.append(str(error))
         dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}

@@ -22,7 +22,13 @@ from kvsim.errors import TraceError, TraceExistsError
 from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.checks import check_finite, stored_dtype
 from kvsim.store.header import ContentDigest, Header
-from kvsim.store.layout import ZarrArray, consolidation_allowed, create_array, read_json
+from kvsim.store.layout import (
+    ZarrArray,
+    consolidation_allowed,
+    create_array,
+    pos_axis,
+    read_json,
+)
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
@@ -136,7 +142,7 @@ class TraceWriter:
                 array.resize(tuple(shape))
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Store the next positions of one layer: block [head, pos, ...].
+        """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
 
         A block has 256 positions, only the last one fewer.
 
@@ -144,14 +150,16 @@ class TraceWriter:
             TraceError: NaN or infinity, or a number too large for float16 storage.
         """
         array, start = self._arrays[name], self._next[name][layer]
-        size = block.shape[1]
+        axis = pos_axis(name)
+        size = block.shape[axis]
         if size != CHUNK and start + size != self.n_pos:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         stored = block.to("cpu", self.dtype(name))
         self._check(name, layer, start, block, stored)
         values = stored.numpy()
+        index: tuple[int | slice, ...] = (layer, *[slice(None)] * axis, slice(start, start + size))
         with self._writing():
-            array[layer, :, start : start + size] = values
+            array[index] = values
         self._next[name][layer] = start + size
         self._digest.update(name, layer, values)
         with self._writing():
@@ -298,7 +306,7 @@ def write_trace(
     token_text: Sequence[str] | None,
     overwrite: bool,
 ) -> Path:
-    """Write arrays that are at hand, layer by layer: read(name, layer) is [head, ...]."""
+    """Write arrays that are at hand, layer by layer: read(name, layer) has no layer axis."""
     arrays = {name: shape for name, shape in shapes.items() if name != "tokens"}
     sources = {name: header.source_dtypes.get(name, compute_dtype) for name in arrays}
     with TraceWriter(
@@ -309,7 +317,7 @@ def write_trace(
                 if name == "o_proj":
                     writer.write_o_proj(layer, read(name, layer))
                     continue
-                for block in read(name, layer).split(CHUNK, dim=1):
+                for block in read(name, layer).split(CHUNK, dim=pos_axis(name)):
                     writer.append(name, layer, block)
         tokens = read("tokens", 0).numpy() if "tokens" in shapes else None
         return writer.publish(header, tokens=tokens, token_text=token_text)

@@ -1,0 +1,198 @@
+"""The residual stream: the input of each decoder layer, checked link by link while it flows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvsim.errors import CaptureError
+from kvsim.recorder.hooks import KernelCall, attention_modules
+from kvsim.schema import CHUNK
+from kvsim.store.checks import DTYPES, relative_error, tolerance
+
+#: What llama, qwen, mistral and gemma call the norm between residual stream and attention.
+NORM = "input_layernorm"
+
+# The link before the first layer.
+_EMBEDDING = -1
+
+_ADVICE = "record the model without --residual"
+
+
+class Residual:
+    """The inputs of a model's decoder layers, for one capture.
+
+    A decoder layer is the module that an attention module lies in. Two checks stand behind what is
+    given out:
+
+    * The chain, in every row: the input of layer 0 is, bit for bit, what the embedding returned,
+      and the input of layer l + 1 what layer l returned. So nothing acts between two layers, and
+      residual[l + 1] is the output of layer l. The output of the last layer is not looked at.
+    * The norm, in the first rows of each layer: the attention module was given the layer's
+      `input_layernorm` of the residual. So q, k, v of a row were made from the residual of that
+      row. A layer without a module of this name has no such check.
+
+    Raises:
+        CaptureError: attention modules that do not lie in decoder layers of their own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.layers = decoder_layers(model)
+        self.embedding: nn.Module = model.get_input_embeddings()
+        numbers = list(self.layers)
+        self._before = dict(zip(numbers, [_EMBEDDING, *numbers[:-1]], strict=True))
+        self._last = numbers[-1]
+        self._kind: tuple[int, torch.dtype] | None = None
+        self._checked: set[int] = set()
+        # the link that ended last, what it returned and how often that was written to by then;
+        # and the layer that runs and its input
+        self._returned: tuple[int, object, int] | None = None
+        self._running: tuple[int, Tensor] | None = None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the stream through the layers until the block is left, however it is left."""
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            handle = self.embedding.register_forward_hook(
+                lambda _, __, output: self._leave(_EMBEDDING, output)
+            )
+            stack.callback(handle.remove)
+            for layer, module in self.layers.items():
+                handle = module.register_forward_pre_hook(
+                    lambda _, args, kwargs, layer=layer: self._enter(layer, args, kwargs),
+                    with_kwargs=True,
+                )
+                stack.callback(handle.remove)
+                handle = module.register_forward_hook(
+                    lambda _, __, output, layer=layer: self._leave(layer, output)
+                )
+                stack.callback(handle.remove)
+            yield
+
+    def rows(self, call: KernelCall) -> Tensor:
+        """The residual [w, hidden] that the rows of a kernel call were made from.
+
+        Raises:
+            CaptureError: the call is of another layer than the one that runs, or of other rows.
+        """
+        running, hidden = self._running or (None, None)
+        if hidden is None or running != call.layer:
+            raise CaptureError(
+                f"the attention of layer {call.layer} ran outside its decoder layer "
+                f"({type(self.layers[call.layer]).__name__}), expected inside; {_ADVICE}"
+            )
+        if len(hidden) != call.q.shape[1]:
+            raise CaptureError(
+                f"decoder layer {call.layer} was given {len(hidden)} rows and its attention "
+                f"{call.q.shape[1]}, expected the same; {_ADVICE}"
+            )
+        if call.layer not in self._checked:
+            self._check_norm(call, hidden)
+            self._checked.add(call.layer)
+        return hidden
+
+    def _enter(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[0] != 1:
+            raise CaptureError(
+                f"decoder layer {layer} ({type(self.layers[layer]).__name__}) was called with "
+                f"{tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__}, "
+                f"expected hidden states [1, rows, hidden]; {_ADVICE}"
+            )
+        kind = hidden.shape[-1], hidden.dtype
+        self._kind = self._kind or kind
+        if kind != self._kind or hidden.dtype not in DTYPES:
+            raise CaptureError(
+                f"the input of decoder layer {layer} is {_words(kind)}, expected "
+                f"{_words(self._kind)} as before, of {', '.join(DTYPES.values())}; {_ADVICE}"
+            )
+        link, returned, writes = self._returned or (None, None, 0)
+        self._returned = None
+        chained = link == self._before[layer] and writes == _writes(returned)
+        if not (chained and _same(returned, hidden)):
+            raise CaptureError(
+                f"the input of decoder layer {layer} is not what {_name(self._before[layer])} "
+                f"returned, expected it unchanged; {_ADVICE}"
+            )
+        self._running = layer, hidden[0]
+
+    def _leave(self, link: int, output: object) -> None:
+        self._running = None
+        if isinstance(output, tuple):
+            output = output[0]
+        self._returned = None if link == self._last else (link, output, _writes(output))
+
+    def _forget(self) -> None:
+        self._returned = self._running = None
+
+    def _check_norm(self, call: KernelCall, hidden: Tensor) -> None:
+        norm = getattr(self.layers[call.layer], NORM, None)
+        if not isinstance(norm, nn.Module):
+            return
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        found = call.hidden[:CHUNK]
+        with torch.no_grad():
+            expected: Tensor = norm(hidden[:CHUNK])
+        # [row, 1, hidden]: each row by itself, so that no large one hides another
+        rows = (x.to(dtype).unsqueeze(1) for x in (found, expected))
+        error = float(relative_error(*rows).max())
+        allowed = tolerance(DTYPES[hidden.dtype], DTYPES[found.dtype])
+        if not error <= allowed:
+            raise CaptureError(
+                f"the attention of layer {call.layer} was given something that differs by "
+                f"{error:.3g} (relative) from {NORM} of the residual, expected at most "
+                f"{allowed:g}; {_ADVICE}"
+            )
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The module that each attention module lies in, by layer number, in order.
+
+    Raises:
+        CaptureError: two attention modules lie in the same module.
+    """
+    parents = {id(part): module for module in model.modules() for part in module.children()}
+    found: dict[int, nn.Module] = {}
+    owner: dict[int, int] = {}
+    for layer, attention in attention_modules(model).items():
+        parent = found[layer] = parents.get(id(attention), model)
+        other = owner.setdefault(id(parent), layer)
+        if other != layer:
+            raise CaptureError(
+                f"the attention modules of layers {other} and {layer} lie in one "
+                f"{type(parent).__name__}, expected each in a decoder layer of its own; {_ADVICE}"
+            )
+    return found
+
+
+def _same(returned: object, hidden: Tensor) -> bool:
+    """Whether what a link returned is the input of the next, bit for bit."""
+    if returned is hidden:
+        return True
+    return (
+        isinstance(returned, Tensor)
+        and (returned.shape, returned.dtype) == (hidden.shape, hidden.dtype)
+        and torch.equal(returned.to(hidden.device), hidden)
+    )
+
+
+def _writes(output: object) -> int:
+    """How often a tensor was written to; 0 where torch does not count (inference mode)."""
+    if not isinstance(output, Tensor) or output.is_inference():
+        return 0
+    return output._version  # noqa: SLF001  its only home
+
+
+def _name(link: int) -> str:
+    return "the embedding" if link == _EMBEDDING else f"layer {link}"
+
+
+def _words(kind: tuple[int, torch.dtype]) -> str:
+    hidden, dtype = kind
+    return f"[1, rows, {hidden}] {str(dtype).removeprefix('torch.')}"
