@@ -4,6 +4,7 @@
     show        tables, JSON and progress
     recording   capture, info, verify
     replaying   replay
+    costing     cost
     listing     policies, metrics
     demo        demo
 
@@ -24,7 +25,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import kvsim
-from kvsim.cli import demo, listing, recording, replaying
+from kvsim.cli import costing, demo, listing, recording, replaying
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
@@ -41,6 +42,7 @@ app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)
 app.command()(replaying.replay)
+app.command()(costing.cost)
 app.command()(listing.policies)
 app.command()(listing.metrics)
 app.command(name="demo")(demo.run)

@@ -1,0 +1,191 @@
+"""`kvsim cost`: memory, time and FLOPs of policies on a model, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsim.cli.show import echo_json, echo_table, schedule
+from kvsim.cli.values import Json, OptionError, build_policies, locate, split
+
+if TYPE_CHECKING:
+    from kvsim.cost import Cost, Model
+    from kvsim.trace import Trace
+
+_RATIOS = (
+    "KV and peak: the cache after an event and before the next one. Prefill and token: time to the "
+    "first token and per output token, relative to the full cache; prefill by FLOPs, and by ASL's "
+    "n^2 d + n d^2; token by bytes read (weights and cache), and by entries. Scoring: FLOPs of the "
+    "policy beside those of the prefill, and beside those of each generated token."
+)
+
+
+def cost(
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="Policies, as `kvsim policies` lists them, or module:NAME for one of your own.",
+        ),
+    ],
+    budget: Annotated[
+        list[str],
+        typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the context."),
+    ],
+    model_config: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A model's config.json, or a folder with one."),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            help="A recorded trace, or 'sample': gives the model and the context where they are "
+            "not given, and measures the selection layer of policies that have one.",
+        ),
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N[,...]", help="Tokens, prompt included; default: the trace's."),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
+        ),
+    ] = None,
+    selection_layer: Annotated[
+        float | None,
+        typer.Option(
+            help="Layer behind which rows are dropped, for policies such as asl; may be a mean, "
+            "such as 23.9."
+        ),
+    ] = None,
+    dtype_bytes: Annotated[
+        float | None,
+        typer.Option(help="Bytes per number of weights and cache; default: the configuration's."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what policies cost on a model: memory, time and FLOPs, and what was assumed.
+
+    Closed form, from the model's configuration; nothing is run, but for the selection layer that a
+    trace is asked for.
+    """
+    if model_config is None and trace is None:
+        raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
+    if context is None and trace is None:
+        raise OptionError("no context is given; expected --context N, or a --trace that has one")
+    names, budgets = split(policy, "--policy"), split(budget, "--budget")
+    contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
+
+    from kvsim.cost import Model, estimate
+    from kvsim.sweeps import resolve_budget
+    from kvsim.trace import open_trace
+
+    opened = None if trace is None else open_trace(locate(trace))
+    if model_config is not None:
+        model = Model.from_config(model_config, number_bytes=dtype_bytes)
+    else:
+        model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
+    policies = build_policies(names, settings or [])
+    if selection_layer is not None and all(one.propagation is None for one in policies):
+        raise OptionError(
+            f"--selection-layer {selection_layer:g} is for policies that drop rows on the way "
+            f"down, such as asl or fastkv; {', '.join(names)} has no such layer"
+        )
+    costs = [
+        estimate(
+            model,
+            one,
+            resolve_budget(asked, n),
+            n,
+            prompt=_prompt(prompt, n, opened),
+            selection_layer=selection_layer,
+            trace=opened,
+        )
+        for n in contexts or [_given(opened).n_pos]
+        for one in policies
+        for asked in (budgets if one.bounded else budgets[:1])
+    ]
+    if as_json:
+        echo_json({"model": model.as_dict(), "costs": [one.as_dict() for one in costs]})
+    else:
+        _print(model, costs)
+
+
+def _tokens(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise OptionError(f"--context is {text!r}; expected a number of tokens")
+    return int(text)
+
+
+def _given(trace: Trace | None) -> Trace:
+    """The trace, of which the options said that there is one."""
+    if trace is None:
+        raise OptionError("no trace is given; expected --trace TRACE")
+    return trace
+
+
+def _prompt(given: int | None, context: int, trace: Trace | None) -> int | None:
+    """How much of a context is its prompt: that of the trace where it is the trace's context."""
+    if given is None and trace is not None and trace.n_pos == context:
+        return trace.prompt_len
+    return given
+
+
+def _print(model: Model, costs: Sequence[Cost]) -> None:
+    from kvsim.cost import GIB
+
+    unit, name = (
+        (GIB, "GiB") if max(one.kv_full_bytes for one in costs) > GIB / 8 else (1 << 20, "MiB")
+    )
+    typer.echo(
+        f"{model.name}: {model.n_layers} layers, {model.n_qheads} query heads, {model.n_heads} KV "
+        f"heads of dimension {model.dim}, {model.parameters:,} parameters, "
+        f"{model.weight_bytes / unit:.2f} {name} at {model.number_bytes:g} bytes per number"
+    )
+    full = {one.context: one.kv_full_bytes for one in costs}
+    for context, size in full.items():
+        typer.echo(f"Full cache at {context} tokens: {size / unit:.4g} {name}")
+    typer.echo()
+    headers = ["policy", "evicts after", "budget", "context", f"KV\n{name}", f"peak\n{name}"]
+    headers += ["of\nfull", "prefill\nFLOPs", "prefill\npaper", "token\nbytes", "token\npaper"]
+    echo_table(
+        [*headers, "scoring\nprefill", "scoring\ntoken"],
+        [
+            [
+                one.policy,
+                schedule(one.interval, prefill=one.prefill),
+                str(one.budget) if one.bounded else "-",
+                str(one.context),
+                f"{one.kv_bytes / unit:.4g}",
+                f"{one.kv_peak_bytes / unit:.4g}",
+                f"{one.kv_ratio:.1%}",
+                f"{one.prefill_ratio:.3f}",
+                f"{one.prefill_ratio_paper:.3f}",
+                f"{one.decode_ratio:.3f}",
+                f"{one.decode_ratio_paper:.3f}",
+                _share(one.scoring_prompt_share),
+                _share(one.scoring_token_share),
+            ]
+            for one in costs
+        ],
+        right=2,
+    )
+    typer.echo(f"\n{_RATIOS}")
+    for said in dict.fromkeys(said for one in costs for said in one.assumptions):
+        typer.echo(f"Note: {said}.")
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2%}"

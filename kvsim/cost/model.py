@@ -1,0 +1,268 @@
+"""The shape of a decoder model, and what follows from it: parameters, bytes, FLOPs.
+
+A multiplication and an addition are 2 FLOPs, and a softmax 3 per weight (Hoffmann et al. 2022,
+arXiv 2203.15556, appendix F). Layers are counted with grouped queries and, unless said otherwise,
+causal attention: row i of a prefill sees i + 1 entries. Normalisation, activations and rotary
+embedding are left out; they are linear in the hidden size where the rest is quadratic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvsim.errors import KvsimError
+from kvsim.trace import Trace
+
+GIB = 1 << 30
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+
+# The MLP of most decoders is gated and has three matrices; these types have two.
+_TWO_MATRICES = ("gpt_neox", "nemotron", "phi", "starcoder2")
+
+# Keys of architectures whose layers this arithmetic does not describe.
+_FOREIGN = {
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention, which caches no keys and values of heads",
+}
+
+_SAY = "expected the config.json of a decoder model such as Llama, Mistral, Qwen2, Qwen3 or Gemma"
+
+
+class ModelError(KvsimError, ValueError):
+    """A configuration that does not say what a cost needs, or says it of another kind of model."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder model's shape. Query head `i` shares KV head `i // (n_qheads / n_heads)`.
+
+    hidden, intermediate: width of the residual stream and of the MLP. tied: the output matrix is
+    the embedding. mlp_matrices: 3 with a gate, else 2. extra: parameters of a layer beside its
+    matrices (norms, biases). number_bytes: of a weight and of a number in the KV cache.
+    remarks: what the arithmetic leaves out for this model.
+    """
+
+    name: str
+    n_layers: int
+    n_qheads: int
+    n_heads: int
+    dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    mlp_matrices: int = 3
+    extra: int = 0
+    number_bytes: float = 2
+    remarks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_qheads", "n_heads", "dim", "hidden", "intermediate", "vocab"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ModelError(f"{self.name}: {name} is {value!r}; expected a whole number > 0")
+        if self.n_qheads % self.n_heads:
+            raise ModelError(
+                f"{self.name}: {self.n_qheads} query heads cannot share {self.n_heads} KV heads; "
+                "expected a multiple"
+            )
+        if not self.number_bytes > 0:
+            raise ModelError(f"{self.name}: {self.number_bytes} bytes per number; expected > 0")
+
+    # ---------------------------------------------------------------------------- parameters
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.n_qheads // self.n_heads
+
+    @property
+    def layer_matrices(self) -> int:
+        """Numbers in the matrices of a layer: q, k, v and output projections, MLP."""
+        attention = self.hidden * (2 * self.n_qheads + 2 * self.n_heads) * self.dim
+        return attention + self.mlp_matrices * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return embeddings + self.n_layers * (self.layer_matrices + self.extra) + self.hidden
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the parameters."""
+        return self.parameters * self.number_bytes
+
+    @property
+    def entry_bytes(self) -> float:
+        """Bytes of the key and value of one position in one KV head."""
+        return 2 * self.dim * self.number_bytes
+
+    def kv_bytes(self, entries: float) -> float:
+        """Bytes of the cache of all layers where every KV head holds so many entries."""
+        return self.n_layers * self.n_heads * entries * self.entry_bytes
+
+    def per_query_head(self) -> Model:
+        """As a model in which every query head has keys and values of its own."""
+        return replace(self, n_heads=self.n_qheads)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The shape and what follows from it, ready for JSON."""
+        found = {"parameters": self.parameters, "weight_bytes": self.weight_bytes}
+        return {**vars(self), "remarks": list(self.remarks), **found}
+
+    # --------------------------------------------------------------------------------- FLOPs
+
+    def attention_flops(self, pairs: float) -> float:
+        """FLOPs of one layer's attention over so many pairs of a row and an entry.
+
+        Per query head and pair: 2 d for the logit, 3 for the softmax, 2 d for the value.
+        """
+        return pairs * self.n_qheads * (4 * self.dim + 3)
+
+    def layer_flops(self, rows: float, *, causal: bool = True) -> float:
+        """FLOPs of one layer over the rows of a prefill; causal: row i sees i + 1 of them."""
+        pairs = rows * (rows + 1) / 2 if causal else rows * rows
+        return 2 * rows * self.layer_matrices + self.attention_flops(pairs)
+
+    def prefill_flops(self, rows: float, *, causal: bool = True) -> float:
+        """FLOPs of a prefill: all layers over all rows, and the logits of the last row."""
+        head = 2 * self.hidden * self.vocab
+        return self.n_layers * self.layer_flops(rows, causal=causal) + head
+
+    def decode_flops(self, entries: float) -> float:
+        """FLOPs of one generated token that sees so many entries per head, its own included."""
+        layer = 2 * self.layer_matrices + self.attention_flops(entries)
+        return self.n_layers * layer + 2 * self.hidden * self.vocab
+
+    # ------------------------------------------------------------------------------- reading
+
+    @classmethod
+    def from_config(
+        cls, config: str | Path | Mapping[str, Any], *, number_bytes: float | None = None
+    ) -> Model:
+        """The model that a Hugging Face configuration describes.
+
+        config: its keys, the path of a config.json, or that of a folder with one. number_bytes: in
+        place of what the data type of the configuration takes (2 where it names none).
+        """
+        if isinstance(config, Mapping):
+            return _model(config, "config", number_bytes)
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            found = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise ModelError(f"no file {str(path)!r}; {_SAY}") from error
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{str(path)!r} is no JSON ({error}); {_SAY}") from error
+        if not isinstance(found, Mapping):
+            raise ModelError(f"{str(path)!r} holds a {type(found).__name__}; {_SAY}")
+        name = path.parent.name if path.name == "config.json" else path.stem
+        return _model(found, name, number_bytes)
+
+    @classmethod
+    def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
+        """The model that a trace was recorded from, as its provenance has the configuration."""
+        model: Mapping[str, Any] = trace.meta.get("model") or {}
+        config = model.get("config")
+        if not isinstance(config, Mapping):
+            raise ModelError(
+                f"trace {trace.name!r} does not say which model it comes from: its provenance has "
+                "no model.config; give the model's configuration instead"
+            )
+        typed = {"dtype": model.get("dtype")} if model.get("dtype") else {}
+        return _model({**config, **typed}, str(model.get("name") or "model"), number_bytes)
+
+
+def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> Model:
+    """The configuration as a Model; that of the text where the model sees more than text."""
+    if isinstance(config.get("text_config"), Mapping):
+        dtype = _dtype(config)
+        config = {**({"dtype": dtype} if dtype else {}), **config["text_config"]}
+    for key, what in _FOREIGN.items():
+        if config.get(key):
+            raise ModelError(f"{name}: {key} is {config[key]!r}, {what}; {_SAY}")
+    kind = str(config.get("model_type", ""))
+
+    def size(key: str) -> int:
+        value = config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int):
+            found = "is missing" if value is None else f"is {value!r}"
+            raise ModelError(f"{name}: {key} {found}; {_SAY}")
+        return value
+
+    qheads, hidden = size("num_attention_heads"), size("hidden_size")
+    heads = qheads if config.get("num_key_value_heads") is None else size("num_key_value_heads")
+    dim = hidden // max(1, qheads) if config.get("head_dim") is None else size("head_dim")
+    matrices = 2 if kind in _TWO_MATRICES else 3
+    return Model(
+        name=name,
+        n_layers=size("num_hidden_layers"),
+        n_qheads=qheads,
+        n_heads=heads,
+        dim=dim,
+        hidden=hidden,
+        intermediate=size("intermediate_size"),
+        vocab=size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        mlp_matrices=matrices,
+        extra=_extra(config, kind, qheads, heads, dim, matrices),
+        number_bytes=number_bytes or _number_bytes(config, name),
+        remarks=_remarks(config),
+    )
+
+
+def _extra(
+    config: Mapping[str, Any], kind: str, qheads: int, heads: int, dim: int, matrices: int
+) -> int:
+    """Norms and biases of a layer, as llama, mistral, qwen2, qwen3 and gemma have them."""
+    hidden = config["hidden_size"]
+    four = kind.startswith(("gemma2", "gemma3"))  # norms behind attention and MLP as well
+    extra = (4 if four else 2) * hidden
+    if kind.startswith(("qwen3", "gemma3")):
+        extra += 2 * dim  # of queries and of keys
+    if config.get("attention_bias") or kind == "qwen2":
+        extra += (qheads + 2 * heads) * dim + (0 if kind == "qwen2" else hidden)
+    if config.get("mlp_bias"):
+        extra += (matrices - 1) * config["intermediate_size"] + hidden
+    return int(extra)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+
+
+def _number_bytes(config: Mapping[str, Any], name: str) -> float:
+    """Bytes per number of the configuration's data type, 2 where it names none."""
+    dtype = _dtype(config) or "bfloat16"
+    known = next((size for start, size in _BYTES.items() if dtype.startswith(start)), None)
+    if known is None:
+        raise ModelError(
+            f"{name}: dtype is {dtype!r}; expected {', '.join(_BYTES)}, or give the bytes per "
+            "number (--dtype-bytes)"
+        )
+    return known
+
+
+def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of the model is counted otherwise than it is."""
+    said = []
+    kinds = config.get("layer_types") or []
+    window = config.get("sliding_window")
+    slides = config.get("use_sliding_window", True) and window
+    if slides and (not kinds or any(str(kind).startswith("sliding") for kind in kinds)):
+        said.append(
+            f"layers with a sliding window ({window} tokens) are counted as full attention over "
+            "the whole context"
+        )
+    if config.get("quantization_config"):
+        said.append("quantised weights are counted at the size of the data type; use --dtype-bytes")
+    return tuple(said)
