@@ -17,6 +17,7 @@ from kvsim.attention import Rope
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, load_model
+from kvsim.recorder.residual import Residual
 from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, verify
 from kvsim.tiny import ledger
@@ -209,6 +210,24 @@ def test_more_than_float16_holds_is_refused(tmp_path):
     assert float(capture(model, None, ids(20), **options).residual.abs().max()) > 65504
 
 
+def test_blocks_are_written_while_the_model_generates(tmp_path):
+    """Whole blocks of the stream are on disk as soon as those of the other arrays are."""
+    seen = {}
+
+    def chunks(done, total):
+        (folder,) = tmp_path.iterdir()
+        seen[done] = sum(file.is_file() for file in folder.glob("residual/c/*/*/*"))
+
+    capture(
+        small("llama"), None, ids(200), max_new_tokens=320, residual=True,
+        out=tmp_path / "a.zarr", progress=chunks,
+    )  # fmt: skip
+
+    assert {done: seen[done] for done in (200, 255, 256, 511, 512, 520)} == {
+        200: 0, 255: 0, 256: 3, 511: 3, 512: 6, 520: 9,
+    }  # fmt: skip
+
+
 # --- what is refused ---
 
 
@@ -352,6 +371,24 @@ def test_no_hook_stays_after_an_error():
         capture(model, None, ids(9), residual=True, progress=fail)
 
     assert hooks(model) == before
+
+
+def test_no_hidden_state_is_held_after_an_error():
+    """When a layer fails, what flowed into and out of layers is let go."""
+    model = build()
+    stream = Residual(model)
+    held = []
+
+    def fail(*_):
+        held.append((stream._returned, stream._running))
+        raise RuntimeError("inside")
+
+    model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="inside"), stream.following():
+        model(torch.tensor([ids(5)]))
+
+    assert held[0][1][0] == 1
+    assert (stream._returned, stream._running) == (None, None)
 
 
 # --- traces ---
