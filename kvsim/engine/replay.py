@@ -97,14 +97,19 @@ def replay(
                 poison=_poison,
                 internals=plans,
             )
+            noted = len(plans or ())
             events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos)
             if by_row:
                 replay_rows(block, events)
             else:
                 for row in events:
                     block.event(row)
+            if plans is not None and run.rows is not None:
+                at = part.positions.numpy()
+                plans[noted:] = [_at(one, at) for one in plans[noted:]]
             found = block.evicted_at.cpu().numpy()
-            evicted_at[done : done + len(run.layers)] = _placed(found, run.rows, trace)
+            placed = found if run.rows is None else _placed(found, part.positions.numpy(), trace)
+            evicted_at[done : done + len(run.layers)] = placed
             done += len(run.layers)
             if progress is not None:
                 progress(done, len(chosen))
@@ -196,6 +201,8 @@ def _remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> st
     if policy.propagation is not None:
         across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
         said.append(f"{policy.name}: {across}" if across else "")
+        if policy.propagation.alone and schedule.interval is not None:
+            said.append(f"{policy.name}: nothing is evicted in decoding, for which it has no rule")
     return "; ".join(filter(None, said))
 
 
@@ -274,13 +281,16 @@ def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tenso
     return descent.rows[layer], descent.whole(policy.propagation, layer)
 
 
-def _placed(found: NDArray[np.int32], rows: Tensor | None, trace: Trace) -> NDArray[np.int32]:
-    """evicted_at [L, H, T] by position, of one that counts the rows that a layer went on with."""
-    if rows is None:
-        return found
-    at = np.concatenate([rows.numpy(), np.arange(trace.prompt_len, trace.n_pos)])
+def _placed(found: NDArray[np.int32], at: NDArray[np.int64], trace: Trace) -> NDArray[np.int32]:
+    """evicted_at [L, H, T] by position, of one that counts the rows at positions `at` alone."""
     out = np.empty((*found.shape[:2], trace.n_pos), np.int32)
     out[:] = np.arange(trace.n_pos) - 1  # visible to no row
     left = found != NEVER
     out[..., at] = np.where(left, at[np.where(left, found, 0)], NEVER)
     return out
+
+
+def _at(plans: Plans, at: NDArray[np.int64]) -> Plans:
+    """Plans by position, of some that count the rows at positions `at` alone."""
+    pos = np.where(plans.pos < 0, -1, at[plans.pos])
+    return replace(plans, row=int(at[plans.row]), pos=pos)

@@ -58,9 +58,10 @@ def ranks(scores: Tensor) -> Tensor:
 
 def rank_variance(ranked: Tensor, k: int) -> float:
     """V: variance over layers of the ranks [w, m] of what is among the first k in one; its mean."""
+    if k < 1:
+        return 0.0
     union = (ranked <= k).any(0)
-    spread = ranked[:, union].double().var(0, correction=0)
-    return float(spread.mean()) if len(spread) else 0.0
+    return float(ranked[:, union].double().var(0, correction=0).mean())
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,34 @@ class Trial:
         case = self.case
         return reference.event_rows(case.n, case.prompt_len, interval=interval, prefill=prefill)
 
-    def protected(self, row: int, budget: int | None = None) -> npt.NDArray[np.bool_]:
+    def protected(self, row: int, budget: int, layer: int) -> npt.NDArray[np.bool_]:
         """Positions that are always kept right after `row`; bool [pos]. budget: of the layer."""
-        always = self.policy.protection(self.budget if budget is None else budget)
-        pos = np.arange(self.case.n)
-        first = max(always.sink, self.case.prompt_len if always.prompt else 0)
-        return (pos <= row) & ((pos < first) | (pos > row - always.recent))
+        always = self.policy.protection(budget)
+        present = self.present[layer]
+        place = present.cumsum() - 1  # among the rows that the layer has
+        prompt = int(present[: self.case.prompt_len].sum()) if always.prompt else 0
+        first = max(always.sink, prompt)
+        past = present & (np.arange(self.case.n) <= row)
+        return past & ((place < first) | (place > place[row] - always.recent))
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Which rows the layers have: those of the prompt that went on, and all behind it."""
+        first_head = self.record.evicted_at[:, 0]
+        return np.asarray(first_head >= np.arange(self.case.n))
+
+    @cached_property
+    def settled(self) -> bool:
+        """Whether the rows that go on to deeper layers stay the same if queries move a little."""
+        if self.policy.propagation is None:
+            return True
+        rng = np.random.default_rng(self.salt)
+        for _ in range(3):
+            noise = 1 + 10 * self.case.tolerance * rng.standard_normal(self.case.q.shape)
+            moved = replace(self.case, q=(self.case.q * noise).astype(self.case.q.dtype))
+            if not np.array_equal(replace(self, case=moved).present, self.present):
+                return False
+        return True
 
     @cached_property
     def plain(self) -> bool:
@@ -136,7 +158,8 @@ class Trial:
             live = plans.pos[i, head] >= 0
             pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
             left = last[head, pos] == plans.row
-            free = ~left & ~self.protected(plans.row, int(plans.budgets[i]))[pos]
+            layer = plans.layers[i]
+            free = ~left & ~self.protected(plans.row, int(plans.budgets[i]), layer)[pos]
             gone.append(score[left])
             rest.append(score[free])
         out, kept = np.concatenate(gone), np.concatenate(rest)[:, None]
@@ -173,6 +196,8 @@ class Trial:
 
     def same(self, other: npt.ArrayLike, what: str, *, until: int = NEVER) -> None:
         """Raise Broken where `other` [layer, head, pos] evicts otherwise, up to row `until`."""
+        if not self.settled:
+            return
         limit = np.minimum(self.sure_until, until)[:, :, None]
         mine, found = self.record.evicted_at, np.asarray(other)
         differ = np.minimum(mine, limit) != np.minimum(found, limit)
@@ -200,7 +225,12 @@ def exact_size(trial: Trial) -> None:
     """After an event that acts, what is held has exactly the budget; at others nothing leaves."""
     record, policy = trial.noted, trial.policy
     heads, due = record.evicted_at.shape[1], trial.rows
-    _require(set(record.events) <= set(due), f"entries left after rows {record.events}, due {due}")
+    end = trial.case.prompt_len - 1
+    # rows of the prompt are dropped whether an event fires or not
+    allowed = set(due) if trial.present.all() else {*due, end}
+    _require(set(record.events) <= allowed, f"entries left after rows {record.events}, due {due}")
+    if policy.propagation is not None and policy.propagation.alone:  # decoding keeps everything
+        due = [row for row in due if row == end]
     if not policy.exact:
         return
     shared = policy.layer_budgets.across_layers
@@ -239,12 +269,16 @@ def exact_size(trial: Trial) -> None:
 def nothing_returns(trial: Trial) -> None:
     """What a row sees is what the row before it saw, less what left, and its own entry."""
     last, n = trial.record.evicted_at, trial.case.n
-    _require((last >= np.arange(n)).all(), "an entry left before its own row")
+    present = trial.present[:, None]
+    early = last < np.arange(n)
+    _require((early == ~present).all(), "an entry left before its own row")
+    _require((last[early] == early.nonzero()[2] - 1).all(), "a row that never was has an end")
     before = np.zeros(last.shape, dtype=bool)
     for row in range(n):
         seen = trial.record.kept(row)
         _require((seen == reference.seen_by(last, row)).all(), f"kept({row}) is not what is seen")
-        _require(seen[..., row].all(), f"row {row} does not see its own entry")
+        own = seen[..., row] == present[..., row]
+        _require(own.all(), f"row {row} does not see its own entry, or has none and sees it")
         _require(not (seen & ~before)[..., :row].any(), f"an entry returned at row {row}")
         before = seen & ~(last == row)
         _require(
@@ -257,7 +291,7 @@ def protected_survive(trial: Trial) -> None:
     last = trial.noted.evicted_at
     for plans in trial.noted.internals:
         for layer, budget in zip(plans.layers, plans.budgets.tolist(), strict=True):
-            lost = (last[layer] == plans.row) & trial.protected(plans.row, budget)
+            lost = (last[layer] == plans.row) & trial.protected(plans.row, budget, layer)
             _require(
                 not lost.any(),
                 f"after row {plans.row} protected {np.unique(lost.nonzero()[1])} left",
@@ -279,7 +313,7 @@ def full_budget(trial: Trial) -> None:
 def no_effect_while_there_is_room(trial: Trial) -> None:
     """As long as no more than the budget exists nothing leaves."""
     if trial.policy.bounded:
-        first = int(trial.record.evicted_at.min())
+        first = int(trial.record.gone_after.min())
         _require(first >= trial.budget, f"an entry left after row {first}, which had room")
 
 
@@ -314,6 +348,25 @@ def no_peeking_at_the_dead(trial: Trial) -> None:
         except KvsimError as error:
             raise Broken(f"a dead entry shows: {error}") from error
         trial.same(found.evicted_at, "dead entries overwritten")
+
+
+def absent_rows(trial: Trial) -> None:
+    """Queries, keys and values of rows that did not go on to a layer change nothing there."""
+    if trial.present.all():
+        return
+    rng = np.random.default_rng(trial.salt)
+    absent = ~trial.present[:, None, :, None]
+    if trial.policy.propagation is not None and trial.policy.propagation.restarts:
+        dropped = trial.record.selection.dropped[0] if trial.record.selection else 0
+        absent = absent & (np.arange(len(absent)) > dropped)[:, None, None, None]
+    case = trial.case
+    moved = {}
+    for name in "qkv":
+        array = getattr(case, name)
+        noise = (3 * rng.standard_normal(array.shape)).astype(array.dtype)
+        moved[name] = np.where(absent, noise, array)
+    found = replace(trial, case=replace(case, **moved)).replay()
+    trial.same(found.evicted_at, "rows that did not go on were overwritten")
 
 
 def isolation(trial: Trial) -> None:
@@ -392,6 +445,8 @@ def ragged(trial: Trial) -> None:
     heads, n = trial.record.evicted_at.shape[1], trial.case.n
     if heads < 2 or not trial.plain or not isinstance(trial.policy.layer_budgets, Even):
         return
+    if trial.policy.propagation is not None:  # the budget also says how many rows go on
+        return
     least = smallest_budget(trial.policy, trial.case)
     spread = 1 + trial.salt % 3
     budget = least + spread
@@ -433,7 +488,7 @@ def tie_rule(trial: Trial) -> None:
                 if plans.eligible is not None:
                     gone &= plans.eligible[i, head][live]
                 rest = ~gone & (last[layer, head, pos] != plans.row)
-                rest &= ~trial.protected(plans.row, int(plans.budgets[i]))[pos]
+                rest &= ~trial.protected(plans.row, int(plans.budgets[i]), layer)[pos]
                 group = np.zeros_like(pos) if plans.groups is None else plans.groups[i, head][live]
                 for one in np.unique(group[gone]):
                     stays, leaves = rest & (group == one), gone & (group == one)
@@ -473,7 +528,8 @@ def finite(trial: Trial) -> None:
         _require(not np.isnan(plans.scores[plans.pos >= 0]).any(), f"NaN score at row {plans.row}")
     found = output_error(trial.case.trace(), [trial.record])[0]
     for name in ("error", "mass", "missing"):
-        _require(np.isfinite(getattr(found, name)).all(), f"{name} is not finite")
+        known = np.isfinite(getattr(found, name)).reshape(len(trial.present), -1, trial.case.n)
+        _require((known == trial.present[:, None]).all(), f"{name} is not finite, or without a row")
 
 
 def retained_mass(trial: Trial) -> None:
@@ -482,11 +538,14 @@ def retained_mass(trial: Trial) -> None:
     if record.positions == "slot":  # a larger set moves the slots, and with them the logits
         return
     rng = np.random.default_rng(trial.salt)
-    back = rng.random(record.evicted_at.shape) < 0.5
+    back = (rng.random(record.evicted_at.shape) < 0.5) & trial.present[:, None]
     larger = replace(record, evicted_at=np.where(back, NEVER, record.evicted_at).astype(np.int32))
-    some, more = (found.mass for found in output_error(trace, [record, larger]))
+    first = 0 if trial.present.all() else trial.case.prompt_len
+    some, more = (found.mass[..., first:] for found in output_error(trace, [record, larger]))
+    if not some.size:
+        return
     _require((some >= 0).all() and (some <= 1).all(), f"mass in {some.min()}..{some.max()}")
-    before = record.events[0] + 1 if record.events else trial.case.n
+    before = (record.events[0] + 1 if record.events else trial.case.n) - first
     _require((some[:, :, :before] == 1).all(), "mass below 1 before the first event")
     # the difference of two log-sum-exps is as exact as logits in the hundreds are
     slack = 1e-6 if trial.case.q.dtype == np.float64 else 1e-4
@@ -540,6 +599,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         tie_rule,
         causality,
         no_peeking_at_the_dead,
+        absent_rows,
         isolation,
         rows_equal_events,
         layer_blocks,
@@ -560,6 +620,8 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
     # a layer has its own budget, which is below the policy's in some even if there is room
     "pyramidkv": {"full_budget", "no_effect_while_there_is_room"},
+    # as many rows as it is told go on from a prompt that just fills the budget
+    "fastkv": {"full_budget", "no_effect_while_there_is_room"},
 }
 
 
