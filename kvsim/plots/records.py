@@ -1,12 +1,8 @@
-"""Figures of records: what was kept, what was lost, how far the output moved.
-
-Every function returns a matplotlib Figure and touches no global state; `save` writes it.
-"""
+"""Figures of records: what was kept, what was lost, how far the output moved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -132,13 +128,6 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
     )
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     return figure
-
-
-def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG without a date in it, so that equal figures are equal files."""
-    out = Path(path)
-    figure.savefig(out, metadata={"Software": None})
-    return out
 
 
 def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
