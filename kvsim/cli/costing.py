@@ -88,7 +88,7 @@ def cost(
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
 
-    from kvsim.cost import Model, estimate
+    from kvsim.cost import Model, bounded, estimate
     from kvsim.sweeps import resolve_budget
     from kvsim.trace import open_trace
 
@@ -115,7 +115,7 @@ def cost(
         )
         for n in contexts or [_given(opened).n_pos]
         for one in policies
-        for asked in (budgets if one.bounded else budgets[:1])
+        for asked in (budgets if bounded(one) else budgets[:1])
     ]
     if as_json:
         echo_json({"model": model.as_dict(), "costs": [one.as_dict() for one in costs]})

@@ -11,7 +11,7 @@ closed form and nothing runs a model; docs/cost.md says what the numbers can and
 from __future__ import annotations
 
 from kvsim.cost import papers
-from kvsim.cost.accounting import Cost, decode_ratio, estimate
+from kvsim.cost.accounting import Cost, bounded, decode_ratio, estimate
 from kvsim.cost.model import GIB, Model, ModelError
 from kvsim.cost.scoring import FORMULAS, PROPAGATIONS, Event, Flops, event_flops
 
@@ -24,6 +24,7 @@ __all__ = [
     "Flops",
     "Model",
     "ModelError",
+    "bounded",
     "decode_ratio",
     "estimate",
     "event_flops",

@@ -42,10 +42,9 @@ class Cost:
     rows: of the prompt that each layer computes, over both passes where there are two. entries:
     after an event. peak: before the next one, or at the end of the context where there is none.
     mean: what a generated token reads on average between two events, or at the end of the context.
-    selection_layer: None where there is none;
-    selection: where it comes from. *_paper: in the terms of ASL's appendix B. Bytes and FLOPs say
-    so in their names, scoring is in FLOPs, None where a piece of the policy is unknown.
-    assumptions: sentences.
+    bounded: whether the budget plays a part. selection_layer: None where there is none; selection:
+    where it comes from. *_paper: in the terms of ASL's appendix B. Bytes and FLOPs say so in their
+    names, scoring is in FLOPs, None where a piece of the policy is unknown. assumptions: sentences.
     """
 
     model: Model = field(repr=False)
@@ -176,7 +175,7 @@ def estimate(
         prompt=prompt,
         interval=policy.schedule.interval,
         prefill=policy.schedule.prefill,
-        bounded=policy.bounded,
+        bounded=bounded(policy),
         selection_layer=at,
         selection=source,
         rows=_mean(cases, lambda c: c.rows),
@@ -207,6 +206,12 @@ def estimate(
         else None,
         assumptions=(*model.remarks, *said, *_remarks(policy, budget, prompt)),
     )
+
+
+def bounded(policy: Policy) -> bool:
+    """Whether the budget plays a part, be it in some layers."""
+    piece = policy.propagation
+    return policy.bounded or (piece is not None and not piece.alone)
 
 
 def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> float:
@@ -381,14 +386,17 @@ class _Case:
 
     def prompt_scoring(self, policy: Policy, model: Model) -> Flops:
         """FLOPs of choosing rows, and of the event that ends the prefill in layers that act."""
-        total = propagation_flops(
-            policy,
-            model,
-            prompt=self.prompt,
-            budget=self.budget,
-            rows=self.first,
-            layer=self.layer,
-        )
+        total = Flops()
+        drops = min(self.last) < self.prompt
+        if drops or (isinstance(policy.propagation, Selecting) and self.prompt > self.budget):
+            total = propagation_flops(
+                policy,
+                model,
+                prompt=self.prompt,
+                budget=self.budget,
+                rows=self.first,
+                layer=self.layer,
+            )
         if policy.schedule.prefill:
             for rows, whole, own in zip(self.last, self.whole, self.budgets, strict=True):
                 if rows > own and not whole:
@@ -460,8 +468,10 @@ def _remarks(policy: Policy, budget: int, prompt: int) -> Iterator[str]:
     name, interval = policy.name, policy.schedule.interval
     if isinstance(policy.layer_budgets, Growing):
         yield f"{name}: no budget binds; it holds prompt, window and a share of what is generated"
-    elif not policy.bounded:
+    elif not bounded(policy):
         yield f"{name}: no budget binds"
+    elif not policy.bounded:
+        yield f"{name}: the layers up to the selection hold the whole prompt"
     elif interval is None:
         yield f"{name}: evicts after the prompt alone; each generated token adds an entry"
     elif not policy.schedule.prefill and prompt > budget:

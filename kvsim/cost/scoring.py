@@ -221,7 +221,11 @@ def _expected_attention(piece: ExpectedAttention, event: Event) -> Flops:
     softmax, 3 n. Per KV head: keys turned back, 3 n d; norms, 2 n d.
     """
     h, g, d, n = event.sizes
-    m = event.seen - piece.sink if event.prompt else min(piece.query_buffer, event.seen)
+    m = event.seen - piece.sink
+    if not event.prompt and piece.origin == "next":
+        m = min(piece.query_buffer, m)
+    elif not event.prompt:
+        m = min(event.since, piece.query_buffer + 1) - piece.sink
     times = piece.n_future if piece.rope == "mixture" else 1  # one per position of the future
     out = Flops(2 * n * h * d * times, (3 * h * n + 3 * g * n * d) * times + m * h * d)
     if piece.covariance:
@@ -390,19 +394,20 @@ PROPAGATIONS: Mapping[type, Formula] = {
 def propagation_flops(
     policy: Policy, model: Model, *, prompt: int, budget: int, rows: Sequence[int], layer: int
 ) -> Flops:
-    """FLOPs of choosing rows during a prefill, over all layers; as `event_flops`.
+    """FLOPs of choosing rows during a prefill that drops some, over all layers; as `event_flops`.
 
     rows: of each layer in the first pass. layer: the selection layer, the last one for none.
     """
     _check_known(policy)
     piece = policy.propagation
-    if piece is None or (prompt <= budget and not isinstance(piece, PyramidInfer)):
+    if piece is None:
         return Flops()
-    if isinstance(piece, FastKV | GemFilter):
+    looked: Sequence[int] = range(layer + 1)
+    if isinstance(piece, PyramidInfer):
+        looked = [at for at in range(len(rows) - 1) if rows[at + 1] < rows[at]]
+    elif not piece.restarts and layer == model.n_layers - 1:
+        looked = range(layer)  # nothing is dropped behind the last layer
+    elif isinstance(piece, FastKV | GemFilter):
         looked = range(layer, layer + 1)
-    elif isinstance(piece, PyramidInfer):
-        looked = range(len(rows) - 1)
-    else:
-        looked = range(min(layer + 1, len(rows)))
     of = (Event(model, rows[at], prompt, prompt, budget, prompt=True) for at in looked)
     return sum((PROPAGATIONS[type(piece)](piece, event) for event in of), Flops())
