@@ -75,11 +75,11 @@ def test_the_error_figure_has_a_line_per_policy_and_its_fidelity(trace, records)
 
 def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
     """A block of cells shows the worst of them."""
-    monkeypatch.setattr(plots, "_PIXELS", 10)
+    monkeypatch.setattr(plots.records, "_PIXELS", 10)
     needed = np.zeros((40, 40), dtype=bool)
     needed[39, 0] = True
 
-    cells = plots._cells(np.full(40, 20), needed)
+    cells = plots.records._cells(np.full(40, 20), needed)
 
     assert cells.shape == (10, 10)
     assert cells[9, 0] == 3

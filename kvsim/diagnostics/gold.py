@@ -1,0 +1,98 @@
+"""Gold tokens: the positions of a prompt that its answer needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.errors import KvsimError, TraceError
+from kvsim.tiny.ledger import LedgerError, solve
+from kvsim.trace import Trace
+
+Ints = NDArray[np.int64]
+
+#: Words of one line of a ledger response: node, successor, digit, counter, sum, semicolon.
+_LINE = 6
+
+
+class GoldError(KvsimError, ValueError):
+    """Gold tokens that the prompt of a trace does not have."""
+
+
+def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:
+    """The positions, ascending and each once; GoldError for one that is not in the prompt."""
+    at = np.unique(np.fromiter(positions, np.int64))
+    if len(at) and not 0 <= at[0] <= at[-1] < trace.prompt_len:
+        wrong = at[0] if at[0] < 0 else at[-1]
+        raise GoldError(
+            f"{trace.name}: gold position {wrong} is not in the prompt; expected 0 to "
+            f"{trace.prompt_len - 1}"
+        )
+    return at
+
+
+def find_text(trace: Trace, text: str) -> Ints:
+    """Positions of all tokens of all occurrences of a text in the prompt.
+
+    An occurrence neither starts nor ends within a word. Tokens that carry no blanks are taken as
+    words: there it starts and ends with a token, and blanks do not matter.
+
+    Raises GoldError where the text does not occur, TraceError where the trace has no token texts.
+    """
+    if trace.token_text is None:
+        raise TraceError(
+            f"{trace.name}: the trace has no token texts to find {text!r} in; give positions"
+        )
+    pieces = trace.token_text[: trace.prompt_len]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    starts = ends - [len(piece) for piece in pieces]
+    if any(character.isspace() for piece in pieces for character in piece):
+        wanted = text.strip()
+        ahead = r"(?<![A-Za-z0-9])" if wanted[:1].isalnum() else ""
+        behind = r"(?![A-Za-z0-9])" if wanted[-1:].isalnum() else ""
+        found = re.finditer(f"(?={ahead}({re.escape(wanted)}){behind})", "".join(pieces))
+        spans = [match.span(1) for match in found]
+    else:
+        wanted = "".join(text.split())
+        found = re.finditer(f"(?=({re.escape(wanted)}))", "".join(pieces))
+        whole = set(starts.tolist()), set(ends.tolist())
+        spans = [m.span(1) for m in found if m.start(1) in whole[0] and m.end(1) in whole[1]]
+    if not wanted or not spans:
+        raise GoldError(
+            f"{trace.name}: {text!r} does not occur in the prompt; expected words of it, as "
+            "`kvsim info` shows them"
+        )
+    inside = np.zeros(len(pieces), dtype=bool)
+    for start, end in spans:
+        inside |= (starts < end) & (ends > start)
+    return np.flatnonzero(inside)
+
+
+def answer_facts(trace: Trace) -> Ints:
+    """Positions of what the answer to a prompt of the shipped model's task is made from.
+
+    For each node that the response visits its fact (node, successor, colour), and for each of these
+    colours its entry in the key (colour, digit); see `kvsim.tiny.ledger`. Raises GoldError for any
+    other prompt.
+    """
+    words = list(trace.token_text or ())[: trace.prompt_len]
+    first = words.index("facts") if "facts" in words else 0
+    try:
+        response = solve(" ".join(words[first:])).split()
+    except LedgerError as error:
+        raise GoldError(
+            f"{trace.name}: the prompt is no task of the shipped model ({error}); give gold "
+            "positions or a text"
+        ) from None
+    lines = response[: response.index("done")]
+    visited = set(zip(lines[::_LINE], lines[1::_LINE], strict=True))
+    key = words.index("key")
+    facts = [at for at in range(first, key) if tuple(words[at : at + 2]) in visited]
+    colours = {words[at + 2] for at in facts}
+    question = words.index("question")
+    entries = [at for at in range(key, question) if words[at] in colours]
+    parts = [[at, at + 1, at + 2] for at in facts] + [[at, at + 1] for at in entries]
+    return check_positions(trace, [at for part in parts for at in part])

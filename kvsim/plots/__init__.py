@@ -1,0 +1,35 @@
+"""Figures. The only place that knows matplotlib.
+
+    records   what was kept, what was lost, how far the output moved
+    layers    how the layers rank the tokens of a prompt, and where ASL selects
+
+Every function returns a matplotlib Figure and touches no global state; `save` writes it.
+"""
+
+from kvsim.plots.layers import (
+    gold_recall,
+    layer_attention,
+    layer_overlap,
+    rank_bumps,
+    rank_pattern,
+    selection_grid,
+    selection_histogram,
+    variance_curves,
+)
+from kvsim.plots.records import NEEDED, error_over_rows, retention_map
+from kvsim.plots.saving import save
+
+__all__ = [
+    "NEEDED",
+    "error_over_rows",
+    "gold_recall",
+    "layer_attention",
+    "layer_overlap",
+    "rank_bumps",
+    "rank_pattern",
+    "retention_map",
+    "save",
+    "selection_grid",
+    "selection_histogram",
+    "variance_curves",
+]
