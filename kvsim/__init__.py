@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvsim.policies import policy
     from kvsim.record import Record
     from kvsim.recorder import capture
+    from kvsim.runner import recompute
     from kvsim.samples import sample_trace
     from kvsim.trace import Trace, open_trace
 
@@ -40,6 +41,7 @@ __all__ = [
     "measure",
     "open_trace",
     "policy",
+    "recompute",
     "replay",
     "sample_trace",
 ]
@@ -54,6 +56,7 @@ _HOME = {
     "measure": "metrics",
     "open_trace": "trace",
     "policy": "policies",
+    "recompute": "runner",
     "replay": "engine",
     "sample_trace": "samples",
 }

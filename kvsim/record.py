@@ -67,6 +67,8 @@ class Record:
     remark: str = ""
     #: what was decided across layers, None where all rows go on to all of them
     selection: Selection | None = None
+    #: layers behind a selection were computed again and not read from the trace
+    recomputed: bool = False
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     @property
@@ -146,7 +148,8 @@ def read_records(path: str | Path) -> list[Record]:
     records = []
     for i in range(len(list(root.group_keys()))):
         group = root.require_group(str(i))
-        stored: dict[str, Any] = {name: group.attrs[name] for name in _STORED}
+        known = [name for name in _STORED if name in group.attrs]
+        stored: dict[str, Any] = {name: group.attrs[name] for name in known}
         stored["layers"] = tuple(stored["layers"])
         if "selection" in group.attrs:
             stored["selection"] = _selection(group.attrs["selection"])

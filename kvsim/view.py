@@ -26,8 +26,13 @@ LOGIT_BYTES = 16 << 20
 class Source(Protocol):
     """Where a View reads from: keys, values and queries of a block of layers at positions."""
 
-    rope: Rope
-    scale: float
+    @property
+    def rope(self) -> Rope:
+        """The model's rotary embedding."""
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
 
     @property
     def n_rows(self) -> int:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvsim.composition import Plan, Policy, Scores, protected_by
-from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, ScoreError
 from kvsim.record import Plans
 from kvsim.schema import NEVER
 from kvsim.select import select
-from kvsim.view import Entries, Setting, View
+from kvsim.view import Entries, Setting, Source, View
 
 
 class Block:
     """The cache of a block of layers while a policy is replayed over it.
 
     evicted_at: int32 [L, H, T], what the replay is for. since: int [L], the row of the last event
-    that acted on each layer, -1 for none.
+    that acted on each layer, -1 for none. poison: called with what has left, bool [L, H, T].
     """
 
     def __init__(
         self,
-        source: TraceSource,
+        source: Source,
         policy: Policy,
         setting: Setting,
         layers: Tensor,
         *,
-        poison: bool = False,
+        poison: Callable[[Tensor], None] | None = None,
         internals: list[Plans] | None = None,
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
@@ -97,8 +98,8 @@ class Block:
         layer, head, slot = gone.nonzero(as_tuple=True)
         pos = self.entries.pos[layer, head, slot]
         self.evicted_at[layer, head, pos] = row
-        if self.poison:
-            self.source.poison(self.evicted_at != NEVER)
+        if self.poison is not None:
+            self.poison(self.evicted_at != NEVER)
 
     def _plans(self, view: View, values: Tensor, plan: Plan) -> Plans:
         shown = values.double().masked_fill(~self.entries.live, torch.nan)

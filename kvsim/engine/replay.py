@@ -72,7 +72,7 @@ def replay(
         and isinstance(policy.layer_budgets, Even)
         and not internals
     )
-    setting = _setting(trace, policy, budget, schedule)
+    setting = setting_of(trace, policy, budget, schedule)
     done = 0
     together = policy.layer_budgets.across_layers
     if together and list(chosen) != list(range(chosen[0], chosen[0] + len(chosen))):
@@ -89,12 +89,13 @@ def replay(
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
         for run in _blocks(chosen, most, policy, descent):
             part = source if run.rows is None else source.only(run.rows)
+            read = TraceSource(part, slice(run.layers[0], run.layers[-1] + 1), on)
             block = Block(
-                TraceSource(part, slice(run.layers[0], run.layers[-1] + 1), on),
+                read,
                 policy,
                 replace(setting, prompt_len=part.prompt_len),
                 torch.tensor(run.layers, device=device),
-                poison=_poison,
+                poison=read.poison if _poison else None,
                 internals=plans,
             )
             noted = len(plans or ())
@@ -108,8 +109,9 @@ def replay(
                 at = part.positions.numpy()
                 plans[noted:] = [_at(one, at) for one in plans[noted:]]
             found = block.evicted_at.cpu().numpy()
-            placed = found if run.rows is None else _placed(found, part.positions.numpy(), trace)
-            evicted_at[done : done + len(run.layers)] = placed
+            if run.rows is not None:
+                found = placed(found, part.positions.numpy(), trace.n_pos)
+            evicted_at[done : done + len(run.layers)] = found
             done += len(run.layers)
             if progress is not None:
                 progress(done, len(chosen))
@@ -206,7 +208,8 @@ def _remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> st
     return "; ".join(filter(None, said))
 
 
-def _setting(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> Setting:
+def setting_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> Setting:
+    """What a View is told of the replay."""
     return Setting(
         budget=budget,
         prompt_len=trace.prompt_len,
@@ -281,10 +284,10 @@ def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tenso
     return descent.rows[layer], descent.whole(policy.propagation, layer)
 
 
-def _placed(found: NDArray[np.int32], at: NDArray[np.int64], trace: Trace) -> NDArray[np.int32]:
+def placed(found: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:
     """evicted_at [L, H, T] by position, of one that counts the rows at positions `at` alone."""
-    out = np.empty((*found.shape[:2], trace.n_pos), np.int32)
-    out[:] = np.arange(trace.n_pos) - 1  # visible to no row
+    out = np.empty((*found.shape[:2], n_pos), np.int32)
+    out[:] = np.arange(n_pos) - 1  # visible to no row
     left = found != NEVER
     out[..., at] = np.where(left, at[np.where(left, found, 0)], NEVER)
     return out

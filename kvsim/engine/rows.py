@@ -91,7 +91,9 @@ class RowView:
         """The entries at slot [L, H, 1] are gone."""
         self.live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
-        if self._block.poison and self._weights is not None:  # whoever still counts them will show
+        if (
+            self._block.poison is not None and self._weights is not None
+        ):  # whoever still counts them will show
             later = self._weights[:, :, self.row + 1 - self._start :]
             later.scatter_(-1, slot[:, :, None, None].expand(*later.shape[:-1], 1), 1e30)
 

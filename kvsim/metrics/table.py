@@ -153,7 +153,7 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
-    """Whether a live run that is fed the recorded tokens would show the value: "exact", or "open".
+    """Whether a live run that is fed the recorded tokens would show the value: "exact" if so.
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
@@ -162,14 +162,19 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
 
     Where some rows of the prompt go on alone, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
-    rows that it hands on are exact; deeper sets are so where nothing is chosen there.
+    rows that it hands on are exact; deeper sets are so where nothing is chosen there, and "semi"
+    where these layers were computed again (`kvsim.recompute`).
     """
     if kind == "trace" or len(record.layers) == 1 or trace.layer_ids[layer] == 0:
         return "exact"
     once = record.events == [record.prompt_len - 1]
     if not record.events:
         return "exact"
-    return "exact" if kind == "sets" and once and _settled(record, layer) else "open"
+    if kind != "sets" or not once:
+        return "open"
+    if _settled(record, layer):
+        return "exact"
+    return "semi" if record.recomputed else "open"
 
 
 def _settled(record: Record, layer: int) -> bool:

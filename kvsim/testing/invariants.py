@@ -110,8 +110,8 @@ class Trial:
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Which rows the layers have: those of the prompt that went on, and all behind it."""
-        first_head = self.record.evicted_at[:, 0]
-        return np.asarray(first_head >= np.arange(self.case.n))
+        absent = self.record.evicted_at[:, 0] < np.arange(self.case.n)
+        return ~np.asarray(absent, dtype=np.bool_)
 
     @cached_property
     def settled(self) -> bool:

@@ -1,0 +1,129 @@
+"""A model's decoder layers, one at a time, on rows of a text at any positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvsim.attention import Rope, causal_attention
+from kvsim.errors import CaptureError
+from kvsim.recorder.hooks import KernelCall, kernel_name, listening
+from kvsim.recorder.residual import decoder_layers
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One layer on k rows, as a source of a View; [L=1, ...] in its methods.
+
+    rows: the place of each row in the prompt, int64 [k]; positions: where RoPE turned it to.
+    q [qhead, k, d], k, v [head, k, d] as the kernel got them; attn_out [qhead, k, d]; out [k, D].
+    """
+
+    rows: Tensor
+    positions: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_out: Tensor
+    out: Tensor
+    rope: Rope
+    scale: float
+    projection: Callable[[], Tensor]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the layer."""
+        return len(self.rows)
+
+    @property
+    def keys(self) -> Tensor:
+        """[1, H, k, d]."""
+        return self.k.unsqueeze(0)
+
+    @property
+    def values(self) -> Tensor:
+        """[1, H, k, d]."""
+        return self.v.unsqueeze(0)
+
+    @property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head, [1, H, G, d, D]."""
+        out: Tensor = self.projection().unflatten(1, (len(self.k), -1))
+        return out
+
+    def queries(self, start: int, stop: int) -> Tensor:
+        """[1, H, G, stop - start, d]."""
+        rows: Tensor = self.q[:, start:stop].unflatten(0, (len(self.k), -1))
+        return rows.unsqueeze(0)
+
+    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Output [1, H, G, w, d] and log-sum-exp [1, H, G, w] of rows that see all before them."""
+        out, lse = causal_attention(self.q, self.k, self.v, self.scale)
+        heads = (len(self.k), -1)
+        return (
+            out[:, start:stop].unflatten(0, heads).unsqueeze(0),
+            lse[:, start:stop].unflatten(0, heads).unsqueeze(0),
+        )
+
+
+class Decoder:
+    """The decoder layers of a model of transformers (llama, qwen2, qwen3 and their like).
+
+    Raises CaptureError where the model has no rotary module, final norm or output embedding under
+    the names that these families share.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.layers = decoder_layers(model)
+        base = model.base_model
+        rotary, norm = getattr(base, "rotary_emb", None), getattr(base, "norm", None)
+        head = model.get_output_embeddings()
+        if not all(isinstance(part, nn.Module) for part in (rotary, norm, head)):
+            raise CaptureError(
+                f"{type(model).__name__} has no rotary_emb, norm and output embedding where llama, "
+                "qwen2 and qwen3 have them, expected one of these families; its layers cannot be "
+                "run one by one"
+            )
+        self._rotary, self._norm, self._head = (
+            cast("nn.Module", part) for part in (rotary, norm, head)
+        )
+
+    def run(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[KernelCall, Tensor]:
+        """A layer on rows hidden [k, D] at ascending positions [k].
+
+        Each row sees those before it. Gives what the attention kernel got and returned, and the
+        layer's output [k, D].
+        """
+        calls: list[KernelCall] = []
+        x = hidden.to(self.model.device, self.model.dtype).unsqueeze(0)
+        at = positions.to(x.device).unsqueeze(0)
+        with torch.no_grad(), listening(self.model, calls.append, limit=x.shape[1]):
+            out: Any = self.layers[layer](
+                x,
+                attention_mask=self._mask(x),
+                position_ids=at,
+                past_key_values=None,
+                use_cache=False,
+                position_embeddings=self._rotary(x, at),
+            )
+        return calls[0], (out[0] if isinstance(out, tuple) else out)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the next token, [V], from the last layer's output for one row [D]."""
+        with torch.no_grad():
+            out: Tensor = self._head(self._norm(hidden.unsqueeze(0)))[0]
+        return out.float()
+
+    def _mask(self, x: Tensor) -> Tensor | None:
+        """What the eager kernel adds to logits; the others are causal by themselves."""
+        if kernel_name(self.model) != "eager":
+            return None
+        n = x.shape[1]
+        least = torch.finfo(x.dtype).min
+        return torch.full((1, 1, n, n), least, dtype=x.dtype, device=x.device).triu(1)
