@@ -41,7 +41,12 @@ def policy_names() -> str:
     from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
 
     lines = ["| | |", "| --- | --- |"]
-    kinds = {"scorer": "scorers", "wrapper": "wrappers", "allocator": "allocators"}
+    kinds = {
+        "scorer": "scorers",
+        "wrapper": "wrappers",
+        "allocator": "allocators",
+        "propagation": "across layers",
+    }
     for kind, plural in kinds.items():
         names = [
             f"`{name}`" + (f" (`@{'`, `@'.join(entry.presets)}`)" if entry.presets else "")

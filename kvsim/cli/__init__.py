@@ -4,7 +4,9 @@
     show        tables, JSON and progress
     recording   capture, info, verify
     replaying   replay
+    recomputing recompute
     costing     cost
+    layers      layers
     listing     policies, metrics
     demo        demo
 
@@ -25,7 +27,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import kvsim
-from kvsim.cli import costing, demo, listing, recording, replaying
+from kvsim.cli import costing, demo, layers, listing, recomputing, recording, replaying
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
@@ -42,7 +44,9 @@ app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)
 app.command()(replaying.replay)
+app.command()(recomputing.recompute)
 app.command()(costing.cost)
+app.command()(layers.layers)
 app.command()(listing.policies)
 app.command()(listing.metrics)
 app.command(name="demo")(demo.run)

@@ -38,7 +38,7 @@ def policies(as_json: Json = False) -> None:
 
 def shown(one: Description) -> str:
     """The name, with a place for the scorer that it needs inside."""
-    return one.name if one.kind == "scorer" else f"{one.name}+SCORER"
+    return one.name if one.innermost else f"{one.name}+SCORER"
 
 
 def fires(one: Description) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from kvsim.composition import Policy, Protection
+    from kvsim.record import Record
     from kvsim.sweeps import Run
     from kvsim.trace import Trace
 
@@ -201,6 +203,11 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
         "cells": cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": fidelity_shares(run.table, shown),
+        "selections": [
+            {"trace": r.trace, "policy": r.policy, "budget": r.budget, **asdict(r.selection)}
+            for r in run.records
+            if r.selection is not None
+        ],
         "remarks": list(dict.fromkeys(r.remark for r in run.records if r.remark)),
         "out": None if where is None else str(where),
     }
@@ -252,6 +259,10 @@ def _print(
         typer.echo()
     typer.echo(means(shown, len(traces)))
     typer.echo(fidelity_line(run.table, shown))
+    free, many = unbounded(policies), len(traces) > 1
+    lines = (selection_line(record, free, many=many) for record in run.records)
+    for line in filter(None, dict.fromkeys(lines)):
+        typer.echo(line)
     for remark in dict.fromkeys(record.remark for record in run.records if record.remark):
         typer.echo(f"Note: {remark}.")
     if where is not None:
@@ -269,8 +280,32 @@ def _kept(protect: Protection) -> str:
 
 
 def unbounded(policies: Sequence[Policy]) -> list[str]:
-    """Names of the policies that no budget binds."""
-    return [one.name for one in policies if not one.bounded]
+    """Names of the policies for which the budget means nothing."""
+    free = (one for one in policies if not one.bounded)
+    return [one.name for one in free if one.propagation is None or one.propagation.alone]
+
+
+def selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
+    """After which layer a record's policy dropped rows of the prompt, in words.
+
+    free: policies for which the budget means nothing; many: there are other traces.
+    """
+    selection = record.selection
+    if selection is None:
+        return ""
+    budget = "" if record.policy in free else f", budget {record.budget}"
+    said = f"{record.trace}: " * many + f"{record.policy}{budget}: "
+    if selection.layer is None:
+        return f"{said}no rows are dropped, every layer works on the whole prompt."
+    rows = f"{selection.counts[-1]} of {record.prompt_len} tokens"
+    if selection.restarted:
+        return (
+            f"{said}{rows}, selected after layer {selection.layer}, are read from the start again."
+        )
+    if len(selection.dropped) > 1:
+        first, *_, last = selection.dropped
+        return f"{said}layers {first} to {last} drop rows, the last layer works on {rows}."
+    return f"{said}from layer {selection.layer + 1} on layers work on {rows}."
 
 
 def means(shown: Sequence[str], n_traces: int) -> str:

@@ -1,0 +1,129 @@
+"""`kvsim recompute`: the prefill of policies that drop rows, with a model's weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli.show import bar, echo_json, echo_table
+from kvsim.cli.values import Json, build_policies, locate, parse_memory, quiet_transformers, split
+
+if TYPE_CHECKING:
+    from kvsim.runner import Recomputed
+
+_WHAT = (
+    "Fidelity semi: layers behind the selection are computed from the recorded residual stream "
+    "with the model's weights, which is what a live prefill computes; decoding is not part of it."
+)
+
+
+def recompute(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
+    ],
+    policy: Annotated[
+        list[str],
+        typer.Option(metavar="NAME[,NAME...]", help="Policies that drop rows, such as asl."),
+    ],
+    budget: Annotated[
+        list[str],
+        typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the trace."),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(help="The model that was recorded: 'tiny', a local folder, or a hub id."),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Precision of the model; default: the one it was recorded in."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where the model runs: cpu or cuda.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute the layers behind a selection again, as a prefill that drops rows would.
+
+    Prints how far the residual stream and the first token move from those of the full prefill.
+    """
+    names, budgets = split(policy, "--policy"), split(budget, "--budget")
+    limit = None if memory is None else parse_memory(memory)
+
+    from kvsim.recorder import load_model
+    from kvsim.runner import recompute as prefill
+    from kvsim.sweeps import resolve_budget
+    from kvsim.trace import open_trace
+
+    opened = open_trace(locate(trace))
+    policies = build_policies(names, settings or [])
+    sizes = [resolve_budget(one, opened.n_pos) for one in budgets]
+    opened.read("residual", slice(0, 0))  # before a model is loaded
+    quiet_transformers()
+    recorded_in = opened.meta.get("model", {}).get("dtype")
+    decoder, _ = load_model(
+        model, dtype=dtype or recorded_in, device=device, trust_remote_code=trust_remote_code
+    )
+    found: list[Recomputed] = []
+    with bar("prefills") as report:
+        for one in policies:
+            for size in sizes:
+                report(len(found), len(policies) * len(sizes), f"{one.name}, budget {size}")
+                found.append(prefill(opened, one, size, decoder, memory=limit))
+    if as_json:
+        echo_json({"trace": opened.name, "prefills": [_document(one) for one in found]})
+        return
+    typer.echo(f"{opened.name}: prompt of {opened.prompt_len} tokens, {opened.n_layers} layers\n")
+    echo_table(
+        ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)", "token"],
+        [_row(one) for one in found],
+        right=3,
+    )
+    typer.echo(
+        "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, "
+        "mean over\nits rows. KL, token: the first token beside that of the full prefill."
+    )
+    typer.echo(_WHAT)
+    for remark in dict.fromkeys(one.record.remark for one in found if one.record.remark):
+        typer.echo(f"Note: {remark}.")
+
+
+def _row(one: Recomputed) -> list[str]:
+    selection = one.record.selection
+    last = max(one.residual_error, default=None)
+    nowhere = selection is None or selection.layer is None
+    return [
+        one.record.policy,
+        str(one.record.budget),
+        "nowhere" if selection is None or nowhere else f"layer {selection.layer}",
+        "" if selection is None else str(selection.counts[-1]),
+        "-" if last is None else f"{float(one.residual_error[last].mean()):.3f}",
+        f"{one.kl:.4f}",
+        "same" if one.same_token else "other",
+    ]
+
+
+def _document(one: Recomputed) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    record = one.record
+    table = one.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
+    return {
+        "policy": record.policy,
+        "params": dict(record.params),
+        "budget": record.budget,
+        "selection": None if record.selection is None else asdict(record.selection),
+        "check": one.check,
+        "remark": record.remark,
+        "results": table.to_dicts(),
+    }
