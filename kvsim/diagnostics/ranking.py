@@ -89,12 +89,14 @@ class Curve:
         if at is None:
             return (
                 f"never selects: the relative variance of layers {first} to {tested[-1]} is "
-                f"{least:.2f} or more, and tau is {tau:g}"
+                f"{least:.3g} at the least, and tau is {tau:g}"
             )
         if not self.relative[at] < tau:
             return f"no layer is below tau = {tau:g}; the last layer selects, {at}"
         why = f"relative variance {self.relative[at]:.2f} < {tau:g}"
-        if self.variance[first] == 0:
+        if self.k == 0:
+            why = "the window alone goes on, so no ranks are compared"
+        elif self.variance[first] == 0:
             of_one = self.look_back == 1
             why = "ranks of one layer do not vary" if of_one else f"no rank moved up to layer {at}"
         return f"selects after layer {at} of {self.n_layers}: {why}"

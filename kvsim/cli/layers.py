@@ -1,0 +1,399 @@
+"""`kvsim layers`: how the layers rank the tokens of a prompt, and where ASL selects."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli.show import bar, echo_json, echo_table
+from kvsim.cli.values import Json, OptionError, locate, parse_device, split
+from kvsim.errors import OutputError, TraceError
+
+if TYPE_CHECKING:
+    import polars as pl
+    from matplotlib.figure import Figure
+
+    from kvsim.diagnostics import Diagnosis, Ranking
+    from kvsim.diagnostics.gold import Ints
+    from kvsim.policies.asl import ASL
+    from kvsim.trace import Trace
+
+#: `--gold` for what the answer to a prompt of the shipped model's task is made from.
+_ANSWER = "answer"
+
+
+def layers(
+    traces: Annotated[
+        list[str],
+        typer.Argument(metavar="TRACE", help="Recorded traces, or 'sample' for the one shipped."),
+    ],
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            metavar="N|P%[,...]",
+            help="Tokens that go on behind the selection layer, window included, or a share of "
+            "the trace's length.",
+        ),
+    ],
+    tau: Annotated[
+        float, typer.Option(help="Relative rank variance below which a layer selects.")
+    ] = 0.3,
+    window: Annotated[
+        int, typer.Option(help="Last rows of the prompt, whose attention ranks the tokens.")
+    ] = 32,
+    pool: Annotated[
+        str, typer.Option(metavar="avg|max|none", help="Pooling of scores over neighbours.")
+    ] = "avg",
+    pool_kernel: Annotated[int, typer.Option(help="Tokens that are pooled.")] = 7,
+    first_layer: Annotated[
+        int | None,
+        typer.Option(help="The first layer that is tested; default: a third of the layers."),
+    ] = None,
+    look_back: Annotated[int, typer.Option(help="Layers whose ranks are compared.")] = 8,
+    gold: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A-B,C|answer",
+            help="Positions that the answer needs, such as 12-18,40; or 'answer' for the facts of "
+            "a prompt of the shipped model's tasks.",
+        ),
+    ] = None,
+    gold_text: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="A text of the prompt that the answer needs."),
+    ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write figures to a new folder: details of one trace, a comparison of several.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Show where ASL would select, and how the layers rank the tokens of a prompt.
+
+    One trace: a table of its layers for each budget. Several: a line per trace and budget, and how
+    often each layer is selected.
+    """
+    if gold is not None and gold_text is not None:
+        raise OptionError("--gold and --gold-text were both given; expected one of them")
+    if figures is not None and figures.exists():
+        raise OutputError(f"{figures} exists; give another --figures, nothing was changed")
+    if not math.isfinite(tau):
+        raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
+    positions = None if gold in (None, _ANSWER) else _positions(str(gold))
+    budgets = split(budget, "--budget")
+
+    from kvsim.diagnostics import (
+        answer_facts,
+        check_positions,
+        diagnose,
+        find_text,
+        ranking,
+    )
+    from kvsim.policies.asl import ASL
+    from kvsim.sweeps import resolve_budget
+    from kvsim.trace import open_trace
+
+    parse_device(device)
+    rule = ASL(
+        tau=tau,
+        window=window,
+        pool=None if pool == "none" else pool,  # type: ignore[arg-type]  # checked by ASL itself
+        pool_kernel=pool_kernel,
+        first_layer=first_layer,
+        look_back=look_back,
+    )
+    opened = [open_trace(locate(trace)) for trace in traces]
+    _distinct(opened)
+
+    def needed(trace: Trace) -> Ints | None:
+        if gold_text is not None:
+            return find_text(trace, gold_text)
+        if gold == _ANSWER:
+            return answer_facts(trace)
+        return None if positions is None else check_positions(trace, positions)
+
+    known = [needed(trace) for trace in opened]
+    rankings: list[Ranking] = []
+    found: list[Diagnosis] = []
+    with bar("layers") as report:
+        for trace, at in zip(opened, known, strict=True):
+            sizes = [resolve_budget(size, trace.n_pos) for size in budgets]
+
+            def step(done: int, total: int, name: str = trace.name) -> None:
+                report(done, total, name)
+
+            rankings.append(ranking(trace, rule, device=device, progress=step))
+            for asked, size in zip(budgets, sizes, strict=True):
+                share = asked if asked.endswith("%") else None
+                found.append(diagnose(trace, rankings[-1], size, gold=at, share=share))
+    written: list[Path] = []
+    if figures is not None:
+        drawn = _figures(opened, rankings, found, device)
+        written = _write(figures, drawn)
+    if as_json:
+        echo_json(_document(opened, rankings, found, rule, written))
+    else:
+        _print(opened, found, rule, written)
+
+
+def _positions(text: str) -> list[int]:
+    """`12-18,40` as positions, both ends included."""
+    out: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if last < first:
+            raise OptionError(
+                f"--gold is {text!r}; expected positions such as 12-18,40, or {_ANSWER!r}"
+            )
+        out += range(first, last + 1)
+    return out
+
+
+def _distinct(traces: Sequence[Trace]) -> None:
+    """Raise TraceError where two traces have one name: a table could not tell them apart."""
+    names = [trace.name for trace in traces]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TraceError(
+            f"two traces are called {twice!r}; expected traces of different names, look at them "
+            "one by one"
+        )
+
+
+# ------------------------------------------------------------------------------------------ text
+
+
+def _print(
+    traces: Sequence[Trace], found: Sequence[Diagnosis], rule: ASL, written: Sequence[Path]
+) -> None:
+    from kvsim.diagnostics import distribution, selection_table
+
+    pooled = {"avg": "averaged", "max": "their maximum taken"}
+    smooth = "not pooled" if rule.pool is None else f"{pooled[rule.pool]} over {rule.pool_kernel}"
+    typer.echo(
+        f"Tokens are ranked by the attention of the prompt's last {rule.window} rows, {smooth}, "
+        "summed over query heads."
+    )
+    if len(traces) == 1:
+        _print_layers(traces[0], found)
+    else:
+        selections = selection_table(found)
+        typer.echo()
+        _print_selections(selections)
+        typer.echo()
+        _print_distribution(distribution(selections))
+    for remark in dict.fromkeys(one.remark for one in found if one.remark):
+        typer.echo(f"Note: {remark}.")
+    typer.echo(
+        "Fidelity of the values: all exact, from full attention over recorded queries and keys; "
+        "layers behind a selection are shown as if none had selected."
+    )
+    if written:
+        typer.echo(f"Written to {written[0].parent}: {', '.join(path.name for path in written)}.")
+
+
+def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
+    from kvsim.diagnostics import layer_table
+
+    first = found[0]
+    gold = "" if first.gold is None else f", {len(first.gold)} gold tokens"
+    typer.echo(
+        f"{trace.name}: prompt {trace.prompt_len} tokens, of which {first.ranking.ranked} are "
+        f"ranked, {trace.n_layers} layers{gold}"
+    )
+    for one in found:
+        typer.echo(f"\nBudget {_budget(one)}, k = {one.curve.k}: {one.curve.verdict()}.")
+        if one.recall is not None:
+            typer.echo(f"Gold: {_gold(one)}.")
+        typer.echo()
+        columns = ["layer", "rank\nvariance", "relative", "tokens\ncompared", "entropy"]
+        columns += ["Jaccard with\nlayer before", *(["gold\nrecall"] if gold else []), ""]
+        table = layer_table([one])
+        echo_table(columns, [_layer_row(row, gold=bool(gold)) for row in table.to_dicts()], right=1)
+        uniform, chance = table["entropy_uniform"][0], one.jaccard_chance
+        typer.echo(
+            f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal; Jaccard index of "
+            f"the first {one.curve.k} tokens, {chance:.2f} by chance."
+        )
+
+
+def _layer_row(row: dict[str, Any], *, gold: bool) -> list[str]:
+    return [
+        str(row["layer"]),
+        _number(row["variance"], ".1f"),
+        _number(row["relative_variance"], ".3f"),
+        _number(row["union"], "d"),
+        _number(row["entropy"], ".2f"),
+        _number(row["jaccard"], ".2f"),
+        *([_number(row["gold_recall"], ".0%")] if gold else []),
+        "selects" if row["selected"] else "",
+    ]
+
+
+def _gold(one: Diagnosis) -> str:
+    """What the layers have of the gold tokens, in words."""
+    full, late = one.first_full_recall, one.layer_regret
+    if full is None:
+        best = 0.0 if one.recall is None else one.recall.max()
+        return f"no layer's first k tokens and window hold all of them, the best {best:.0%}"
+    first = f"layer {full} is the first whose first k tokens and window hold all of them"
+    if late is None:
+        return first
+    if late == 0:
+        return f"{first}, the selection layer"
+    where = "behind" if late > 0 else "before"
+    return f"{first}; the selection layer is {abs(late)} {where} it"
+
+
+def _print_selections(selections: pl.DataFrame) -> None:
+    gold = selections["gold_tokens"].is_not_null().any()
+    headers = ["trace", "budget", "k", "selects\nafter", "of", "relative\nvariance"]
+    headers += ["gold\nrecall", "first\ncomplete", "regret,\nlayers"] if gold else []
+    rows = []
+    for row in selections.to_dicts():
+        share = "" if row["share"] is None else f" ({row['share']})"
+        of_gold = [
+            _number(row["gold_recall"], ".0%"),
+            _number(row["first_full_recall"], "d"),
+            _number(row["layer_regret"], "+d"),
+        ]
+        rows.append(
+            [
+                row["trace"],
+                f"{row['budget']}{share}",
+                str(row["k"]),
+                _number(row["layer"], "d") if row["layer"] is not None else _never(row),
+                str(row["n_layers"]),
+                _number(row["relative_variance"], ".3f"),
+                *(of_gold if gold else []),
+            ]
+        )
+    echo_table(headers, rows, right=1)
+
+
+def _print_distribution(found: pl.DataFrame) -> None:
+    typer.echo("Selection layers by task (the trace's meta, else the first part of its name):\n")
+    rows = []
+    for (task, budget), part in found.group_by("task", "budget", maintain_order=True):
+        counts = [
+            f"{'never' if row['layer'] is None else row['layer']}: {row['traces']}"
+            for row in part.to_dicts()
+        ]
+        mean = _number(part["mean_layer"][0], ".1f")
+        rows.append([str(task), str(budget), str(part["of"][0]), mean, ", ".join(counts)])
+    echo_table(["task", "budget", "traces", "mean layer", "layer: traces"], rows)
+
+
+def _never(row: dict[str, Any]) -> str:
+    return "fits" if row["prompt_len"] <= row["budget"] else "never"
+
+
+def _budget(one: Diagnosis) -> str:
+    size = str(one.curve.budget)
+    return size if one.share is None else f"{size} ({one.share})"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# ------------------------------------------------------------------------------------------ JSON
+
+
+def _document(
+    traces: Sequence[Trace],
+    rankings: Sequence[Ranking],
+    found: Sequence[Diagnosis],
+    rule: ASL,
+    written: Sequence[Path],
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from kvsim.diagnostics import distribution, layer_table, selection_table
+
+    selections = selection_table(found)
+    per_trace = len(found) // len(traces)
+    given = asdict(rule)
+    del given["kv_before"]  # about caches, of which nothing is said here
+    return {
+        "traces": [
+            {
+                "name": trace.name,
+                "digest": trace.digest,
+                "layers": trace.n_layers,
+                "prompt_len": trace.prompt_len,
+                "ranked": one.ranked,
+                "gold": None if own.gold is None else own.gold.tolist(),
+            }
+            for trace, one, own in zip(traces, rankings, found[::per_trace], strict=True)
+        ],
+        "parameters": given,
+        "selections": selections.to_dicts(),
+        "layers": layer_table(found).to_dicts(),
+        "grids": [_grid(one) for one in found],
+        "distribution": distribution(selections).to_dicts(),
+        "figures": [str(path) for path in written],
+    }
+
+
+def _grid(one: Diagnosis) -> dict[str, Any]:
+    """Selection layers over first layer and look-back; null for never."""
+    grid = one.ranking.grid(one.curve.budget)
+    rows = [[None if at < 0 else at for at in row] for row in grid.layers.tolist()]
+    return {
+        "trace": one.trace,
+        "budget": grid.budget,
+        "share": one.share,
+        "tau": grid.tau,
+        "first_layers": list(grid.first_layers),
+        "look_backs": list(grid.look_backs),
+        "selection_layers": rows,
+        "fidelity": "exact",
+    }
+
+
+# --------------------------------------------------------------------------------------- figures
+
+
+def _figures(
+    traces: Sequence[Trace], rankings: Sequence[Ranking], found: Sequence[Diagnosis], device: str
+) -> Iterator[tuple[str, Figure]]:
+    """Names and figures; of several traces those that compare them."""
+    from kvsim import plots
+    from kvsim.diagnostics import distribution, selection_table
+
+    yield "variance", plots.variance_curves(found)
+    if any(one.recall is not None for one in found):
+        yield "gold", plots.gold_recall(found)
+    if len(traces) > 1:
+        deepest = max(trace.n_layers for trace in traces)
+        yield "selection", plots.selection_histogram(distribution(selection_table(found)), deepest)
+        return
+    (trace,), (of_trace,) = traces, rankings
+    yield "overlap", plots.layer_overlap(found)
+    yield (
+        "attention",
+        plots.layer_attention(trace, of_trace.rule.window, selected=found[0].layer, device=device),
+    )
+    for one in found:
+        size = one.asked.replace("%", "pct")
+        yield f"grid-{size}", plots.selection_grid(trace.name, of_trace.grid(one.curve.budget))
+        yield f"ranks-{size}", plots.rank_pattern(one)
+        yield f"bumps-{size}", plots.rank_bumps(one, trace)
+
+
+def _write(folder: Path, drawn: Iterator[tuple[str, Figure]]) -> list[Path]:
+    from kvsim.plots import save
+
+    folder.mkdir(parents=True)
+    return [save(figure, folder / f"{name}.png") for name, figure in drawn]
