@@ -1,8 +1,8 @@
 """The replay and its metrics once more, as naively as the definitions read.
 
 Nothing here is shared with the engine or the policies, so that agreement means something. `replay`
-takes any policy by name: `NAMES` lists what stands alone, `OUTER` what is put around it, and
-`defaults` gives the parameters of either.
+takes any policy by name: `NAMES` lists what stands alone, `OUTER` what is put around it,
+`PROPAGATIONS` what stands before all of that, and `defaults` gives the parameters of each.
 """
 
 from kvsim.testing.reference.basics import NEVER
@@ -21,6 +21,7 @@ from kvsim.testing.reference.metrics import (
     window_overlap,
     wipeout,
 )
+from kvsim.testing.reference.propagation import PROPAGATIONS, Propagated, propagate
 from kvsim.testing.reference.rules import (
     NAMES,
     OUTER,
@@ -37,6 +38,7 @@ __all__ = [
     "NAMES",
     "NEVER",
     "OUTER",
+    "PROPAGATIONS",
     "RULES",
     "Chain",
     "Cut",
@@ -45,6 +47,7 @@ __all__ = [
     "Outer",
     "Outputs",
     "Overlap",
+    "Propagated",
     "Rule",
     "Scored",
     "WindowOverlap",
@@ -55,6 +58,7 @@ __all__ = [
     "hash_score",
     "outputs",
     "parse",
+    "propagate",
     "replay",
     "retained_iou",
     "seen_by",

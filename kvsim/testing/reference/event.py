@@ -41,6 +41,7 @@ class Event:
     average: str = "all"  # what TOVA averages over: "all" heads, its "group", all heads by "slot"
     memory: list[dict[int, float]] = field(default_factory=list)  # per KV head, by position
     doubt: list[dict[int, float]] = field(default_factory=list)  # noise of what is remembered
+    places: list[int] | None = None  # where RoPE has turned the rows to, if not to 0, 1, 2 ...
 
     def at(self, **changes: Any) -> Event:
         """The same event for another piece of the policy."""
@@ -54,6 +55,10 @@ class Event:
     def qheads(self, head: int) -> range:
         """The query heads of a KV head."""
         return range(head * self.group, (head + 1) * self.group)
+
+    def place(self, rows: Iterable[int]) -> list[int]:
+        """The positions that RoPE has turned these rows to."""
+        return list(rows) if self.places is None else [self.places[row] for row in rows]
 
     def window(self, rows: int) -> range:
         """The last `rows` rows up to the event, or as many as there are."""
@@ -78,23 +83,23 @@ class Event:
     def unrotated(self, rows: Iterable[int]) -> Floats:
         """[qhead, row, dim]: queries of these rows before RoPE."""
         chosen = list(rows)
-        return unrotate(self.queries[:, chosen], chosen, self.rotary())
+        return unrotate(self.queries[:, chosen], self.place(chosen), self.rotary())
 
-    def calibrated(self) -> tuple[Floats, range]:
+    def calibrated(self) -> tuple[Floats, list[int]]:
         """The calibration queries after RoPE [qhead, row, dim], and the positions of their rows."""
         source = self.params["calibration"]
         if not isinstance(source, str):
             if self.calibration is None:
                 raise PolicyError("calibration is missing; give queries, 'prefix:N' or 'oracle'")
-            queries = self.calibration
-        elif source == "oracle":
+            return self.calibration, list(range(self.calibration.shape[1]))
+        if source == "oracle":
             queries = self.queries
         else:
             rows = int(source.removeprefix("prefix:"))
             if not 1 <= rows <= self.row + 1:
                 raise PolicyError(f"calibration is {source!r}, {self.row + 1} rows are seen so far")
             queries = self.queries[:, :rows]
-        return queries, range(queries.shape[1])
+        return queries, self.place(range(queries.shape[1]))
 
     def projected(self, qhead: int, pos: int) -> Floats:
         """[hidden]: the value at `pos` through the output projection of one query head."""

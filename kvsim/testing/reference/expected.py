@@ -42,7 +42,7 @@ def mean_rotation(rope: Rotary, dim: int, start: int, count: int) -> Floats:
 def samples(event: Event) -> tuple[list[int], int]:
     """The rows whose queries are sampled, and the position of the first future query."""
     sink = int(event.params["sink"])
-    start = event.row + 1
+    start = event.place([event.row])[0] + 1
     if event.prefill:
         rows = range(event.prompt_len)
     elif event.params["origin"] == "buffer":
@@ -184,6 +184,7 @@ def triattention(event: Event) -> Scored:
     drawn, positions = event.calibrated()
     query = _pairs(unrotate(drawn, positions, rope), len(frequency))  # [qhead, row, pair]
     peak = event.params["offsets"] == "max"
+    now = event.place([event.row])[0]
     held = unprotected(event)
     if event.params["protect_prompt"]:
         held = first(event, event.prompt_len)
@@ -199,7 +200,7 @@ def triattention(event: Event) -> Scored:
                 key = _pairs(event.keys[h, p], len(frequency))
                 series = []
                 for power in range(17):
-                    ahead = np.exp(1j * frequency * (event.row + 1 + 2**power))
+                    ahead = np.exp(1j * frequency * (now + 1 + 2**power))
                     series.append(float((mean * ahead * key.conj()).real.sum()))
                 rest = float(((length - np.abs(mean)) * np.abs(key)).sum())
                 raw.append(scaling * ((max(series) if peak else sum(series) / 17) + rest))

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.errors import BudgetError
+from kvsim.errors import BudgetError, PolicyError
 from kvsim.testing.reference import allocation
-from kvsim.testing.reference.basics import NEVER, Ints, logits_of
-from kvsim.testing.reference.event import Event, Scored, first, last, union
+from kvsim.testing.reference.basics import NEVER, Floats, Ints, logits_of
+from kvsim.testing.reference.event import Event, Rotary, Scored, first, last, union
+from kvsim.testing.reference.propagation import Propagated, propagate
 from kvsim.testing.reference.rules import Chain, own_protection, parse
 from kvsim.testing.reference.windows import cake, cake_preference
 
@@ -55,10 +56,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the naive replay found: `evicted_at` int32 [layer, head, pos], and each cut."""
+    """What the naive replay found: `evicted_at` int32 [layer, head, pos], and each cut.
+
+    selection: which rows each layer worked on, where the policy has a propagation. What it chose is
+    a cut after row -1 in every layer that depends on it.
+    """
 
     evicted_at: Ints
     cuts: tuple[Cut, ...]
+    selection: Propagated | None = None
 
     @property
     def margin(self) -> float:
@@ -103,6 +109,7 @@ class _Run:
     n_layers: int
     prefill: bool
     protect: tuple[int, int, bool]
+    prompt: int  # rows of the prompt, those that do not reach all layers included
     cuts: list[Cut] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -223,7 +230,7 @@ class _Run:
         window, beta = int(params["window"]), float(params["beta"])
         if kind == "pyramid":
             longest = max(
-                event.prompt_len if self.prefill and event.prompt_len > given else 0,
+                self.prompt if self.prefill and self.prompt > given else 0,
                 given + event.interval if event.interval is not None else 0,
             )
             if longest == 0:  # no event can find more than fits
@@ -382,47 +389,147 @@ def replay(
     beside what the policy itself protects.
     """
     chain = _calibrate(parse(policy, params), calibration)
-    rule = chain.rule
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     if values.shape != keys.shape:
         raise ValueError(f"v has shape {values.shape}, k has {keys.shape}; expected the same")
+    given = _Given(
+        queries,
+        keys,
+        values,
+        prompt_len=prompt_len,
+        policy=policy,
+        chain=chain,
+        budget=budget,
+        interval=interval,
+        prefill=prefill,
+        factor=keys.shape[-1] ** -0.5 if scale is None else scale,
+        layers=range(len(keys)) if layers is None else layers,
+        rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
+        o_proj=None if o_proj is None else np.asarray(o_proj, dtype=np.float64),
+        protect=protect,
+        prompt=prompt_len,
+    )
+    return _in_parallel(given) if chain.propagation is None else _across(given)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What `replay` was given.
+
+    places: positions of the rows, 0, 1, 2 ... by default; prompt: rows of the prompt, those that
+    do not reach all layers included.
+    """
+
+    queries: Floats
+    keys: Floats
+    values: Floats
+    prompt_len: int
+    policy: str
+    chain: Chain
+    budget: int | Sequence[int]
+    interval: int | None
+    prefill: bool | None
+    factor: float
+    layers: Sequence[int]
+    rope: Rotary | None
+    o_proj: Floats | None
+    protect: tuple[int, int, bool]
+    prompt: int
+    places: list[int] | None = None
+
+
+def _across(given: _Given) -> Outcome:
+    """Each layer by itself, as if the prompt had been the rows that reach it, and nothing else."""
+    chain, n, budget = given.chain, given.prompt_len, given.budget
+    if not isinstance(budget, int) or chain.rule.layers == "cake":
+        raise PolicyError(f"{given.policy}: each layer has a budget, the same for each head")
+    found = propagate(
+        chain.propagation or "",
+        chain.across,
+        given.queries,
+        given.keys,
+        prompt_len=n,
+        budget=budget,
+        scale=given.factor,
+    )
+    n_layers, heads, length, _ = given.keys.shape
+    if chain.rule.per_query_head:
+        heads = given.queries.shape[1]
+    evicted_at = np.full((n_layers, heads, length), NEVER, dtype=np.int32)
+    cuts = [
+        Cut(layer, h, -1, doubt.margin, doubt.size)
+        for doubt in found.doubts
+        for layer in doubt.layers
+        for h in range(heads)
+    ]
+    for layer in given.layers:
+        rows = [*found.alive[layer], *range(n, length)]
+        for p in set(range(n)) - set(rows):
+            evicted_at[layer, :, p] = p - 1  # no row of this layer ever saw it
+        if layer in found.uncut:
+            continue
+        restricted = replace(
+            given,
+            queries=given.queries[:, :, rows],
+            keys=given.keys[:, :, rows],
+            values=given.values[:, :, rows],
+            prompt_len=len(found.alive[layer]),
+            layers=[layer],
+            places=rows,
+        )
+        inner = _in_parallel(restricted)
+        for h in range(heads):
+            for slot, row in enumerate(inner.evicted_at[layer, h].tolist()):
+                if row != NEVER:
+                    evicted_at[layer, h, rows[slot]] = rows[row]
+        cuts += [replace(cut, row=rows[cut.row]) for cut in inner.cuts]
+    return Outcome(evicted_at, tuple(cuts), found)
+
+
+def _in_parallel(given: _Given) -> Outcome:
+    """All layers at once, row by row; the propagation, if there is one, has been."""
+    chain, budget, prompt_len = given.chain, given.budget, given.prompt_len
+    rule = chain.rule
+    queries, keys, values = given.queries, given.keys, given.values
     if rule.per_query_head:
         group = queries.shape[1] // keys.shape[1]
         keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
-    n_layers, heads, n, dim = keys.shape
+    n_layers, heads, n, _ = keys.shape
     budgets = [budget] * heads if isinstance(budget, int) else [int(b) for b in budget]
     if min(budgets) < 1:
         raise BudgetError(f"budget is {min(budgets)}; expected at least 1")
     own = chain.schedule
-    interval = own[0] if interval is None else interval
-    prefill = own[1] if prefill is None else prefill
+    interval = own[0] if given.interval is None else given.interval
+    prefill = own[1] if given.prefill is None else given.prefill
     due = set(event_rows(n, prompt_len, interval=interval, prefill=prefill))
-    factor = dim**-0.5 if scale is None else scale
-    given = chain.calibration
+    calibration = chain.calibration
     events = [
         Event(
             layer=layer,
             row=0,
             prefill=False,
-            logits=logits_of(queries[layer], keys[layer], factor),
+            logits=logits_of(queries[layer], keys[layer], given.factor),
             live=[[] for _ in range(heads)],
             received=[{} for _ in range(heads)],
             budgets=list(budgets),
             params={},
             prompt_len=prompt_len,
             interval=interval,
-            scale=factor,
+            scale=given.factor,
             queries=queries[layer],
             keys=keys[layer],
             values=values[layer],
-            o_proj=None if o_proj is None else np.asarray(o_proj, dtype=np.float64)[layer],
-            rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
-            calibration=None if given is None else np.asarray(given, dtype=np.float64)[layer],
+            o_proj=None if given.o_proj is None else given.o_proj[layer],
+            rope=given.rope,
+            calibration=None
+            if calibration is None
+            else np.asarray(calibration, dtype=np.float64)[layer],
             average="all" if isinstance(budget, int) else "group",
+            places=given.places,
         )
-        for layer in (range(n_layers) if layers is None else layers)
+        for layer in given.layers
     ]
-    run = _Run(policy, chain, events, budgets, n_layers, prefill, protect)
+    run = _Run(given.policy, chain, events, budgets, n_layers, prefill, given.protect, given.prompt)
     for row in range(n):
         for event in events:
             event.row, event.prefill = row, row == prompt_len - 1

@@ -9,6 +9,7 @@ from typing import Any
 from kvsim.errors import PolicyError
 from kvsim.testing.reference import classic, expected, windows
 from kvsim.testing.reference.event import Event, Scored
+from kvsim.testing.reference.propagation import ALONE, PROPAGATIONS
 
 #: From an event, what a wrapped scorer gave and whether it is signed, to other scores.
 Wrap = Callable[..., Scored]
@@ -219,12 +220,15 @@ class Chain:
     """A policy taken apart: allocator or None, wrappers from the outside in, scorer.
 
     params: of each piece, the allocator's first (empty without one), the scorer's last.
+    propagation: what stands before all of them, or None, and its parameters.
     """
 
     allocator: str | None
     wrappers: tuple[str, ...]
     scorer: str
     params: tuple[Mapping[str, Any], ...]
+    propagation: str | None = None
+    across: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rule(self) -> Rule:
@@ -233,7 +237,12 @@ class Chain:
 
     @property
     def schedule(self) -> tuple[int | None, bool]:
-        """(interval, prefill) of its own: that of the outermost piece that has one."""
+        """(interval, prefill) of its own: that of the outermost piece that has one.
+
+        A propagation has: the prompt alone.
+        """
+        if self.propagation is not None:
+            return None, True
         for name in (self.allocator, *self.wrappers):
             if name is not None and OUTER[name].interval != 0:
                 return OUTER[name].interval, OUTER[name].prefill
@@ -283,24 +292,24 @@ class Chain:
 def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     """Take a name apart and give each keyword to the outermost piece that has it.
 
-    `scorer__NAME` starts one piece further in, `scorer__scorer__NAME` two.
+    `scorer__NAME` starts one piece further in, `scorer__scorer__NAME` two. SnapKV behind a
+    propagation has its window and pooling unless it is given its own.
     """
-    names = policy.split("+")
-    if names[-1] in ("ams", "ams@release"):
-        names.append("tova")
-    if names[-1] not in RULES or any(name not in OUTER for name in names[:-1]):
-        raise PolicyError(f"the reference knows no {policy!r}")
+    propagation, names = _names(policy)
     own: list[dict[str, Any]] = [dict(OUTER[name].params) for name in names[:-1]]
     own.append(dict(RULES[names[-1]].params))
     if len(names) > 1 and "protect_prompt" in own[-1]:
         own[-1]["protect_prompt"] = False
-    for key, value in (params or {}).items():
-        depth = key.count("scorer__")
-        name = key.removeprefix("scorer__" * depth)
-        having = [piece for piece in own[depth:] if name in piece]
-        if not having:
-            raise PolicyError(f"{policy} has no parameter {key!r}")
-        having[0][name] = value
+    across = dict(PROPAGATIONS.get(propagation or "", {}))
+    if propagation:
+        own.insert(0, across)
+    given = params or {}
+    _give(policy, own, {key: x for key, x in given.items() if not key.startswith("scorer__")})
+    if propagation and names[-1] == "snapkv":
+        own[-1].update({name: across[name] for name in _SNAP})
+    _give(policy, own, {key: x for key, x in given.items() if key.startswith("scorer__")})
+    if propagation:
+        own.pop(0)
     allocator = None
     if len(names) > 1 and OUTER[names[0]].wrap is None:
         allocator = names[0]
@@ -309,13 +318,43 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     wrappers = tuple(names[1 if allocator else 0 : -1])
     if any(OUTER[name].wrap is None for name in wrappers):
         raise PolicyError(f"{policy} has an allocator inside; it comes first")
-    return Chain(allocator, wrappers, names[-1], tuple(own))
+    return Chain(allocator, wrappers, names[-1], tuple(own), propagation, across)
+
+
+def _give(policy: str, own: list[dict[str, Any]], params: Mapping[str, Any]) -> None:
+    """Each keyword to the outermost of the pieces that has it."""
+    for key, value in params.items():
+        depth = key.count("scorer__")
+        name = key.removeprefix("scorer__" * depth)
+        having = [piece for piece in own[depth:] if name in piece]
+        if not having:
+            raise PolicyError(f"{policy} has no parameter {key!r}")
+        having[0][name] = value
+
+
+def _names(policy: str) -> tuple[str | None, list[str]]:
+    """The propagation, and the names behind it, with those that go without saying."""
+    names = policy.split("+")
+    propagation = names.pop(0) if names[0] in PROPAGATIONS else None
+    if propagation in ALONE:
+        if names:
+            raise PolicyError(f"{propagation} stands alone")
+        names.append("full")
+    elif not names:
+        names.append("snapkv")
+    if names[-1] in ("ams", "ams@release"):
+        names.append("tova")
+    if names[-1] not in RULES or any(name not in OUTER for name in names[:-1]):
+        raise PolicyError(f"the reference knows no {policy!r}")
+    return propagation, names
 
 
 def defaults(policy: str) -> dict[str, Any]:
     """Every parameter of a policy as `parse` takes it, with the value that it has if not given."""
     chain = parse(policy)
     pieces = chain.params if chain.allocator else chain.params[1:]
+    if chain.propagation:
+        pieces = (chain.across, *pieces)
     found: dict[str, Any] = {}
     for depth, piece in enumerate(pieces):
         for name, value in piece.items():
@@ -360,6 +399,8 @@ def smallest_budget(
         if chain.allocator in ("ams", "ams@release"):
             its = own_protection(chain.params[0], budget)
             first, last = max(first, its[0]), max(last, its[1])
+        if chain.propagation in ("asl", "asl_2pass"):
+            last = max(last, int(chain.across["window"]))
         if min(row + 1, first + last) <= budget:
             return budget
     return row + 1
