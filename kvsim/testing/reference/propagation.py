@@ -4,7 +4,8 @@ Loops over layers, query heads, rows and entries, in float64, from the recorded 
 layer; a layer that some rows do not reach computes with the rows that do. Written from the
 definitions alone:
 
-* ASL: "ASL", Taniguchi et al., with the numbers of the published code (TANIGUCHIREI/ASL);
+* ASL: Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference",
+  arXiv 2601.07667, with the numbers of the published code (TANIGUCHIREI/ASL);
 * FastKV: Jo et al., arXiv 2502.01068 (dongwonjo/FastKV);
 * GemFilter: Shi et al., arXiv 2409.17422;
 * PyramidInfer: Yang et al., arXiv 2405.12532, as ASL's authors configure it.
