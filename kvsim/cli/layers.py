@@ -179,7 +179,9 @@ def _print(
     from kvsim.diagnostics import distribution, selection_table
 
     pooled = {"avg": "averaged", "max": "their maximum taken"}
-    smooth = "not pooled" if rule.pool is None else f"{pooled[rule.pool]} over {rule.pool_kernel}"
+    smooth = (
+        f"{pooled[rule.pool]} over {rule.pool_kernel} neighbours" if rule.pool else "not pooled"
+    )
     typer.echo(
         f"Tokens are ranked by the attention of the prompt's last {rule.window} rows, {smooth}, "
         "summed over query heads."
@@ -247,12 +249,10 @@ def _gold(one: Diagnosis) -> str:
         best = 0.0 if one.recall is None else one.recall.max()
         return f"no layer's first k tokens and window hold all of them, the best {best:.0%}"
     first = f"layer {full} is the first whose first k tokens and window hold all of them"
-    if late is None:
+    if late is None or one.layer is None or one.recall is None:
         return first
-    if late == 0:
-        return f"{first}, the selection layer"
-    where = "behind" if late > 0 else "before"
-    return f"{first}; the selection layer is {abs(late)} {where} it"
+    where = "it" if late == 0 else f"{abs(late)} {'behind' if late > 0 else 'before'} it"
+    return f"{first}; the selection layer is {where} and holds {one.recall[one.layer]:.0%}"
 
 
 def _print_selections(selections: pl.DataFrame) -> None:

@@ -330,7 +330,7 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
         at, full, late = one.layer, one.first_full_recall, one.layer_regret
         where = [
             "complete in no layer" if full is None else f"first complete in layer {full}",
-            "never selects" if at is None else f"selects after {at}",
+            "never selects" if at is None else f"selects after {at} with {one.recall[at]:.0%}",
             "" if late is None else f"regret {late:+d}",
         ]
         label = f"{_label(one, known)}: {', '.join(filter(None, where))}"

@@ -37,3 +37,15 @@ def test_policy_benchmark_prints_its_ratios(capsys):
         print("", *lines, sep="\n")
     assert {"ams", "adakv", "expected_attention", "gkv", "adakv+tova"} <= set(ratios)
     assert all(value > 0 for value in ratios.values())
+
+
+def test_layer_benchmark_prints_its_ratios(capsys):
+    """ASL's test is measured against one layer's attention, in all layers and in one."""
+    layers = load("layers")
+
+    ratios, lines = layers.run(layers.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == {"all layers", "one layer", "of all attention"}
+    assert all(value > 0 for value in ratios.values())
