@@ -94,6 +94,11 @@ class Propagation(ABC):
         """Parameters that follow from the number of layers, as they were used."""
         return {}
 
+    def whole(self, selection: Selection, layer: int) -> bool:
+        """Whether a layer's cache is never cut, because it comes before the selection."""
+        before = selection.layer is None or layer <= selection.layer
+        return self.kv_before == "full" and before
+
     @abstractmethod
     def after(self, view: View, memory: Any) -> Step:
         """What goes on behind this layer; `memory` is the last step's, None at the first layer.

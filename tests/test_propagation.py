@@ -363,6 +363,15 @@ def test_remarks_tell_what_had_no_effect(trace):
     assert not kvsim.replay(trace, kvsim.policy("asl", window=4), 100).remark
 
 
+def test_full_caches_are_those_up_to_the_layer_that_was_given(trace):
+    """FastKV's deeper layers are cut to the budget also where the whole prompt goes on to them."""
+    policy = kvsim.policy("fastkv", layer=2, window=4, kv_before="full")
+    held = kvsim.replay(trace, policy, 20).retained(69).sum(-1)
+
+    assert held[:3].tolist() == [[70] * HEADS] * 3
+    assert held[3:].tolist() == [[20] * HEADS] * 4
+
+
 # ----------------------------------------------------------------------------------- the names
 
 

@@ -17,6 +17,7 @@ from kvsim.policies.h2o import H2O
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.lagkv import LagKV
+from kvsim.policies.pooling import over_heads, smooth
 from kvsim.policies.qfilter import QFilter
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.triattention import TriAttention
@@ -635,3 +636,22 @@ def test_a_calibration_stays_itself_when_parsed_again():
     one = Calibration.parse("qfilter", "prefix:8")
 
     assert Calibration.parse("triattention", one) is one
+
+
+@pytest.mark.parametrize("group", [3, 7, 8, 14])
+def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
+    """Many heads to add up, and no rounding between entries that are equal in all of them."""
+    unequal = 0
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        pooled = smooth(torch.rand(2, 2, group, 101 + seed, generator=draw), "max", 9)
+        same = (pooled[..., 1:] == pooled[..., :-1]).all(2)
+        total = over_heads(pooled, 2)
+
+        assert same.any()
+        assert (total[..., 1:] == total[..., :-1])[same].all()
+        assert torch.allclose(total, pooled.sum(2), rtol=1e-6)
+        plain = pooled.sum(2)
+        unequal += int((plain[..., 1:] != plain[..., :-1])[same].sum())
+    if group == 7:  # what a plain sum does
+        assert unequal

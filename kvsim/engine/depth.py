@@ -25,11 +25,6 @@ class Descent:
     selection: Selection
     rows: tuple[Tensor | None, ...]
 
-    def whole(self, propagation: Propagation, layer: int) -> bool:
-        """Whether a layer's cache is never cut, being up to the selection."""
-        before = self.selection.layer is None or layer <= self.selection.layer
-        return propagation.kv_before == "full" and before
-
 
 #: Gives the view of a layer at the end of the prefill over rows of the prompt (None for all).
 Look = Callable[[int, Tensor | None], View]

@@ -281,7 +281,7 @@ def _positions(policy: Policy, descent: Descent | None) -> str:
 def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tensor | None, bool]:
     if descent is None or policy.propagation is None:
         return None, False
-    return descent.rows[layer], descent.whole(policy.propagation, layer)
+    return descent.rows[layer], policy.propagation.whole(descent.selection, layer)
 
 
 def placed(found: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:

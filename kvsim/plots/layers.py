@@ -130,15 +130,17 @@ def rank_pattern(one: Diagnosis) -> Figure:
     tokens = tokens[np.argsort(ranking.ranks[-1, tokens].numpy(), kind="stable")]
     image = ranking.ranks[:, tokens].numpy().astype(np.float64)
     figure, axis = _one(8, max(2.6, 0.14 * curve.n_layers + 1.9))
-    factor = max(1, -(-image.shape[1] // _PIXELS))
+    factor = max(1, -(-len(tokens) // _PIXELS))
+    pooled = _log_means(image, factor) if len(tokens) else np.full((curve.n_layers, 1), np.nan)
     drawn = axis.imshow(
-        _log_means(image, factor),
+        pooled,
         cmap="viridis_r",
         norm=LogNorm(1, max(2, ranking.ranked)),
         aspect="auto",
         interpolation="nearest",
-        extent=(0.5, max(1, image.shape[1]) + 0.5, curve.n_layers - 0.5, -0.5),
+        extent=(0.5, pooled.shape[1] * factor + 0.5, curve.n_layers - 0.5, -0.5),
     )
+    axis.set_xlim(0.5, max(1, len(tokens)) + 0.5)
     if one.layer is not None:
         axis.axhline(one.layer + 0.5, color=SELECTED, lw=1.2)
     if curve.k < image.shape[1]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kvsim.composition import is_count
 from kvsim.errors import PolicyError
-from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.pooling import check_pooling, over_heads, smooth
 from kvsim.policies.window import check_window
 from kvsim.propagation import Propagation, Step, check_layer, dropped_after
 from kvsim.view import View
@@ -46,7 +46,7 @@ def pooled_scores(
     """p: attention of the window on the tokens before it, pooled, over all heads; [L, n - w]."""
     before = view.pos.shape[-1] - window
     vote = view.attn(window)[..., :before].sum(3)  # [L, H, G, n - w]
-    return smooth(vote, pool, kernel).sum((1, 2))
+    return over_heads(smooth(vote, pool, kernel), 1)
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvsim.composition import LayerBudgets, Protection, Scorer
 from kvsim.errors import PolicyError
-from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.pooling import check_pooling, over_heads, smooth
 from kvsim.policies.window import before_window, check_window
 from kvsim.select import apportion
 from kvsim.view import View
@@ -78,7 +78,8 @@ class Cake(Scorer):
             shift = variance(attention)
             vote += self.gamma * (shift.sqrt() if self.dispersion == "std" else shift)
         vote = vote.masked_fill_(~older.unsqueeze(2), 0.0)
-        return smooth(vote, self.pool, self.pool_kernel).mean(2).where(older, 0.0)
+        pooled = smooth(vote, self.pool, self.pool_kernel)
+        return over_heads(pooled, 2).div_(pooled.shape[2]).where(older, 0.0)
 
     def protection(self, budget: int) -> Protection:
         """The window."""

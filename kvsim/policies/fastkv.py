@@ -30,7 +30,14 @@ from kvsim.errors import PolicyError
 from kvsim.policies.asl import check_before, pooled_scores, ranks
 from kvsim.policies.pooling import check_pooling
 from kvsim.policies.window import check_window
-from kvsim.propagation import Propagation, Step, check_layer, dropped_after, published_layer
+from kvsim.propagation import (
+    Propagation,
+    Selection,
+    Step,
+    check_layer,
+    dropped_after,
+    published_layer,
+)
 from kvsim.view import View
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
@@ -97,6 +104,10 @@ class FastKV(Propagation):
             f"{kept} rows of a prompt of {prompt_len} tokens go on, so all of them do in every "
             "layer; give fewer rows to see an effect across layers"
         )
+
+    def whole(self, selection: Selection, layer: int) -> bool:
+        """The layer is given, also where the prompt is too short for anything to be dropped."""
+        return self.kv_before == "full" and layer <= self.at(len(selection.counts))
 
     def after(self, view: View, memory: Any) -> Step:
         """At the selection layer the best tokens and the window."""

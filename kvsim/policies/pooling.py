@@ -27,6 +27,16 @@ def smooth(scores: Tensor, pool: Literal["max", "avg"] | None, kernel: int) -> T
     return out
 
 
+def over_heads(pooled: Tensor, first: int) -> Tensor:
+    """Sum of pooled scores [..., n] over the axes from `first` to the slots; [..., n].
+
+    In the same order for every slot: a max-pool gives neighbours equal scores, and slots that are
+    equal in every head must have equal sums, or rounding would decide between them.
+    """
+    out: Tensor = pooled.flatten(first, -2).mT.contiguous().sum(-1)
+    return out
+
+
 def check_pooling(name: str, pool: str | None, kernel: int) -> None:
     """Raise PolicyError where the policy `name` asks for what `smooth` has no rule for."""
     if pool not in ("max", "avg", None):

@@ -20,7 +20,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvsim.composition import Protection, Scorer
-from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.pooling import check_pooling, over_heads, smooth
 from kvsim.policies.window import before_window, check_window
 from kvsim.view import View
 
@@ -50,7 +50,8 @@ class SnapKV(Scorer):
         older = before_window(view, self.window)  # [L, H, n]
         vote = view.attn(self.window).mean(3)  # [L, H, G, n]
         vote = vote.masked_fill_(~older.unsqueeze(2), 0.0)
-        return smooth(vote, self.pool, self.pool_kernel).mean(2).masked_fill_(~older, 0.0)
+        pooled = smooth(vote, self.pool, self.pool_kernel)
+        return over_heads(pooled, 2).div_(pooled.shape[2]).masked_fill_(~older, 0.0)
 
     def protection(self, budget: int) -> Protection:
         """The window."""
