@@ -26,7 +26,7 @@ class Counting(TorchDispatchMode):
 def operations(name, *, layers, heads, tokens):
     """Operations of one event that evicts half of the entries of every head."""
     entry = CATALOGUE[name.partition("@")[0].partition("+")[0]]
-    full = name if "+" in name or entry.kind == "scorer" or entry.default else f"{name}+tova"
+    full = name if "+" in name or entry.innermost or entry.default else f"{name}+tova"
     params = dict(entry.required)
     if "protect_prompt" in entry.known:
         params["protect_prompt"] = False
@@ -36,14 +36,23 @@ def operations(name, *, layers, heads, tokens):
     trace.full()  # what the oracle reads is there
     with Counting() as counting:
         record = kvsim.replay(trace, policy, tokens // 2, prefill=True)
-    assert record.events or name in ("full", "rpc")  # RPC keeps the whole prompt
+    # RPC keeps the whole prompt, and a single layer drops no rows for others
+    assert record.events or name in ("full", "rpc") or (entry.kind == "propagation" and layers == 1)
     return counting.count
+
+
+def goes_in_depth_order(name):
+    """Whether a policy takes the layers one by one, because each decides for the next."""
+    return CATALOGUE[name.partition("@")[0].partition("+")[0]].kind == "propagation"
 
 
 @pytest.mark.parametrize("name", [*names(), *CROSSES])
 def test_operations_do_not_grow_with_layers_and_heads(name):
-    """Four layers of five heads take as many operations as one head."""
-    few = operations(name, layers=1, heads=1, tokens=160)
+    """Four layers of five heads take as many operations as one head.
+
+    As four layers of one head where the layers have an order.
+    """
+    few = operations(name, layers=4 if goes_in_depth_order(name) else 1, heads=1, tokens=160)
     many = operations(name, layers=4, heads=5, tokens=160)
 
     # a tie between heads, or heads of different length, may take a branch of a few operations
