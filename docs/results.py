@@ -33,9 +33,11 @@ from numpy.typing import NDArray
 import kvsim
 from kvsim import Policy, Record, Trace, open_trace, policy
 from kvsim.composition import Protection
+from kvsim.diagnostics import ranking
 from kvsim.metrics import retained_iou, window_overlap, wipeout
 from kvsim.metrics.catalogue import mean_known
 from kvsim.policies import names, parameters
+from kvsim.policies.asl import ASL
 from kvsim.recorder import Prompt, capture_many, load_model
 from kvsim.sweeps import sweep
 from kvsim.tiny import PATH, ledger
@@ -111,6 +113,8 @@ def table_policies(calibration: str) -> dict[str, Policy]:
     out = {}
     for name in names():
         kind = kvsim.policies.describe(name).kind
+        if kind == "propagation":  # part of the prefill: see across_policies
+            continue
         if kind == "scorer" or name.startswith("ams"):
             out[name] = scaled(name, calibration)
         elif "@" in name:  # a preset of what needs a scorer
@@ -152,6 +156,24 @@ def prompt_policies() -> dict[str, Policy]:
         "no value norm": made(value_norm="none"),
         "epsilon 0": made(epsilon=0.0),
         **{f"n_future {n}": made(n_future=n) for n in (128, 256, 1024)},
+    }
+
+
+def across_policies() -> dict[str, Policy]:
+    """What drops rows of the prompt on the way down, beside SnapKV with the same window.
+
+    ASL is forced to select at the only layer at which it can in a model of three.
+    """
+    window = {"window": LARGEST["window"]}
+    forced = {"tau": 1.01, **window}
+    return {
+        "snapkv": policy("snapkv", pool="avg", **window),
+        "asl": policy("asl", **forced),
+        "asl, full before": policy("asl", kv_before="full", **forced),
+        "asl_2pass": policy("asl_2pass", **forced),
+        "fastkv": policy("fastkv", rows=None, **window),
+        "gemfilter": policy("gemfilter"),
+        "pyramidinfer": policy("pyramidinfer", least=16),
     }
 
 
@@ -219,6 +241,7 @@ def measure_trace(path: Path, calibration: Path, budgets: Sequence[int]) -> Numb
     out |= replayed(trace, decode, budgets, "", interval=INTERVAL, prefill=False)
     alone = prompt_policies()
     out |= replayed(trace, alone, budgets, "prompt: ", interval=PROMPT_ALONE, prefill=True)
+    out |= across_layers(trace, budgets)
     for label in ("ams", "ams, no credit", "ams@release"):
         for budget in budgets:
             found = of_segments(trace, decode[label], budget)
@@ -276,13 +299,35 @@ def replayed(
     return out
 
 
+def across_layers(trace: Trace, budgets: Sequence[int]) -> Numbers:
+    """How layers rank the prompt, and what policies lose that drop rows on the way down."""
+    out: Numbers = {}
+    found = ranking(trace, ASL(window=LARGEST["window"]))
+    for layer, nats in enumerate(found.entropy()):
+        out["trace", 0, f"entropy {layer}"] = float(nats)
+    for budget in budgets:
+        curve = found.curve(budget)
+        for layer in range(curve.first_layer, trace.n_layers):
+            out["layers", budget, f"variance {layer}"] = float(curve.variance[layer])
+            out["layers", budget, f"relative {layer}"] = float(curve.relative[layer])
+            out["layers", budget, f"union {layer}"] = float(curve.union[layer] / curve.k)
+    named = [replace(one, name=f"across: {label}") for label, one in across_policies().items()]
+    run = sweep([trace], named, budgets, metrics=["output_error", "retained_mass", "entries_seen"])
+    if run.failures:
+        raise SystemExit(f"a replay failed: {run.failures[0]}")
+    means = run.table.group_by("policy", "budget", "metric").agg(pl.col("value").mean())
+    for label, budget, metric, value in means.iter_rows():
+        out[label, budget, _SHORT[metric]] = _number(value)
+    return out
+
+
 def _number(value: float | None) -> float:
     return np.nan if value is None else value
 
 
 def of_record(trace: Trace, one: Record) -> Iterator[tuple[str, float]]:
     """What a kept set says, after the last event that evicted."""
-    layers = list(one.evicted_at)
+    layers = list(one.gone_after)
     for length in LENGTHS:
         for threshold in THRESHOLDS:
             rates = [wipeout(x, length, threshold).cumulative[:, -1:] for x in layers]
@@ -960,25 +1005,54 @@ def expected_claims(r: Results) -> Iterator[Claim]:
     )
 
 
-def selection_claims(_: Results) -> Iterator[Claim]:
-    """ASL: no replay of it exists yet."""
-    claimed = (
+def selection_claims(r: Results) -> Iterator[Claim]:
+    """ASL, S1 to S6, as far as three layers go."""
+    budgets, last = r.plan.budgets, r.layers - 1
+    few = "in a model of three layers ASL can select behind one layer alone"
+
+    def of(n: int, quantity: str) -> Floats:
+        return r.of("layers", n, quantity)
+
+    yield Claim(
+        "S1",
         "The variance of ranks falls with depth",
-        "Early layers attend flatly, deep layers to few tokens",
-        "More tokens or a smaller threshold select a later layer",
-        "A short look-back reacts faster, a late first layer is noisier",
-        "Early layers attend to more tokens together than each query head by itself",
-        "Harder tasks select later",
+        f"rank variance of two layers, at layer 1 minus at layer {last}",
+        {str(n): of(n, "variance 1") - of(n, f"variance {last}") for n in budgets},
     )
-    for i, says in enumerate(claimed, start=1):
-        yield Claim(f"S{i}", says, why="not yet: kvsim does not replay a selection layer")
+    yield Claim(
+        "S2",
+        "Early layers attend flatly, deep layers to few tokens",
+        "entropy of a layer's pooled scores in nats, minus that of the next layer",
+        {
+            f"layer {at}": r.trace(f"entropy {at}") - r.trace(f"entropy {at + 1}")
+            for at in range(last)
+        },
+    )
+    yield Claim(
+        "S3",
+        "More tokens select a later layer (a smaller threshold does by definition)",
+        f"relative variance at layer {last} at a budget, minus that at the smallest budget: above "
+        "0 a threshold is passed later",
+        {
+            str(n): of(n, f"relative {last}") - of(budgets[0], f"relative {last}")
+            for n in budgets[1:]
+        },
+    )
+    yield Claim("S4", "A short look-back reacts faster, a late first layer is noisier", why=few)
+    yield Claim(
+        "S5",
+        "Tokens that rank high in one of the layers compared are more than go on, at early layers",
+        "tokens compared over tokens that go on, minus 1, at layer 1",
+        {str(n): of(n, "union 1") - 1 for n in budgets},
+    )
+    yield Claim("S6", "Harder tasks select later", why=few)
 
 
 CLAIMS: Mapping[str, Callable[[Results], Iterable[Claim]]] = {
     "AMS, arXiv 2605.23200": ams_claims,
     "G-KV, arXiv 2512.00504": gkv_claims,
     "Expected Attention, arXiv 2510.00636": expected_claims,
-    "Adaptive Selection Layer": selection_claims,
+    "ASL, arXiv 2601.07667": selection_claims,
 }
 
 
@@ -1011,6 +1085,8 @@ def page(r: Results, policies: Mapping[str, Policy], figure: str) -> str:
         *(_table(r, policies, n) for n in r.plan.budgets),
         "### Parameters made smaller",
         _changed(policies),
+        "## Across layers",
+        _across(r),
         "## Which of the papers' claims hold here",
         _rules(r),
         _count(claims),
@@ -1128,6 +1204,29 @@ def _cell(r: Results, label: str, budget: int, quantity: str, form: str) -> str:
 def _name(label: str) -> str:
     name, comma, rest = label.partition(",")
     return f"`{name}`{comma}{rest}"
+
+
+def _across(r: Results) -> str:
+    """Policies that drop rows of the prompt, and what they are beside."""
+    head = "| policy | " + " | ".join(f"budget {n}" for n in r.plan.budgets) + " | entries |"
+    lines = [head, "| --- |" + " ---: |" * (len(r.plan.budgets) + 1)]
+    for label in across_policies():
+        name = f"across: {label}"
+        cells = [_cell(r, name, n, "error", ".3f") for n in r.plan.budgets]
+        entries = [r.of(name, n, "entries").mean() for n in r.plan.budgets]
+        seen = f"{min(entries):.0f} to {max(entries):.0f}"
+        lines.append(f"| {_name(label)} | {' | '.join(cells)} | {seen} |")
+    text = (
+        "Output error of [policies that drop rows of the prompt on the way down]"
+        "(across-layers.md), at the one event after the prompt; SnapKV, which cuts caches alone, "
+        "stands first. Windows are 8 rows. In a model of three layers there is one layer behind a "
+        "selection, and ASL is forced to select (tau 1.01); the numbers of that layer are open "
+        "loop. *Entries* is what a row sees from the smallest budget to the largest, means over "
+        "layers: caches grow while the response is written, and those of `pyramidinfer` and of "
+        "*full before* are larger to begin with. Dropping rows saves time, which is not in this "
+        "table: [costs](cost.md)."
+    )
+    return "\n".join([text, "", *lines])
 
 
 def _changed(policies: Mapping[str, Policy]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsim.policies import names
+from kvsim.policies import CATALOGUE, names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +55,7 @@ def test_the_page_has_its_parts(page):
     assert list(found) == [
         *(f"Budget {n}" for n in results.SMALLEST.budgets),
         "Parameters made smaller",
+        "Across layers",
         "Which of the papers' claims hold here",
         *results.CLAIMS,
     ]
@@ -72,7 +73,9 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     """
     found, unbound = tables(page.read_text("utf-8")), " (no budget binds)"
     crossed = ("global", "criticalkv", "adakv", "chunkkv")
-    alone = [name for name in names() if name.partition("@")[0] not in crossed]
+    across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
+    alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
+    assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}
     for n in results.SMALLEST.budgets:
         head, *rows = found[f"Budget {n}"]
         labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
