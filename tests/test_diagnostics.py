@@ -204,6 +204,15 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
         assert recall[layer] == pytest.approx(len(kept & gold) / len(gold))
 
 
+def test_the_threshold_is_strict():
+    """Below tau, not at it: the first tested layer has 1."""
+    curve = ranking(settling(24, speed=0.1), ASL(window=8)).curve(40)
+
+    assert curve.relative[8] == 1.0
+    assert curve.selected(tau=1.0) != 8
+    assert curve.selected(tau=np.nextafter(1.0, 2)) == 8
+
+
 def test_entropy_of_equal_scores_is_the_logarithm():
     """Equal scores have the value that stands beside; one score alone has none."""
     one = made([[2.0] * 8, [0, 0, 5, 0, 0, 0, 0, 0]])
@@ -250,7 +259,7 @@ def test_the_curve_selects_where_replay_does(layers, name, piece):
         for window, pool in ((8, "avg"), (32, "max")):
             one = ranking(trace, piece(window=window, pool=pool))
             for budget, tau, more in itertools.product(
-                (40, 90, 116, 130), (0.3, 0.8, 1.5), ({}, {"first_layer": 0, "look_back": 3})
+                (40, 90, 116, 130), (0.3, 1.0, 1.5), ({}, {"first_layer": 0, "look_back": 3})
             ):
                 rule = piece(window=window, pool=pool, tau=tau, **more)
                 curve = one.curve(budget, rule)

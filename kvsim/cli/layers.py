@@ -16,7 +16,6 @@ from kvsim.errors import OutputError, TraceError
 
 if TYPE_CHECKING:
     import polars as pl
-    from matplotlib.figure import Figure
 
     from kvsim.diagnostics import Diagnosis, Ranking
     from kvsim.diagnostics.gold import Ints
@@ -367,7 +366,7 @@ def _grid(one: Diagnosis) -> dict[str, Any]:
 
 def _figures(
     traces: Sequence[Trace], rankings: Sequence[Ranking], found: Sequence[Diagnosis], device: str
-) -> Iterator[tuple[str, Figure]]:
+) -> Iterator[tuple[str, Any]]:
     """Names and figures; of several traces those that compare them."""
     from kvsim import plots
     from kvsim.diagnostics import distribution, selection_table
@@ -392,7 +391,7 @@ def _figures(
         yield f"bumps-{size}", plots.rank_bumps(one, trace)
 
 
-def _write(folder: Path, drawn: Iterator[tuple[str, Figure]]) -> list[Path]:
+def _write(folder: Path, drawn: Iterator[tuple[str, Any]]) -> list[Path]:
     from kvsim.plots import save
 
     folder.mkdir(parents=True)
