@@ -8,6 +8,7 @@ KvsimError
 ├── PolicyError (ValueError)           an unknown policy or parameter, or a value outside its range
 │   ├── BudgetError                    a budget that the policy has no rule for
 │   └── NeedsError                     a policy or metric needs what the trace lacks
+├── GoldError (ValueError)             gold tokens that a prompt does not have
 ├── ScoreError (FloatingPointError)    a scorer returned NaN for a live entry
 ├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
 └── OutputError (FileExistsError)      an output path that exists or cannot be written
@@ -49,6 +50,10 @@ class BudgetError(PolicyError):
 
 class NeedsError(PolicyError):
     """A policy or a metric needs something that the trace does not hold."""
+
+
+class GoldError(KvsimError, ValueError):
+    """Gold tokens that the prompt of a trace does not have."""
 
 
 class ScoreError(KvsimError, FloatingPointError):

@@ -29,9 +29,8 @@ from kvsim.diagnostics import (
     task_of,
     window_attention,
 )
-from kvsim.diagnostics.gold import GoldError
 from kvsim.diagnostics.ranking import NEVER_SELECTS
-from kvsim.errors import BudgetError, PolicyError, TraceError
+from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.testing.strategies import cases
 from kvsim.tiny import ledger

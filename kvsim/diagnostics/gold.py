@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.errors import KvsimError, TraceError
+from kvsim.errors import GoldError, TraceError
 from kvsim.tiny.ledger import LedgerError, solve
 from kvsim.trace import Trace
 
@@ -16,10 +16,6 @@ Ints = NDArray[np.int64]
 
 #: Words of one line of a ledger response: node, successor, digit, counter, sum, semicolon.
 _LINE = 6
-
-
-class GoldError(KvsimError, ValueError):
-    """Gold tokens that the prompt of a trace does not have."""
 
 
 def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:

@@ -124,8 +124,8 @@ class Selecting(Propagation):
         if back == self.look_back or prompt_len <= budget:
             return ""
         return (
-            f"ranks are compared over {back} layers instead of {self.look_back}, because layer "
-            f"{first} of {n_layers} is the first that is tested"
+            f"ranks are compared over {back} layer{'s' * (back > 1)} instead of {self.look_back}, "
+            f"because layer {first} of {n_layers} is the first that is tested"
         )
 
     def after(self, view: View, memory: _Memory | None) -> Step:
