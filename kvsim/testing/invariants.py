@@ -105,13 +105,16 @@ class Trial:
         prompt = int(present[: self.case.prompt_len].sum()) if always.prompt else 0
         first = max(always.sink, prompt)
         past = present & (np.arange(self.case.n) <= row)
-        return past & ((place < first) | (place > place[row] - always.recent))
+        kept: npt.NDArray[np.bool_] = past & (
+            (place < first) | (place > place[row] - always.recent)
+        )
+        return kept
 
     @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Which rows the layers have: those of the prompt that went on, and all behind it."""
-        absent = self.record.evicted_at[:, 0] < np.arange(self.case.n)
-        return ~np.asarray(absent, dtype=np.bool_)
+        found: npt.NDArray[np.bool_] = self.record.evicted_at[:, 0] >= np.arange(self.case.n)
+        return found
 
     @cached_property
     def settled(self) -> bool:
