@@ -392,6 +392,11 @@ class Policy:
                 f"{self.name}: scorer and allocator both carry a column {min(both)!r} with each "
                 "entry; expected different names"
             )
+        if self.propagation is not None and self.protect != Protection():
+            raise PolicyError(
+                f"{self.name}: protect is {self.protect}, and which rows of the prompt go on to "
+                "deeper layers is decided without regard to it; expected nothing more to protect"
+            )
         if self.propagation is not None and self.layer_budgets.across_layers:
             raise PolicyError(
                 f"{self.name}: its layers share one budget, and deeper layers are to go on with "

@@ -398,6 +398,7 @@ def test_the_scorer_of_the_caches_shares_the_window():
         ("adakv+gemfilter", {}, "nothing stands around it"),
         ("asl+fastkv", {}, "stands in front of everything"),
         ("asl+cake", {}, "share one budget"),
+        ("asl", {"protect": {"sink": 4}}, "expected nothing more to protect"),
         ("asl", {"tau": -1.0}, "tau is -1.0; expected 0"),
         ("asl", {"look_back": 0}, "look_back is 0; expected at least 1"),
         ("asl", {"first_layer": -1}, "first_layer is -1"),

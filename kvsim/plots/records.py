@@ -139,13 +139,17 @@ def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
 
 
 def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """0 future, 1 seen, 2 evicted, 3 evicted and needed; [row, pos], pooled to at most _PIXELS."""
+    """0 future, 1 seen, 2 evicted, 3 evicted and needed; [row, pos], pooled to at most _PIXELS.
+
+    Rows that the layer does not have, because they did not go on to it, are 0 throughout.
+    """
     total = len(last)
     row, pos = np.arange(total)[:, None], np.arange(total)[None, :]
     past, gone = pos <= row, (pos <= row) & (row > last)
     cells = past.astype(np.int64) + gone
     # a single cell would vanish on the page
     cells[_grown(gone & needed, max(1, total // 300)) & past] = 3
+    cells[last < np.arange(total)] = 0
     factor = -(-total // _PIXELS)
     if factor == 1:
         return cells
