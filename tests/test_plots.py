@@ -320,7 +320,7 @@ def test_shallow_models_have_every_figure(layers):
 def test_rows_that_a_layer_does_not_have_are_blank():
     """A row of the prompt that did not go on sees nothing and misses nothing."""
     last = np.array([9, 0, 9, 2, 9], np.int32)  # rows 1 and 3 never entered the layer
-    cells = _cells(last, np.ones((5, 5), dtype=bool))
+    cells = _cells(last, np.zeros((5, 5), dtype=bool))
 
     assert (cells[[1, 3]] == 0).all()
-    assert cells[4].tolist() == [1, 3, 1, 3, 1]
+    assert cells[4].tolist() == [1, 2, 1, 2, 1]
