@@ -394,8 +394,9 @@ class Policy:
             )
         if self.propagation is not None and self.protect != Protection():
             raise PolicyError(
-                f"{self.name}: protect is {self.protect}, and which rows of the prompt go on to "
-                "deeper layers is decided without regard to it; expected nothing more to protect"
+                f"{self.name}: entries are to be protected (sink, recent, prompt), and which rows "
+                "of the prompt reach deeper layers is decided without regard to that; expected "
+                "nothing more to protect with a policy that drops rows"
             )
         if self.propagation is not None and self.layer_budgets.across_layers:
             raise PolicyError(

@@ -72,6 +72,7 @@ def test_replay_gives_selections_as_json(run, trace):
     ]
     assert [one["counts"][-1] for one in found] == [40, 48]
     assert found[0]["notes"]["look_back"] == 2
+    assert {one["fidelity"] for one in found} == {"exact"}
 
 
 def test_full_caches_before_the_selection_are_a_row_per_budget(run, trace):
@@ -134,6 +135,7 @@ def test_recompute_without_a_selection_has_nothing_behind_it(run, trace):
         (("TRACE", "--policy", "asl", "--budget", "8"), "smallest budget that works is 32"),
         (("TRACE", "--policy", "asl", "--budget", "x"), "expected entries"),
         (("TRACE", "--policy", "fastkv", "--budget", "40", "--set", "layer=5"), "layers 0..2"),
+        (("TRACE", "--policy", "asl", "--budget", "40", "--device", "tpu"), "expected cpu or cuda"),
     ],
 )
 def test_recompute_refuses_what_it_cannot_do(run, trace, arguments, message):

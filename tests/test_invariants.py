@@ -49,6 +49,11 @@ OWN = {
     "snapkv": {"window": 5, "pool_kernel": 3},
     "snapkv@original": {"window": 3, "pool": None},
     "h2o": {"recent": None},
+    "asl": {"tau": 1.01, "window": 2, "scorer__window": 3},
+    "asl_2pass": {"tau": 0.9, "window": 2},
+    "fastkv": {"rows": None, "window": 2},
+    "fastkv@proportional": {"rows": 0.6, "window": 2, "layer": 0},
+    "pyramidinfer": {"least": 2, "sink": 1, "recent": 0.2},
 }
 NAMES = names()
 SCORERS = [name for name in NAMES if CATALOGUE[name.partition("@")[0]].kind == "scorer"]
@@ -66,7 +71,7 @@ def small(name):
 def around(name):
     """The name, with TOVA inside where something has to be."""
     entry = CATALOGUE[name.partition("@")[0]]
-    return name if entry.kind == "scorer" or entry.default else f"{name}+tova"
+    return name if entry.innermost or entry.default else f"{name}+tova"
 
 
 def examples(usual: int) -> int:

@@ -63,7 +63,7 @@ def window_not_causal(patch: Patch) -> None:
         live = self.live[..., :seen]
         return z.masked_fill(~live[:, :, None, None], -torch.inf).softmax(-1)
 
-    patch.setattr(View, "_rows", wrong)
+    patch.setattr(View, "rows", wrong)
 
 
 def dead_keys_in_rows(patch: Patch) -> None:
@@ -92,7 +92,7 @@ def dead_keys_in_windows(patch: Patch) -> None:
         at = pos[:, :, None, None].expand(*weight.shape[:-1], pos.shape[-1])
         return weight.gather(-1, at) * self.live[:, :, None, None, :seen]
 
-    patch.setattr(View, "_rows", wrong)
+    patch.setattr(View, "rows", wrong)
 
 
 def protection_by_score(patch: Patch) -> None:

@@ -292,6 +292,24 @@ def test_ranks_and_their_variance():
     assert rank_variance(ranked, 0) == 0.0
 
 
+MAPS = {
+    "exponential": torch.exp,
+    "cube": lambda x: x**3,
+    "affine": lambda x: 5 * x - 9,
+    "logarithm": torch.log1p,
+}
+
+
+@pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
+def test_a_monotone_map_of_the_scores_changes_nothing(mapped):
+    """Ranks, and with them variance, layer and set, depend on the order of the scores alone."""
+    scores = torch.rand(6, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    scores[:, 40:60] = scores[:, 60:80]  # ties
+
+    assert torch.equal(ranks(mapped(scores)), ranks(scores))
+    assert rank_variance(ranks(mapped(scores)), 30) == rank_variance(ranks(scores), 30)
+
+
 @pytest.mark.parametrize(("layers", "expected"), [(32, 0.766), (28, 0.789)])
 def test_pyramidinfer_keeps_the_known_share_of_the_cache(layers, expected):
     """Mean share of the cache at 8,192 tokens, as ASL's configuration of it has."""
@@ -361,6 +379,9 @@ def test_remarks_tell_what_had_no_effect(trace):
     assert "2048 rows of a prompt of 70 tokens go on, so all of them do" in whole.remark
     assert "nothing is evicted in decoding" in gem.remark
     assert not kvsim.replay(trace, kvsim.policy("asl", window=4), 100).remark
+    fits = kvsim.replay(trace, kvsim.policy("fastkv", rows=20), 70)
+    assert fits.selection.dropped
+    assert "nothing is evicted" not in fits.remark
 
 
 def test_full_caches_are_those_up_to_the_layer_that_was_given(trace):
@@ -398,7 +419,11 @@ def test_the_scorer_of_the_caches_shares_the_window():
         ("adakv+gemfilter", {}, "nothing stands around it"),
         ("asl+fastkv", {}, "stands in front of everything"),
         ("asl+cake", {}, "share one budget"),
-        ("asl", {"protect": {"sink": 4}}, "expected nothing more to protect"),
+        (
+            "asl",
+            {"protect": {"sink": 4}},
+            "expected nothing more to protect with a policy that drops rows",
+        ),
         ("asl", {"tau": -1.0}, "tau is -1.0; expected 0"),
         ("asl", {"look_back": 0}, "look_back is 0; expected at least 1"),
         ("asl", {"first_layer": -1}, "first_layer is -1"),
@@ -408,7 +433,8 @@ def test_the_scorer_of_the_caches_shares_the_window():
         ("fastkv", {"rows": 1.5}, "rows is 1.5; expected a number of tokens"),
         ("fastkv", {"layer": -2}, "layer is -2"),
         ("gemfilter", {"layer": -2}, "layer is -2"),
-        ("pyramidinfer", {"recent": 1.5}, "recent is 1.5; expected a share"),
+        ("pyramidinfer", {"recent": 1.0}, "recent is 1.0; expected a share of the prompt below 1"),
+        ("pyramidinfer", {"ratio": 1.5}, "ratio is 1.5; expected a share of 0 to 1"),
         ("pyramidinfer", {"sink": -1}, "sink is -1; expected 0 or more"),
     ],
 )

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import kvsim
 from kvsim.errors import CaptureError, NeedsError, PolicyError
-from kvsim.metrics import fidelity
+from kvsim.metrics import fidelity, selection_fidelity
 from kvsim.recorder import load_model
 from kvsim.runner.decoder import Decoder
+from kvsim.testing import reference
 
 PROMPT = 130
 SIZES = {
@@ -451,8 +452,132 @@ def test_another_model_is_refused(recorded):
     with pytest.raises(CaptureError, match=r"differs by .* from the recorded one"):
         kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, other)
     deeper = make_model(model.config.model_type, trace.n_layers + 1)
-    with pytest.raises(CaptureError, match="configuration of the model"):
+    with pytest.raises(CaptureError, match="of its configuration"):
         kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, deeper)
+
+
+@pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn.o_proj", "self_attn.v_proj"])
+def test_other_weights_in_a_deeper_layer_are_refused(part):
+    """Every computed layer is compared with the recording, not the first one alone."""
+    model = make_model("llama", 6)
+    trace = make_trace(model)
+    policy = kvsim.policy("fastkv", rows=60, layer=1)
+    kvsim.recompute(trace, policy, 32, model)
+    with torch.no_grad():
+        model.model.layers[4].get_submodule(part).weight.mul_(1.3)
+
+    with pytest.raises(CaptureError, match="of layer 4, computed from the recorded residual"):
+        kvsim.recompute(trace, policy, 32, model)
+
+
+def test_another_output_embedding_is_refused():
+    """The first token of a greedy response tells."""
+    model = make_model("llama", 4)
+    trace = make_trace(model)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+
+    with pytest.raises(CaptureError, match="the first token of the recorded response is"):
+        kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, model)
+
+
+def test_the_same_model_saved_and_loaded_is_accepted(tmp_path):
+    """What a copy notes of itself is no difference; precision is."""
+    model = make_model("qwen2", 4)
+    trace = make_trace(model)
+    model.save_pretrained(tmp_path / "copy")
+    policy = kvsim.policy("fastkv", rows=60, layer=1)
+    loaded, _ = load_model(tmp_path / "copy", dtype="float32")
+    found, direct = (kvsim.recompute(trace, policy, 32, one) for one in (loaded, model))
+
+    assert torch.equal(found.logits, direct.logits)
+    double, _ = load_model(tmp_path / "copy", dtype="float64")
+    with pytest.raises(CaptureError, match=r"computes in float64, .* was recorded in float32"):
+        kvsim.recompute(trace, policy, 32, double)
+
+
+def test_a_model_of_16_bits_is_recomputed_in_its_precision():
+    """In bfloat16 a live prefill is met to the rounding of the model."""
+    model = make_model("llama", 8).to(torch.bfloat16)
+    trace = make_trace(model)
+    found = kvsim.recompute(trace, kvsim.policy("fastkv", rows=60, layer=2), 32, model)
+    (rows,) = {tuple(one.rows.tolist()) for one in found.layers.values()}
+
+    def given(layer, alive, q, k):
+        return list(rows) if layer == 2 else None
+
+    live = Live(model, trace.tokens[: trace.prompt_len].tolist(), given)
+    assert largest(found.logits, live.logits.float()) < 0.05
+    assert found.check < 0.02
+
+
+def test_a_residual_stream_stored_in_float16_is_enough_and_said(tmp_path):
+    """Rounding of what is stored is no other model; a remark tells of it."""
+    model = make_model("llama", 8)
+    ids = torch.randint(0, 300, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    out = tmp_path / "narrow.zarr"
+    trace = kvsim.capture(
+        model, None, ids, max_new_tokens=4, residual=True, out=out, store_dtype="float16"
+    )
+    policy = kvsim.policy("fastkv", rows=60, layer=2)
+    found = kvsim.recompute(trace, policy, 32, model)
+    exact = kvsim.recompute(make_trace(model), policy, 32, model)
+
+    assert "stored in float16" in found.record.remark
+    assert "float16" not in exact.record.remark
+    assert largest(found.logits, exact.logits) < 0.02
+
+
+def test_what_a_model_does_to_its_logits_is_not_left_out():
+    """Scaled or capped logits would make the first token's distribution another one."""
+    model = make_model("llama", 2)
+    for name, value in {"logits_scaling": 8.0, "final_logit_softcapping": 30.0}.items():
+        setattr(model.config, name, value)
+        with pytest.raises(CaptureError, match=f"has {name} {value}"):
+            Decoder(model)
+        setattr(model.config, name, None)
+    Decoder(model)
+
+
+def test_one_layer_replayed_alone_is_not_exact_behind_a_selection(recorded):
+    """No live run drops rows in one layer alone."""
+    _, trace = recorded
+    policy = kvsim.policy("pyramidinfer", least=10)
+    deep = trace.n_layers - 1
+    record = kvsim.replay(trace, policy, 64, layers=[deep])
+
+    assert fidelity(trace, record, "sets", deep) == "open"
+    assert fidelity(trace, record, "rows", deep) == "open"
+    assert selection_fidelity(record) == "open"
+    plain = kvsim.replay(trace, kvsim.policy("snapkv", window=8), 40, layers=[deep])
+    assert fidelity(trace, plain, "rows", deep) == "exact"
+    asl = kvsim.replay(trace, kvsim.policy("asl", tau=1.01, window=8), 40)
+    assert selection_fidelity(asl) == "exact"
+
+
+def test_deep_recorded_traces_agree_with_the_naive_reference(recorded):
+    """Selection, rows and caches of a recorded trace, by loops in float64."""
+    _, trace = recorded
+    arrays = {name: trace.read(name).double() for name in ("q", "k", "v")}
+    double = kvsim.Trace.from_arrays(**arrays, prompt_len=trace.prompt_len, rope=trace.rope)
+    shape = {name: array.numpy() for name, array in arrays.items()}
+    for name, params, budget in (
+        ("asl", {"tau": 0.97, "window": 8}, 48),
+        ("fastkv", {"rows": 60, "window": 8}, 32),
+        ("gemfilter", {}, 40),
+        ("pyramidinfer", {"least": 10}, 64),
+    ):
+        found = kvsim.replay(double, kvsim.policy(name, **params), budget)
+        naive = reference.replay(
+            **shape,
+            prompt_len=trace.prompt_len,
+            scale=trace.scale,
+            rope=(trace.rope.inv_freq, trace.rope.attention_scaling),
+            policy=name,
+            params=params,
+            budget=budget,
+        )
+        assert (found.evicted_at == naive.evicted_at).all()
 
 
 def test_what_cannot_be_recomputed_is_refused(recorded):

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, echo_json, echo_table
-from kvsim.cli.values import Json, build_policies, locate, parse_memory, quiet_transformers, split
+from kvsim.cli.values import (
+    Json,
+    build_policies,
+    locate,
+    parse_device,
+    parse_memory,
+    quiet_transformers,
+    split,
+)
 
 if TYPE_CHECKING:
     from kvsim.runner import Recomputed
@@ -40,11 +48,7 @@ def recompute(
             "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Precision of the model; default: the one it was recorded in."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Where the model runs: cpu or cuda.")] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
     ] = None,
@@ -70,9 +74,11 @@ def recompute(
     sizes = [resolve_budget(one, opened.n_pos) for one in budgets]
     opened.read("residual", slice(0, 0))  # before a model is loaded
     quiet_transformers()
-    recorded_in = opened.meta.get("model", {}).get("dtype")
     decoder, _ = load_model(
-        model, dtype=dtype or recorded_in, device=device, trust_remote_code=trust_remote_code
+        model,
+        dtype=opened.meta.get("model", {}).get("dtype"),  # that of the recording
+        device=parse_device(device),
+        trust_remote_code=trust_remote_code,
     )
     found: list[Recomputed] = []
     with bar("prefills") as report:
@@ -116,13 +122,17 @@ def _row(one: Recomputed) -> list[str]:
 def _document(one: Recomputed) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from kvsim.metrics import selection_fidelity
+
     record = one.record
     table = one.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
     return {
         "policy": record.policy,
         "params": dict(record.params),
         "budget": record.budget,
-        "selection": None if record.selection is None else asdict(record.selection),
+        "selection": None
+        if record.selection is None
+        else {**asdict(record.selection), "fidelity": selection_fidelity(record)},
         "check": one.check,
         "remark": record.remark,
         "results": table.to_dicts(),

@@ -78,7 +78,10 @@ def replay(
         ),
     ] = None,
     sink: Annotated[
-        int, typer.Option(min=0, help="First positions that every policy keeps in any case.")
+        int,
+        typer.Option(
+            min=0, help="First positions that every policy keeps; not with asl and its like."
+        ),
     ] = 0,
     recent: Annotated[
         int, typer.Option(min=0, help="Last positions that every policy keeps in any case.")
@@ -196,6 +199,7 @@ def _nothing(run: Run) -> str:
 
 
 def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, Any]:
+    from kvsim.metrics import selection_fidelity
     from kvsim.sweeps import summarise
 
     return {
@@ -204,7 +208,13 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": fidelity_shares(run.table, shown),
         "selections": [
-            {"trace": r.trace, "policy": r.policy, "budget": r.budget, **asdict(r.selection)}
+            {
+                "trace": r.trace,
+                "policy": r.policy,
+                "budget": r.budget,
+                **asdict(r.selection),
+                "fidelity": selection_fidelity(r),
+            }
             for r in run.records
             if r.selection is not None
         ],

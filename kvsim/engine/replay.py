@@ -129,7 +129,7 @@ def replay(
         positions=_positions(policy, descent),
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
-        remark=_remark(trace, policy, budget, schedule),
+        remark=_remark(trace, policy, budget, schedule, descent),
         selection=None if descent is None else descent.selection,
         internals=tuple(plans or ()),
     )
@@ -189,10 +189,13 @@ def check_cell(
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
 
-def _remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> str:
+def _remark(
+    trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
+) -> str:
     """What a reader of the outcome should know; empty for nothing."""
     events = schedule.rows(trace.prompt_len, trace.n_pos)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
+    fires &= descent is None or not descent.selection.dropped  # rows that are gone say enough
     if budget < trace.n_pos and policy.bounded and fires and not any(e >= budget for e in events):
         first = f"; the first event fires after row {events[0]}" if events else ""
         return (

@@ -8,7 +8,7 @@ from kvsim.metrics.catalogue import METRICS, Metric, metric
 from kvsim.metrics.output import OutputError, output_error
 from kvsim.metrics.overlap import window_overlap
 from kvsim.metrics.retention import entries_seen, retained_iou, wipeout
-from kvsim.metrics.table import COLUMNS, fidelity, measure
+from kvsim.metrics.table import COLUMNS, fidelity, measure, selection_fidelity
 
 __all__ = [
     "COLUMNS",
@@ -21,6 +21,7 @@ __all__ = [
     "metric",
     "output_error",
     "retained_iou",
+    "selection_fidelity",
     "window_overlap",
     "wipeout",
 ]

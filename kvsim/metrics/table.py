@@ -165,7 +165,9 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
     rows that it hands on are exact; deeper sets are so where nothing is chosen there, and "semi"
     where these layers were computed again (`kvsim.recompute`).
     """
-    if kind == "trace" or len(record.layers) == 1 or trace.layer_ids[layer] == 0:
+    across = record.selection is not None and record.selection.layer is not None
+    alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
+    if kind == "trace" or alone or trace.layer_ids[layer] == 0:
         return "exact"
     once = record.events == [record.prompt_len - 1]
     if not record.events:
@@ -173,6 +175,14 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
     if kind != "sets" or not once:
         return "open"
     if _settled(record, layer):
+        return "exact"
+    return "semi" if record.recomputed else "open"
+
+
+def selection_fidelity(record: Record) -> str:
+    """The level of what a record's propagation decided: exact up to the second drop."""
+    selection = record.selection
+    if selection is None or selection.layer is None or selection.dropped[-1] <= selection.layer + 1:
         return "exact"
     return "semi" if record.recomputed else "open"
 
@@ -186,5 +196,6 @@ def _settled(record: Record, layer: int) -> bool:
     if layer <= exact:
         return True
     above = [at for at in selection.dropped if at < layer]  # decide which rows the layer has
-    cut = record.evicted_at[record.layers.index(layer)] == record.prompt_len - 1
-    return above[-1] <= exact and not cut.any()
+    last = record.evicted_at[record.layers.index(layer)]
+    cut = (last == record.prompt_len - 1).any()
+    return above[-1] <= exact and not cut

@@ -11,7 +11,7 @@ from kvsim.errors import PolicyError
 
 
 def smooth(scores: Tensor, pool: Literal["max", "avg"] | None, kernel: int) -> Tensor:
-    """Scores [..., n] of 0 or more pooled over slots; the same length.
+    """Scores [..., n] pooled over slots, for a max-pool of 0 or more; the same length.
 
     Slots that are to count as nothing hold 0: so does what lies outside. The divisor of an average
     is always the kernel.

@@ -48,9 +48,12 @@ class PyramidInfer(Propagation):
     least: int = 64
 
     def __post_init__(self) -> None:
-        for name, value in (("recent", self.recent), ("ratio", self.ratio)):
-            if not 0 <= value <= 1:
-                raise PolicyError(f"pyramidinfer: {name} is {value}; expected a share of 0 to 1")
+        if not 0 <= self.recent < 1:
+            raise PolicyError(
+                f"pyramidinfer: recent is {self.recent}; expected a share of the prompt below 1"
+            )
+        if not 0 <= self.ratio <= 1:
+            raise PolicyError(f"pyramidinfer: ratio is {self.ratio}; expected a share of 0 to 1")
         for name in ("sink", "least"):
             if not is_count(getattr(self, name), 0):
                 found = getattr(self, name)

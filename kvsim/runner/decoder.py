@@ -71,15 +71,26 @@ class Computed:
         )
 
 
+# What some families do to logits behind the output embedding; one that does is refused.
+_NEUTRAL = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+
+
 class Decoder:
     """The decoder layers of a model of transformers (llama, qwen2, qwen3 and their like).
 
     Raises CaptureError where the model has no rotary module, final norm or output embedding under
-    the names that these families share.
+    the names that these families share, or does something to its logits behind them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        for name, neutral in _NEUTRAL.items():
+            found = getattr(model.config, name, neutral)
+            if found not in (None, neutral):
+                raise CaptureError(
+                    f"{type(model).__name__} has {name} {found}, expected {neutral}; its logits "
+                    "cannot be computed from the output of its layers"
+                )
         self.layers = decoder_layers(model)
         base = model.base_model
         rotary, norm = getattr(base, "rotary_emb", None), getattr(base, "norm", None)

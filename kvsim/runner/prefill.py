@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import polars as pl
@@ -43,7 +43,8 @@ class Recomputed:
     residual_error: by layer, |h' - h| / |h| of its output h for each of its rows, [k].
     output_error: by layer, |o' - o| / |o| of the attention output o, [qhead, k].
     logits, full_logits: of the first token, [V], after this prefill and after the full one.
-    check: largest relative error of queries, keys and values that must equal the recorded ones.
+    check: largest relative error of what must equal the recording: each computed layer on the
+    first rows of the prompt, which see no row that was dropped, and the first one on all its rows.
     """
 
     record: Record
@@ -121,27 +122,58 @@ def recompute(
     base = replay(trace, replace(policy, schedule=schedule), budget, memory=memory)
     setting = setting_of(trace, policy, base.budget, schedule)
     down = _Descending(trace, Decoder(model), setting)
+    remark = base.remark
+    if down.narrow:
+        said = "the residual stream is stored in float16, so a live prefill may choose otherwise"
+        remark = f"{remark}; {said}" if remark else said
     with torch.inference_mode():
         descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, down.look)
         for layer, rows in enumerate(descent.rows):
             if rows is not None:
                 down.layer(layer, rows, restarted=policy.propagation.restarts)
+                down.verify_weights(layer)
         evicted_at = base.evicted_at.copy()
         for layer, computed in down.computed.items():
             at = computed.rows.numpy()
             found = _cached(computed, policy, setting, layer, prefill=schedule.prefill)
             evicted_at[layer, :, : trace.prompt_len] = placed(found, at, trace.prompt_len)
-        record = replace(base, evicted_at=evicted_at, selection=descent.selection, recomputed=True)
+        record = replace(
+            base,
+            evicted_at=evicted_at,
+            selection=descent.selection,
+            recomputed=True,
+            remark=remark,
+        )
         return _beside_full(trace, down, record)
 
 
+# Of a configuration: what says how a copy was made and not what it computes; the precision is
+# compared by itself.
+_ASIDE = ("dtype", "architectures")
+
+#: Rows of the prompt on which every computed layer is compared with the recording.
+_CHECKED = 64
+
+
 def _check_model(trace: Trace, model: PreTrainedModel) -> None:
-    recorded_as = trace.meta.get("model", {})
-    found, expected = describe_model(model), recorded_as.get("config_digest")
-    if expected is not None and found["config_digest"] != expected:
+    """Raise CaptureError unless configuration and precision are those of the recorded model."""
+    known = trace.meta.get("model", {})
+    found, expected = describe_model(model), known.get("config")
+    if expected is None:
+        return
+    mine = found["config"]
+    keys = sorted((set(mine) | set(expected)) - set(_ASIDE))
+    other = [key for key in keys if mine.get(key) != expected.get(key)]
+    if other:
         raise CaptureError(
-            f"the configuration of the model {found['name']} differs from that of the recorded "
-            f"{recorded_as.get('name')}; give the model that {trace.name} was recorded from"
+            f"the model {found['name']} differs from the recorded {known.get('name')} in "
+            f"{', '.join(other)} of its configuration; give the model that {trace.name} was "
+            "recorded from"
+        )
+    if found["dtype"] != known.get("dtype", found["dtype"]):
+        raise CaptureError(
+            f"the model {found['name']} computes in {found['dtype']}, {trace.name} was recorded "
+            f"in {known['dtype']}; load it in that precision"
         )
 
 
@@ -198,18 +230,52 @@ class _Descending:
 
     def _verify(self, layer: int, found: Computed, *, restarted: bool) -> None:
         """The first computed layer has the recorded input, so q, k and v are the recorded ones."""
-        allowed = tolerance(self.trace.source_dtypes.get("v", DTYPES[self.trace.dtype]))
         for name in ("v",) if restarted else ("q", "k", "v"):
             stored = self.trace.read(name, slice(layer, layer + 1))[0][:, found.rows]
-            error = float(relative_error(getattr(found, name), stored).max())
-            self.check = max(self.check, error)
-            if not error <= allowed:
-                raise CaptureError(
-                    f"{name} of layer {layer}, computed from the recorded residual stream, differs "
-                    f"by {error:.3g} (relative) from the recorded one, expected at most "
-                    f"{allowed:g}; give the model that {self.trace.name} was recorded from, in "
-                    "its precision"
-                )
+            self._compare(f"{name} of layer {layer}", getattr(found, name), stored)
+
+    def verify_weights(self, layer: int) -> None:
+        """A layer on the first rows of the prompt gives what was recorded: these weights made it.
+
+        Of the last layer the output is not recorded; its q, k, v and attention are compared.
+        """
+        at = torch.arange(min(self.trace.prompt_len, _CHECKED))
+        one = self._run(layer, self.residual(layer)[at], at, at)
+        here = slice(layer, layer + 1), slice(0, len(at))
+        for name in ("q", "k", "v", "attn_out"):
+            if self.trace.has(name):
+                stored = self.trace.read(name, *here)[0]
+                self._compare(f"{name} of layer {layer}", getattr(one, name), stored)
+        if layer + 1 < self.trace.n_layers:
+            stored = self.residual(layer + 1)[at]
+            self._compare(f"the output of layer {layer}", one.out[None], stored[None])
+
+    def _compare(self, what: str, found: Tensor, stored: Tensor) -> None:
+        error = float(relative_error(found, stored).max())
+        self.check = max(self.check, error)
+        allowed = self._allowed
+        if not error <= allowed:
+            raise CaptureError(
+                f"{what}, computed from the recorded residual stream, differs by {error:.3g} "
+                f"(relative) from the recorded one, expected at most {allowed:g}; give the model "
+                f"that {self.trace.name} was recorded from"
+            )
+
+    @cached_property
+    def _allowed(self) -> float:
+        """What rounding explains, of the model and of what was stored."""
+        names = [name for name in ("q", "v", "residual") if self.trace.has(name)]
+        one = slice(0, 1)
+        stored = [DTYPES[self.trace.source.read(name, one, one).dtype] for name in names]
+        made = [self.trace.source_dtypes.get(name, "float32") for name in names]
+        return tolerance(*stored, *made)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the residual stream was stored in less than the precision of the model."""
+        one = slice(0, 1)
+        stored = DTYPES[self.trace.source.read("residual", one, one).dtype]
+        return tolerance(stored) > tolerance(self.trace.source_dtypes.get("residual", stored))
 
 
 def _cached(
@@ -233,6 +299,7 @@ def _beside_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
     everything = torch.arange(trace.prompt_len)
     _, full_out = down.decoder.run(last, down.residual(last), everything)
     full_logits = down.decoder.logits(full_out[-1])
+    _check_token(trace, full_logits)
     full_out = full_out.to("cpu", trace.dtype)
     moved, attended = {}, {}
     for layer, one in down.computed.items():
@@ -253,6 +320,21 @@ def _beside_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
         full_logits=full_logits.cpu(),
         check=down.check,
     )
+
+
+def _check_token(trace: Trace, logits: Tensor) -> None:
+    """Raise CaptureError where a greedy response begins otherwise than the full prefill does."""
+    greedy = trace.meta.get("generation", {}).get("temperature") == 0
+    if not greedy or not trace.has("tokens") or trace.n_pos == trace.prompt_len:
+        return
+    recorded_token = int(trace.read("tokens")[trace.prompt_len])
+    # a near-tie may go either way
+    behind = float(logits.max() - logits[recorded_token]) / float(logits.abs().max())
+    if behind > tolerance(DTYPES[trace.dtype]) + tolerance(trace.source_dtypes.get("q", "float32")):
+        raise CaptureError(
+            f"the first token of the recorded response is {recorded_token}, the model at hand "
+            f"gives {int(logits.argmax())}; give the model that {trace.name} was recorded from"
+        )
 
 
 def _relative(found: Tensor, full: Tensor) -> Tensor:

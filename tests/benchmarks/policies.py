@@ -264,7 +264,9 @@ def scoring(size: Size) -> tuple[dict[str, float], list[str]]:
             continue
         base = name.partition("+")[0]
         entry = CATALOGUE[base.partition("@")[0]]
-        full = name if "+" in name or entry.kind == "scorer" or entry.default else f"{name}+tova"
+        if entry.kind == "propagation":  # part of the prefill, not of an event
+            continue
+        full = name if "+" in name or entry.innermost or entry.default else f"{name}+tova"
         # the prompt fills the budget here; a policy that pins it would keep nothing else
         pinned = {"protect_prompt": False} if "protect_prompt" in entry.known else {}
         policy = kvsim.policy(full, **entry.required, **pinned)
