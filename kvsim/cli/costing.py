@@ -22,6 +22,11 @@ _RATIOS = (
     "policy beside those of the prefill, and beside those of each generated token."
 )
 
+_FIDELITY = (
+    "Fidelity of sizes and FLOPs: exact, they follow from the configuration and what is noted "
+    "below. Prefill and token are a model of time, and no measurement."
+)
+
 
 def cost(
     policy: Annotated[
@@ -85,10 +90,12 @@ def cost(
         raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
     if context is None and trace is None:
         raise OptionError("no context is given; expected --context N, or a --trace that has one")
+    if dtype_bytes is not None and not 1 <= dtype_bytes <= 8:
+        raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
 
-    from kvsim.cost import Model, bounded, estimate
+    from kvsim.cost import Model, bounded, estimate, no_selection
     from kvsim.sweeps import resolve_budget
     from kvsim.trace import open_trace
 
@@ -98,24 +105,22 @@ def cost(
     else:
         model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
     policies = build_policies(names, settings or [])
-    if selection_layer is not None and all(one.propagation is None for one in policies):
-        raise OptionError(
-            f"--selection-layer {selection_layer:g} is for policies that drop rows on the way "
-            f"down, such as asl or fastkv; {', '.join(names)} has no such layer"
-        )
-    costs = [
-        estimate(
-            model,
-            one,
-            resolve_budget(asked, n),
-            n,
-            prompt=_prompt(prompt, n, opened),
-            selection_layer=selection_layer,
-            trace=opened,
-        )
+    asked = [
+        (one, resolve_budget(size, n), n, _prompt(prompt, n, opened))
         for n in contexts or [_given(opened).n_pos]
         for one in policies
-        for asked in (budgets if bounded(one) else budgets[:1])
+        for size in (budgets if bounded(one) else budgets[:1])
+    ]
+    if selection_layer is not None:
+        why = [no_selection(one, size, n if own is None else own) for one, size, n, own in asked]
+        if all(why):
+            raise OptionError(
+                f"--selection-layer {selection_layer:g} is for policies that drop rows of longer "
+                f"prompts behind a layer, such as asl or fastkv; {', '.join(dict.fromkeys(why))}"
+            )
+    costs = [
+        estimate(model, one, size, n, prompt=own, selection_layer=selection_layer, trace=opened)
+        for one, size, n, own in asked
     ]
     if as_json:
         echo_json({"model": model.as_dict(), "costs": [one.as_dict() for one in costs]})
@@ -183,8 +188,21 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
         right=2,
     )
     typer.echo(f"\n{_RATIOS}")
+    typer.echo(_FIDELITY)
+    selecting = [one for one in costs if one.selection is not None]
+    if selecting:
+        told = dict.fromkeys(_selects(one, selecting) for one in selecting)
+        typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(told)}.")
     for said in dict.fromkeys(said for one in costs for said in one.assumptions):
         typer.echo(f"Note: {said}.")
+
+
+def _selects(one: Cost, among: Sequence[Cost]) -> str:
+    """The layer behind which rows are dropped, and where it comes from."""
+    at = "none" if one.selection_layer is None else f"{one.selection_layer:.4g}"
+    others = {(c.selection_layer, c.selection) for c in among if c.policy == one.policy}
+    where = f", {one.budget} of {one.context}" if len(others) > 1 else ""
+    return f"{one.policy}{where}: {at} ({one.selection})"
 
 
 def _share(value: float | None) -> str:

@@ -11,7 +11,7 @@ closed form and nothing runs a model; docs/cost.md says what the numbers can and
 from __future__ import annotations
 
 from kvsim.cost import papers
-from kvsim.cost.accounting import Cost, bounded, decode_ratio, estimate
+from kvsim.cost.accounting import Cost, bounded, decode_ratio, estimate, no_selection
 from kvsim.cost.model import GIB, Model, ModelError
 from kvsim.cost.scoring import FORMULAS, PROPAGATIONS, Event, Flops, event_flops
 
@@ -28,5 +28,6 @@ __all__ = [
     "decode_ratio",
     "estimate",
     "event_flops",
+    "no_selection",
     "papers",
 ]

@@ -22,6 +22,7 @@ from kvsim.policies.asl import Selecting
 from kvsim.policies.fastkv import FastKV
 from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.rpc import Growing
+from kvsim.propagation import Selection
 from kvsim.trace import Trace
 
 #: Mean selection layer of ASL by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
@@ -39,12 +40,17 @@ COLUMN_BYTES = TIME_BYTES = RANK_BYTES = 4
 class Cost:
     """What a policy costs; sequences have one value per layer, entries are of one KV head.
 
+    What counts (rows, entries, bytes, FLOPs) is `exact` accounting: it follows from sizes, and from
+    a selection layer, of which `selection` and `assumptions` say where it comes from. The ratios of
+    times are a model, FLOPs or bytes relative to the full cache, and no measurement.
+
     rows: of the prompt that each layer computes, over both passes where there are two. entries:
     after an event. peak: before the next one, or at the end of the context where there is none.
     mean: what a generated token reads on average between two events, or at the end of the context.
-    bounded: whether the budget plays a part. selection_layer: None where there is none; selection:
-    where it comes from. *_paper: in the terms of ASL's appendix B. Bytes and FLOPs say so in their
-    names, scoring is in FLOPs, None where a piece of the policy is unknown. assumptions: sentences.
+    bounded: whether the budget plays a part. selection_layer: None where there is none, or where a
+    trace never selects; selection: where it comes from, None for policies and prompts without.
+    *_paper: in the terms of ASL's appendix B. Bytes and FLOPs say so in their names, scoring is in
+    FLOPs, None where a piece of the policy is unknown. assumptions: sentences.
     """
 
     model: Model = field(repr=False)
@@ -83,6 +89,11 @@ class Cost:
     scoring_prompt: Flops | None
     scoring_event: Flops | None
     assumptions: tuple[str, ...]
+
+    @property
+    def fidelity(self) -> str:
+        """Always `exact`, under the assumptions that are listed."""
+        return "exact"
 
     @property
     def kv_ratio(self) -> float:
@@ -126,6 +137,7 @@ class Cost:
         out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
         out["kv_peak_bytes_per_layer"] = [n * self.position_bytes for n in self.peak]
         names = (
+            "fidelity",
             "kv_ratio",
             "kv_peak_ratio",
             "scoring_per_token",
@@ -193,7 +205,7 @@ def estimate(
         kv_peak_bytes=sum(peak) * position_bytes,
         kv_full_bytes=full,
         score_bytes=len(policy.columns) * held.n_heads * sum(peak) * COLUMN_BYTES,
-        rank_bytes=_rank_bytes(policy, at, prompt),
+        rank_bytes=_rank_bytes(policy, model, budget, prompt, at),
         mask_bytes=mask_bytes(model.n_layers, held.n_heads, context),
         evicted_at_bytes=model.n_layers * held.n_heads * context * TIME_BYTES,
         prefill_flops=sum(c.weight * c.prefill_flops(model) for c in cases),
@@ -204,7 +216,7 @@ def estimate(
         scoring_event=_total(c.event_scoring(policy, model) * c.weight for c in cases)
         if known
         else None,
-        assumptions=(*model.remarks, *said, *_remarks(policy, budget, prompt)),
+        assumptions=(*model.remarks, *said, *_remarks(policy, model, budget, prompt)),
     )
 
 
@@ -226,15 +238,27 @@ def _total(parts: Iterator[Flops]) -> Flops:
     return sum(parts, Flops())
 
 
-def _rank_bytes(policy: Policy, layer: float | None, prompt: int) -> float:
-    """Ranks of all layers up to the selection, as ASL's released code keeps them."""
+def _rank_bytes(
+    policy: Policy, model: Model, budget: int, prompt: int, layer: float | None
+) -> float:
+    """Ranks of all layers up to the selection, as ASL's released code keeps them; all for none."""
     piece = policy.propagation
-    if layer is None or not isinstance(piece, Selecting):
+    if not isinstance(piece, Selecting) or prompt <= budget:
         return 0.0
-    return asl_rank_cache_numbers(layer, prompt, piece.window) * RANK_BYTES
+    at = model.n_layers - 1 if layer is None else layer
+    return asl_rank_cache_numbers(at, prompt, piece.window) * RANK_BYTES
 
 
 # ------------------------------------------------------------------------ where rows are dropped
+
+
+def no_selection(policy: Policy, budget: int, prompt: int) -> str:
+    """Why there is no one layer behind which rows are dropped; empty where there is."""
+    if not isinstance(policy.propagation, FastKV | GemFilter | Selecting):
+        return f"{policy.name} has no such layer"
+    if prompt <= budget:
+        return f"{policy.name} keeps a prompt of {prompt} tokens whole at a budget of {budget}"
+    return ""
 
 
 def _selection(
@@ -247,38 +271,57 @@ def _selection(
 ) -> tuple[float | None, str | None, list[str]]:
     """The layer behind which rows are dropped, where it comes from, and what to say of it."""
     piece, last = policy.propagation, model.n_layers - 1
-    if not isinstance(piece, FastKV | GemFilter | Selecting) or prompt <= budget:
+    why = no_selection(policy, budget, prompt)
+    if why and given is None:
         return None, None, []
+    if why:
+        return None, None, [f"{policy.name}: selection layer {given:g} is without effect; {why}"]
     if given is not None:
         if not 0 <= given <= last:
-            raise PolicyError(f"{policy.name}: selection layer is {given}; expected 0..{last}")
+            raise PolicyError(f"{policy.name}: selection layer is {given:g}; expected 0..{last}")
         return given, "given", []
     if isinstance(piece, FastKV | GemFilter):
-        piece.check(model.n_layers)
         return piece.at(model.n_layers), "the policy's", []
-    said = []
     if trace is not None and trace.n_layers != model.n_layers:
         raise PolicyError(
             f"{policy.name}: trace {trace.name} has {trace.n_layers} layers and {model.name} has "
             f"{model.n_layers}; expected a trace of this model, to measure the selection layer on"
         )
+    found = None
+    if trace is not None and trace.prompt_len > budget:
+        found = replay(trace, policy, budget).selection
+    if trace is not None and found is not None:
+        return found.layer, f"measured on {trace.name}", [*_measured(policy, trace, prompt, found)]
+    notes = []
     if trace is not None:
-        found = replay(trace, policy, budget).selection if trace.prompt_len > budget else None
-        if found is not None:
-            layer = last if found.layer is None else found.layer
-            return layer, f"measured on {trace.name}", []
-        said.append(
+        notes.append(
             f"{policy.name}: no selection layer can be measured on {trace.name}, whose prompt of "
             f"{trace.prompt_len} tokens is within the budget"
         )
     known = PUBLISHED_LAYERS.get(model.n_layers)
     at = max(0.0, PUBLISHED_DEPTH * model.n_layers - 1) if known is None else known
     where = "as deep as the means" if known is None else "the mean"
-    said.append(
+    notes.append(
         f"{policy.name}: selection layer {at:.1f} of {model.n_layers} is assumed, {where} in ASL's "
         "appendix B.1 (RULER at 128k); it depends on the text, measure it on a trace"
     )
-    return at, "assumed", said
+    return at, "assumed", notes
+
+
+def _measured(policy: Policy, trace: Trace, prompt: int, found: Selection) -> Iterator[str]:
+    """What to say of a selection that was measured."""
+    name, piece = policy.name, policy.propagation
+    if found.layer is None:
+        yield f"{name}: never selects on {trace.name}, so every layer computes the whole prompt"
+    elif isinstance(piece, Selecting) and piece.restarts:
+        at_last = found.notes["relative_variance"][found.layer]
+        if not at_last < piece.tau:
+            yield f"{name}: no layer is below tau on {trace.name}, so the last one selects"
+    if trace.prompt_len != prompt:
+        yield (
+            f"{name}: the selection is that of a prompt of {trace.prompt_len} tokens, and counted "
+            f"is one of {prompt}"
+        )
 
 
 def _around(layer: float | None, n_layers: int) -> list[tuple[int, float]]:
@@ -450,6 +493,11 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         )
     if budget < 1:
         raise BudgetError(f"{policy.name}: budget is {budget}; expected at least 1 entry")
+    if policy.propagation is not None:
+        try:
+            policy.propagation.check(model.n_layers)
+        except PolicyError as error:
+            raise PolicyError(str(error).replace("the trace has", f"{model.name} has")) from error
     if budget >= context:
         return
     try:
@@ -463,9 +511,11 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         ) from error
 
 
-def _remarks(policy: Policy, budget: int, prompt: int) -> Iterator[str]:
+def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
     """What a reader of the numbers should know of the policy."""
-    name, interval = policy.name, policy.schedule.interval
+    name, interval, piece = policy.name, policy.schedule.interval, policy.propagation
+    if piece is not None and (said := piece.remark(model.n_layers, prompt, budget)):
+        yield f"{name}: {said}"
     if isinstance(policy.layer_budgets, Growing):
         yield f"{name}: no budget binds; it holds prompt, window and a share of what is generated"
     elif not bounded(policy):

@@ -20,6 +20,7 @@ from kvsim.trace import Trace
 GIB = 1 << 30
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+_MOST_BYTES = max(_BYTES.values())
 
 # The MLP of most decoders is gated and has three matrices; these types have two.
 _TWO_MATRICES = ("gpt_neox", "nemotron", "phi", "starcoder2")
@@ -73,8 +74,10 @@ class Model:
                 f"{self.name}: {self.n_qheads} query heads cannot share {self.n_heads} KV heads; "
                 "expected a multiple"
             )
-        if not self.number_bytes > 0:
-            raise ModelError(f"{self.name}: {self.number_bytes} bytes per number; expected > 0")
+        if not 1 <= self.number_bytes <= _MOST_BYTES:
+            raise ModelError(
+                f"{self.name}: {self.number_bytes:g} bytes per number; expected 1 to {_MOST_BYTES}"
+            )
 
     # ---------------------------------------------------------------------------- parameters
 
@@ -215,7 +218,7 @@ def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> 
         tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
         mlp_matrices=matrices,
         extra=_extra(config, kind, qheads, heads, dim, matrices),
-        number_bytes=number_bytes or _number_bytes(config, name),
+        number_bytes=_number_bytes(config, name) if number_bytes is None else number_bytes,
         remarks=_remarks(config),
     )
 
