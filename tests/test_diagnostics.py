@@ -699,6 +699,14 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
     assert "variance.png, selection.png" in out
     assert sorted(path.name for path in many.iterdir()) == ["selection.png", "variance.png"]
 
+    status, out, _ = run("sample", "--budget", "64", "--figures", tmp_path / "shallow")
+    assert status == 0
+    assert "ranks-64.png" in out
+    assert "grid" not in out  # one layer is tested: nothing to choose
+    status, out, _ = run(stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
+    assert status == 0
+    assert "grid" not in out
+
     status, out, err = run("sample", "--budget", "64", "--figures", many)
     assert (status, out) == (2, "")
     assert err == f"error: {many} exists; give another --figures, nothing was changed\n"
@@ -710,13 +718,20 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
         (["--budget", "16"], "budget 16 is below the window of 32"),
         (["--budget", "x"], "budget is 'x'"),
         (["--budget", "64", "--window", "151"], "no token is left to rank"),
-        (["--budget", "64", "--window", "0"], "window is 0"),
-        (["--budget", "64", "--pool", "sum"], "pool is 'sum'"),
-        (["--budget", "64", "--pool-kernel", "4"], "pool_kernel is 4"),
-        (["--budget", "64", "--tau", "-1"], "tau is -1.0"),
+        (["--budget", "64", "--window", "0"], "error: --window is 0; expected at least 1 row"),
+        (["--budget", "64", "--pool", "sum"], "error: --pool is 'sum'; expected avg, max or none"),
+        (
+            ["--budget", "64", "--pool-kernel", "4"],
+            "error: --pool-kernel is 4; expected an odd width",
+        ),
+        (["--budget", "64", "--tau", "-1"], "error: --tau is -1.0; expected 0"),
         (["--budget", "64", "--tau", "inf"], "--tau is inf"),
-        (["--budget", "64", "--first-layer", "3"], "the trace has layers 0..2"),
-        (["--budget", "64", "--look-back", "0"], "look_back is 0"),
+        (
+            ["--budget", "64", "--first-layer", "3"],
+            "error: --first-layer is 3, the trace has layers 0..2",
+        ),
+        (["--budget", "64", "--first-layer", "-1"], "error: --first-layer is -1; expected a layer"),
+        (["--budget", "64", "--look-back", "0"], "error: --look-back is 0; expected at least 1"),
         (["--budget", "64", "--gold", "9-3"], "--gold is '9-3'; expected positions such as"),
         (["--budget", "64", "--gold", "151"], "position 151 is not in the prompt"),
         (["--budget", "64", "--gold-text", "gold lime"], "'gold lime' does not occur"),

@@ -82,7 +82,7 @@ def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
     needed = np.zeros((40, 40), dtype=bool)
     needed[39, 0] = True
 
-    cells = plots.records._cells(np.full(40, 20), needed)
+    cells = plots.records._cells(np.maximum(np.arange(40), 20), needed)
 
     assert cells.shape == (10, 10)
     assert cells[9, 0] == 3
@@ -229,6 +229,38 @@ def test_the_bump_chart_follows_the_best_tokens(layered):
     assert sorted(red) == ["10", "40"]
 
 
+def test_the_bump_chart_explains_what_it_shows(layered):
+    """Colours, lines and labels are named, those alone that are there, and none within the axes."""
+    trace, found = layered
+    one = found[0]
+    bare = diagnostics.diagnose(trace, one.ranking, 100)
+    best = one.ranking.ranks[-1].argsort()[:3].tolist()
+    assert not {10, 40} & {*best}
+
+    (full,) = plots.rank_bumps(one, trace, tokens=70).axes
+    (few,) = plots.rank_bumps(one, trace, tokens=3).axes
+    (plain,) = plots.rank_bumps(bare, tokens=70).axes
+
+    assert "dark to light: ranks 1 to 70 there; red: gold; labels: position and text" in (
+        full.get_title()
+    )
+    assert full.get_ylabel() == "rank, of 70 (dotted: k = 16)"
+    assert full.get_xlabel() == "layer (dashed: selection layer)"
+    assert len(full.texts) == 70  # a label for each token, and nothing else
+    assert "gold" not in few.get_title()
+    assert "labels: position;" in plain.get_title()
+    assert plain.get_xlabel() == "layer"
+
+
+def test_k_is_within_the_bump_chart(layered):
+    """The axis of ranks reaches to k, also where no path does."""
+    trace, found = layered
+    (axis,) = plots.rank_bumps(found[1], trace, tokens=1).axes
+
+    assert found[1].curve.k == 34
+    assert axis.get_ylim()[0] > 34.5
+
+
 def test_attention_of_the_layers_is_masked_after_the_row(layered):
     """A map per layer; what a row cannot see is blank."""
     trace, found = layered
@@ -273,7 +305,8 @@ def test_gold_recall_names_regret(layered):
     figure = plots.gold_recall(found)
 
     (axis,) = figure.axes
-    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
     for one, label in zip(found, labels, strict=True):
         assert f"selects after {one.layer} with {one.recall[one.layer]:.0%}" in label
         full = one.first_full_recall
@@ -282,6 +315,21 @@ def test_gold_recall_names_regret(layered):
         assert ("regret" in label) == (one.layer_regret is not None)
     assert any("regret" in label for label in labels)
     np.testing.assert_array_equal(axis.get_lines()[0].get_ydata(), found[0].recall)
+
+
+def test_the_legend_of_gold_recall_hides_no_line():
+    """For one line, and for as many as have names, the legend lies below the axes."""
+    trace = deep()
+    ranked = diagnostics.ranking(trace, ASL(window=16))
+    found = [diagnostics.diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(10)]
+
+    for some in (found[:1], found):
+        figure = plots.gold_recall(some)
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.y1 <= figure.axes[0].get_tightbbox().y0
+        assert box.y0 >= 0
+        assert figure.axes[0].get_window_extent().height > 0.5 * 3.6 * figure.dpi
 
 
 def test_overlap_stands_beside_chance(layered):
@@ -313,7 +361,7 @@ def test_shallow_models_have_every_figure(layers):
         *(make(one) for one in found for make in (plots.rank_pattern, plots.rank_bumps)),
         *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (16, 32, 100)),
     ):
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))
 
 

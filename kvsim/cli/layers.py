@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 from kvsim.cli.show import bar, echo_json, echo_table
 from kvsim.cli.values import Json, OptionError, locate, parse_device, split
-from kvsim.errors import OutputError, TraceError
+from kvsim.errors import OutputError, PolicyError, TraceError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -102,14 +103,17 @@ def layers(
     from kvsim.trace import open_trace
 
     parse_device(device)
-    rule = ASL(
-        tau=tau,
-        window=window,
-        pool=None if pool == "none" else pool,  # type: ignore[arg-type]  # checked by ASL itself
-        pool_kernel=pool_kernel,
-        first_layer=first_layer,
-        look_back=look_back,
-    )
+    if pool not in ("avg", "max", "none"):
+        raise OptionError(f"--pool is {pool!r}; expected avg, max or none")
+    with _as_options():
+        rule = ASL(
+            tau=tau,
+            window=window,
+            pool=None if pool == "none" else pool,  # type: ignore[arg-type]  # one of the two
+            pool_kernel=pool_kernel,
+            first_layer=first_layer,
+            look_back=look_back,
+        )
     opened = [open_trace(locate(trace)) for trace in traces]
     _distinct(opened)
 
@@ -130,7 +134,8 @@ def layers(
             def step(done: int, total: int, name: str = trace.name) -> None:
                 report(done, total, name)
 
-            rankings.append(ranking(trace, rule, device=device, progress=step))
+            with _as_options():
+                rankings.append(ranking(trace, rule, device=device, progress=step))
             for asked, size in zip(budgets, sizes, strict=True):
                 share = asked if asked.endswith("%") else None
                 found.append(diagnose(trace, rankings[-1], size, gold=at, share=share))
@@ -142,6 +147,19 @@ def layers(
         echo_json(_document(opened, rankings, found, rule, written))
     else:
         _print(opened, found, rule, written)
+
+
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """Errors about a parameter of ASL name the option that it was given with."""
+    try:
+        yield
+    except PolicyError as error:
+        found = re.fullmatch(r"asl: (\w+) (is .*)|asl \((\w+)\): layer (is .*)", str(error))
+        if found is None:
+            raise
+        name = (found[1] or found[3]).replace("_", "-")
+        raise OptionError(f"--{name} {found[2] or found[4]}") from error
 
 
 def _positions(text: str) -> list[int]:
@@ -386,7 +404,9 @@ def _figures(
     )
     for one in found:
         size = one.asked.replace("%", "pct")
-        yield f"grid-{size}", plots.selection_grid(trace.name, of_trace.grid(one.curve.budget))
+        grid = of_trace.grid(one.curve.budget)
+        if len(grid.first_layers) > 1 and not one.curve.fits:  # else there is nothing to choose
+            yield f"grid-{size}", plots.selection_grid(trace.name, grid)
         yield f"ranks-{size}", plots.rank_pattern(one)
         yield f"bumps-{size}", plots.rank_bumps(one, trace)
 

@@ -167,7 +167,7 @@ def rank_pattern(one: Diagnosis) -> Figure:
 def rank_bumps(one: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) -> Figure:
     """The way of the best tokens of the last layer through the ranks; gold tokens are red.
 
-    trace: for the tokens' texts.
+    The others are the darker, the better the last layer ranks them. trace: for the tokens' texts.
     """
     curve, ranking = one.curve, one.ranking
     best = ranking.ranks[-1].argsort()[:tokens].numpy()
@@ -203,21 +203,23 @@ def rank_bumps(one: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) 
             annotation_clip=False,
         )
     axis.set_yscale("log")
-    axis.set_ylim(max(2, int(paths.max(initial=2))) * 1.1, 0.9)
+    axis.set_ylim(max(2, curve.k, int(paths.max(initial=2))) * 1.1, 0.9)
     axis.yaxis.set_major_formatter(_PLAIN)
+    _layers(axis, curve.n_layers)
+    rank = f"rank, of {ranking.ranked}"
     if curve.k > 0:
         axis.axhline(curve.k + 0.5, color="black", lw=0.8, ls=":")
-        _note(axis, f"k = {curve.k}", curve.k)
+        rank += f" (dotted: k = {curve.k})"
+    axis.set_ylabel(rank, fontsize=8)
     if one.layer is not None:
         axis.axvline(one.layer, color=SELECTED, lw=1, ls="--")
-    _layers(axis, curve.n_layers)
-    axis.set_ylabel(f"rank, of {ranking.ranked}", fontsize=8)
-    colours = "red: gold; " if gold else ""
-    line = "" if one.layer is None else "; dashed: selection layer"
+        axis.set_xlabel("layer (dashed: selection layer)", fontsize=8)
+    marks = "; red: gold" if gold.intersection(best.tolist()) else ""
+    labels = "position" if texts is None else "position and text"
     _title(
         axis,
         f"{one.trace}: the {len(best)} tokens that the last layer ranks best",
-        f"{colours}labels: position and text; fidelity: exact{line}",
+        f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}; fidelity: exact",
     )
     return figure
 
@@ -323,8 +325,9 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
     A line per trace and budget. A set is what goes on if this layer selects: the first k tokens and
     the window. Traces without gold are left out.
     """
-    figure, axis = _one(7.2, 3.6)
     known = [one for one in diagnoses if one.recall is not None]
+    named = 0 < len(known) <= _NAMED
+    figure, axis = _one(7.2, 3.6 + 0.17 * len(known) * named)
     colours = mpl.colormaps["tab10"](np.arange(len(known)) % 10)
     for one, colour in zip(known, colours, strict=True):
         if one.recall is None:
@@ -343,8 +346,8 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
     _layers(axis, max((one.curve.n_layers for one in known), default=1))
     axis.set_ylim(-0.03, 1.05)
     axis.set_ylabel("share of gold tokens in top k + window", fontsize=8)
-    if 0 < len(known) <= _NAMED:
-        axis.legend(fontsize=7.5, frameon=False)
+    if named:  # below the axes, where it hides no line
+        figure.legend(fontsize=7.5, frameon=False, loc="outside lower center")
     names = list(dict.fromkeys(one.trace for one in known))
     what = names[0] if len(names) == 1 else f"{len(names)} traces"
     sizes = sorted({0 if one.gold is None else len(one.gold) for one in known})
@@ -434,17 +437,6 @@ def _label(one: Diagnosis, among: Sequence[Diagnosis]) -> str:
     if len(traces) == 1:
         return size
     return one.trace if len(budgets) == 1 else f"{one.trace}, {size}"
-
-
-def _note(axis: Axes, text: str, y: float) -> None:
-    axis.annotate(
-        text,
-        (0, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, -9),
-        textcoords="offset points",
-        fontsize=7,
-    )
 
 
 def _plain(text: str) -> str:
