@@ -128,7 +128,7 @@ def check_layer(name: str, layer: int | None, n_layers: int) -> None:
     """Raise PolicyError where a model has no such layer."""
     if layer is not None and layer >= n_layers:
         raise PolicyError(
-            f"{name}: layer is {layer}, the trace has layers 0..{n_layers - 1}; give one of them"
+            f"{name}: layer is {layer}, the model has layers 0..{n_layers - 1}; give one of them"
         )
 
 

@@ -91,3 +91,20 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         report.outcome = "failed"
         report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
     return report
+
+
+# ------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs one command in this process; gives (status, standard output, standard error)."""
+    from kvsim.cli import main
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        return end.value.code, *capsys.readouterr()
+
+    return run

@@ -50,19 +50,6 @@ not_a_policy = 3
 """
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs one command in this process; gives (status, standard output, standard error)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def prompt():
     """A prompt that tiny answers in a moment."""

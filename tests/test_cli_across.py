@@ -7,24 +7,10 @@ import json
 import pytest
 
 import kvsim
-from kvsim.cli import main
 from kvsim.recorder import load_model
 from kvsim.tiny.ledger import prompts
 
 SETTINGS = ("--set", "tau=1.01", "--set", "window=8", "--set", "rows=60", "--set", "least=5")
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs one command in this process; gives (status, standard output, standard error)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

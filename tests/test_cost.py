@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kvsim
 from kvsim.attention import Rope
-from kvsim.cli import main
 from kvsim.composition import LayerBudgets, Policy, Protection, Schedule, Scorer, Uniform
 from kvsim.cost import (
     FORMULAS,
@@ -763,7 +762,7 @@ def test_layers_that_the_model_lacks_are_refused():
 
     for policy in policies:
         for budget in (2048, 8 * K):
-            with pytest.raises(PolicyError, match=r"layer is 40, config has layers 0\.\.31"):
+            with pytest.raises(PolicyError, match=r"layer is 40, the model has layers 0\.\.31"):
                 estimate(LLAMA_8B, policy, budget, 8 * K, selection_layer=3)
 
 
@@ -1106,20 +1105,6 @@ def test_unknown_layer_budgets_count_as_full():
 
 
 @pytest.fixture
-def run(capsys):
-    """Runs one command in this process; gives (status, standard output, standard error)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
-
-
-@pytest.fixture
 def config(tmp_path):
     """The path of a configuration."""
     path = tmp_path / "llama.json"
@@ -1235,7 +1220,7 @@ AT_64 = ["--model-config", "CONFIG", "--context", "64"]
         ),
         (
             [*AT_64, "--prompt", "8", "--policy", "asl", "--set", "first_layer=40"],
-            "layer is 40, llama has layers 0..31",
+            "layer is 40, the model has layers 0..31",
         ),
         *(
             (

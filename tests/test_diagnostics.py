@@ -401,7 +401,7 @@ def test_the_second_pass_takes_the_last_layer():
     ("call", "error", "expected"),
     [
         (lambda t: ranking(t, ASL(window=116)), PolicyError, "no token is left to rank"),
-        (lambda t: ranking(t, ASL(first_layer=6)), PolicyError, "trace has layers 0..5"),
+        (lambda t: ranking(t, ASL(first_layer=6)), PolicyError, "model has layers 0..5"),
         (lambda t: ranking(t).curve(31), BudgetError, "below the window of 32"),
         (lambda t: ranking(t).curve(64, ASL(window=8)), PolicyError, "a ranking for each"),
         (lambda t: ranking(t).curve(64, ASL(first_layer=6)), PolicyError, "layer is 6"),
@@ -728,7 +728,7 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
         (["--budget", "64", "--tau", "inf"], "--tau is inf"),
         (
             ["--budget", "64", "--first-layer", "3"],
-            "error: --first-layer is 3, the trace has layers 0..2",
+            "error: --first-layer is 3, the model has layers 0..2",
         ),
         (["--budget", "64", "--first-layer", "-1"], "error: --first-layer is -1; expected a layer"),
         (["--budget", "64", "--look-back", "0"], "error: --look-back is 0; expected at least 1"),

@@ -446,7 +446,7 @@ def test_what_does_not_go_together_is_refused(name, params, message):
 
 def test_what_a_trace_does_not_allow_is_refused(trace):
     """Layers that do not exist, budgets below the window, traces without the first layers."""
-    with pytest.raises(PolicyError, match=r"fastkv: layer is 7, the trace has layers 0\.\.6"):
+    with pytest.raises(PolicyError, match=r"fastkv: layer is 7, the model has layers 0\.\.6"):
         kvsim.replay(trace, kvsim.policy("fastkv", layer=7), 20)
     with pytest.raises(PolicyError, match=r"first_layer\): layer is 9"):
         kvsim.replay(trace, kvsim.policy("asl", first_layer=9, window=4), 20)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.cli.show import echo_json, echo_table, schedule
-from kvsim.cli.values import Json, OptionError, build_policies, locate, split
+from kvsim.cli.values import Json, OptionError, PolicyNames, Settings, build_policies, locate, split
 
 if TYPE_CHECKING:
     from kvsim.cost import Cost, Model
@@ -29,13 +29,7 @@ _FIDELITY = (
 
 
 def cost(
-    policy: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME[,NAME...]",
-            help="Policies, as `kvsim policies` lists them, or module:NAME for one of your own.",
-        ),
-    ],
+    policy: PolicyNames,
     budget: Annotated[
         list[str],
         typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the context."),
@@ -62,12 +56,7 @@ def cost(
             min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
-        ),
-    ] = None,
+    settings: Settings = None,
     selection_layer: Annotated[
         float | None,
         typer.Option(

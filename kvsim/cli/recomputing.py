@@ -9,6 +9,9 @@ import typer
 from kvsim.cli.show import bar, echo_json, echo_table
 from kvsim.cli.values import (
     Json,
+    PolicyNames,
+    Settings,
+    TrustRemoteCode,
     build_policies,
     locate,
     parse_device,
@@ -30,10 +33,7 @@ def recompute(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
     ],
-    policy: Annotated[
-        list[str],
-        typer.Option(metavar="NAME[,NAME...]", help="Policies that drop rows, such as asl."),
-    ],
+    policy: PolicyNames,
     budget: Annotated[
         list[str],
         typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the trace."),
@@ -42,19 +42,12 @@ def recompute(
         str,
         typer.Option(help="The model that was recorded: 'tiny', a local folder, or a hub id."),
     ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
-        ),
-    ] = None,
+    settings: Settings = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Compute the layers behind a selection again, as a prefill that drops rows would.

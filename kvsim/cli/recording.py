@@ -15,6 +15,7 @@ from kvsim.cli.values import (
     OptionError,
     Stop,
     TracePath,
+    TrustRemoteCode,
     locate,
     parse_device,
     quiet_transformers,
@@ -83,9 +84,7 @@ def capture(
         typer.Option(help="float16 stores in half the space; by default storage is exact."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a trace that is there already.")
     ] = False,

@@ -21,6 +21,8 @@ from kvsim.cli.show import (
 from kvsim.cli.values import (
     Json,
     OptionError,
+    PolicyNames,
+    Settings,
     Stop,
     build_policies,
     locate,
@@ -44,13 +46,7 @@ def replay(
         list[str],
         typer.Argument(metavar="TRACE", help="Recorded traces, or 'sample' for the one shipped."),
     ],
-    policy: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME[,NAME...]",
-            help="Policies, as `kvsim policies` lists them, or module:NAME for one of your own.",
-        ),
-    ],
+    policy: PolicyNames,
     budget: Annotated[
         list[str],
         typer.Option(
@@ -71,12 +67,7 @@ def replay(
             help="Whether an event follows the prompt; default: each policy its own.",
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."
-        ),
-    ] = None,
+    settings: Settings = None,
     sink: Annotated[
         int,
         typer.Option(

@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 Value = int | float | bool | str | None
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+PolicyNames = Annotated[
+    list[str],
+    typer.Option(
+        "--policy",
+        metavar="NAME[,NAME...]",
+        help="Policies, as `kvsim policies` lists them, or module:NAME for one of your own.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
 TracePath = Annotated[
     str,
     typer.Argument(metavar="TRACE", help="A recorded trace, or 'sample' for the one that ships."),

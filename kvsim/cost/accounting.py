@@ -494,10 +494,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
     if budget < 1:
         raise BudgetError(f"{policy.name}: budget is {budget}; expected at least 1 entry")
     if policy.propagation is not None:
-        try:
-            policy.propagation.check(model.n_layers)
-        except PolicyError as error:
-            raise PolicyError(str(error).replace("the trace has", f"{model.name} has")) from error
+        policy.propagation.check(model.n_layers)
     if budget >= context:
         return
     try:
