@@ -85,8 +85,12 @@ def retention_map(
         fontsize=8,
         frameon=False,
     )
+    labels = {
+        fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
+    }
     figure.suptitle(
-        f"{trace.name}: layer {trace.layer_ids[layer]}, KV head {head}; dotted: end of the prompt",
+        f"{trace.name}: layer {trace.layer_ids[layer]}, KV head {head}; dotted: end of the prompt "
+        f"(fidelity: {', '.join(sorted(labels))})",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, 0.05, 1, 0.99))
