@@ -119,6 +119,37 @@ def test_listings(run, command, name):
     assert err == ""
 
 
+def test_a_policy_in_full_shows_parameters_and_rule(run):
+    """Names given to `policies` are told with what the list has no room for."""
+    _, out, _ = run("policies", "snapkv@kvpress", "asl")
+    _, document, _ = run("policies", "asl", "--json")
+    first, second = out.split("asl[+SCORER]: ")
+
+    assert "window=64 pool=avg pool_kernel=5" in first
+    assert "listing 1" in first
+    assert "tau=0.3" in second
+    assert "SCORER:       snapkv, if none is named" in second
+    assert "V_l = mean over U" in second
+    assert [one["name"] for one in json.loads(document)] == ["asl"]
+
+
+def test_presets_stand_beside_the_policy(run):
+    """What else there is of a name."""
+    _, out, _ = run("policies", "snapkv")
+
+    assert "presets:      snapkv@kvpress, snapkv@gkv, snapkv@original" in out
+
+
+@pytest.mark.parametrize("name", ["snapvk", "ams+tova"])
+def test_a_policy_that_is_not_listed_is_refused(run, name):
+    """One line with the closest name, or what is expected."""
+    status, out, err = run("policies", name)
+
+    assert (status, out) == (2, "")
+    assert "expected one name without a +" in one_line(err)
+    assert name != "snapvk" or "did you mean 'snapkv'" in err
+
+
 # ---------------------------------------------------------------------------- capture, info, verify
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from kvsim.cli.show import echo_json, echo_table, schedule
 from kvsim.cli.values import Json
@@ -12,33 +16,67 @@ if TYPE_CHECKING:
     from kvsim.policies import Description
 
 
-def policies(as_json: Json = False) -> None:
-    """List the policies: what they keep, when they evict, what they need, their parameters."""
+def policies(
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Show these in full: parameters and exact rule."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the policies: what they keep, when they evict, what they need, their papers."""
+    from kvsim.errors import PolicyError, suggest
     from kvsim.policies import describe, names
 
-    listed = [describe(name) for name in names()]
+    known = names()
+    for one in name or ():
+        if one not in known:
+            raise PolicyError(
+                f"no policy of the list is called {one!r}{suggest(one, known)}; "
+                "expected one name without a +, `kvsim policies` lists them"
+            )
+    listed = [describe(one) for one in name or known]
     if as_json:
         echo_json([{**asdict(one), "paper": one.paper or None} for one in listed])
         return
+    if name:
+        typer.echo("\n\n".join(map(_in_full, listed)))
+        return
     echo_table(
-        ["policy", "keeps", "evicts after", "needs", "parameters", "paper"],
-        [
-            [
-                shown(one),
-                one.keeps,
-                fires(one),
-                needs(one),
-                " ".join(f"{key}={value}" for key, value in one.params.items()),
-                one.paper,
-            ]
-            for one in listed
-        ],
+        ["policy", "keeps", "evicts after", "needs", "paper"],
+        [[shown(one), one.keeps, fires(one), needs(one), one.paper] for one in listed],
     )
+    typer.echo("\n`kvsim policies NAME` shows its parameters and its exact rule.")
+
+
+def _in_full(one: Description) -> str:
+    """One policy: its facts, and what the files of its pieces say."""
+    from kvsim.policies import CATALOGUE
+
+    base, _, preset = one.name.partition("@")
+    entry = CATALOGUE[base].preset(preset)
+    pieces = [piece for piece in (entry.piece, entry.layer_budgets) if piece is not None]
+    modules = dict.fromkeys(piece.__module__ for piece in pieces)
+    parameters = " ".join(f"{key}={value}" for key, value in one.params.items())
+    presets = ", ".join(f"{base}@{other}" for other in CATALOGUE[base].presets)
+    facts = {
+        "evicts after": fires(one),
+        "needs": needs(one),
+        "parameters": parameters,
+        "presets": "" if preset else presets,
+        "SCORER": f"{one.default}, if none is named" if one.default else "",
+        "paper": one.paper,
+    }
+    lines = [f"{shown(one)}: {one.keeps}"]
+    lines += [f"{key + ':':<14}{value}" for key, value in facts.items() if value]
+    told = [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
+    return "\n\n".join(["\n".join(lines), *told])
 
 
 def shown(one: Description) -> str:
-    """The name, with a place for the scorer that it needs inside."""
-    return one.name if one.innermost else f"{one.name}+SCORER"
+    """The name, with a place for the scorer inside, in brackets where it needs none."""
+    if one.innermost:
+        return one.name
+    return f"{one.name}[+SCORER]" if one.default else f"{one.name}+SCORER"
 
 
 def fires(one: Description) -> str:

@@ -102,14 +102,16 @@ class Entry:
 class Description:
     """What `kvsim policies` says of a name.
 
-    innermost: nothing stands inside. Interval and prefill are those of the scorer inside where
-    `own_schedule` is False; needs are arrays that a trace must hold beyond q, k and v. bounded:
-    whether the budget binds at all; exact: whether exactly the budget stays.
+    innermost: nothing stands inside; default: the scorer inside where none is named. Interval and
+    prefill are those of the scorer inside where `own_schedule` is False; needs are arrays that a
+    trace must hold beyond q, k and v. bounded: whether the budget binds at all; exact: whether
+    exactly the budget stays.
     """
 
     name: str
     kind: str
     innermost: bool
+    default: str
     keeps: str
     params: dict[str, Any]
     required: dict[str, str]
@@ -133,6 +135,7 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
         name=name,
         kind=entry.kind,
         innermost=entry.innermost,
+        default=entry.default,
         keeps=entry.summary,
         params={k: v for k, v in policy.params.items() if k in entry.known},
         required={key: str(value) for key, value in entry.required.items()},
