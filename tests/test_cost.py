@@ -30,6 +30,7 @@ from kvsim.cost import (
 from kvsim.cost.accounting import PUBLISHED_DEPTH
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE, describe, has_parameter, names
+from kvsim.testing.strategies import make_case
 from kvsim.tiny import PATH as TINY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -1244,3 +1245,24 @@ def test_command_refuses(run, config, arguments, message):
 def test_formulas_are_of_pieces():
     """The table of formulas holds classes of kvsim alone."""
     assert all(piece.__module__.startswith("kvsim.") for piece in FORMULAS)
+
+
+def test_fastkv_drops_rows_of_a_prompt_that_just_fills_the_budget():
+    """As its replay does: rows of each layer are those of the record."""
+    case = make_case("normal", layers=4, heads=1, n=40, dim=8, prompt_len=40)
+    policy = kvsim.policy("fastkv", rows=20, window=4)
+    found = kvsim.replay(case.trace(), policy, 40).selection
+    model = Model.from_config(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "vocab_size": 9,
+        }
+    )
+    counted = estimate(model, policy, 40, 40)
+
+    assert counted.rows == found.counts == (40, 40, 20, 20)
+    assert counted.selection_layer == found.layer == 1

@@ -736,7 +736,7 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
         (["--budget", "64", "--gold", "151"], "position 151 is not in the prompt"),
         (["--budget", "64", "--gold-text", "gold lime"], "'gold lime' does not occur"),
         (["--budget", "64", "--gold", "3", "--gold-text", "a"], "both given"),
-        (["sample", "--budget", "64"], "two traces are called 'sample'"),
+        (["sample", "--budget", "64"], "both called 'sample'; expected traces of different names"),
         (["nowhere.zarr", "--budget", "64"], "nowhere.zarr"),
         (["--budget", "64", "--device", "tpu"], "--device is 'tpu'"),
         ([], "--budget"),

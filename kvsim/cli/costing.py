@@ -70,9 +70,9 @@ def cost(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what policies cost on a model: memory, time and FLOPs, and what was assumed.
+    """Say what policies cost on a model: memory, time, FLOPs.
 
-    Closed form, from the model's configuration; nothing is run, but for the selection layer that a
+    And what was assumed. Closed form, from the model's configuration; nothing is run, but for the selection layer that a
     trace is asked for.
     """
     if model_config is None and trace is None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, echo_json, echo_table
-from kvsim.cli.values import Json, OptionError, locate, parse_device, split
-from kvsim.errors import OutputError, PolicyError, TraceError
+from kvsim.cli.values import Json, OptionError, check_distinct, locate, parse_device, split
+from kvsim.errors import OutputError, PolicyError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -77,7 +77,7 @@ def layers(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Show where ASL would select, and how the layers rank the tokens of a prompt.
+    """Show where ASL selects, and how layers rank the tokens.
 
     One trace: a table of its layers for each budget. Several: a line per trace and budget, and how
     often each layer is selected.
@@ -115,7 +115,7 @@ def layers(
             look_back=look_back,
         )
     opened = [open_trace(locate(trace)) for trace in traces]
-    _distinct(opened)
+    check_distinct(opened)
 
     def needed(trace: Trace) -> Ints | None:
         if gold_text is not None:
@@ -174,17 +174,6 @@ def _positions(text: str) -> list[int]:
             )
         out += range(first, last + 1)
     return out
-
-
-def _distinct(traces: Sequence[Trace]) -> None:
-    """Raise TraceError where two traces have one name: a table could not tell them apart."""
-    names = [trace.name for trace in traces]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise TraceError(
-            f"two traces are called {twice!r}; expected traces of different names, look at them "
-            "one by one"
-        )
 
 
 # ------------------------------------------------------------------------------------------ text

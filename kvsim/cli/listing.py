@@ -23,7 +23,7 @@ def policies(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the policies: what they keep, when they evict, what they need, their papers."""
+    """List the policies, or show some of them in full."""
     from kvsim.errors import PolicyError, suggest
     from kvsim.policies import describe, names
 

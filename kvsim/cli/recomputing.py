@@ -50,9 +50,9 @@ def recompute(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Compute the layers behind a selection again, as a prefill that drops rows would.
+    """Compute the layers behind a selection again.
 
-    Prints how far the residual stream and the first token move from those of the full prefill.
+    As a prefill that drops rows would, with the model's weights. Prints how far the residual stream and the first token move from those of the full prefill.
     """
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     limit = None if memory is None else parse_memory(memory)

@@ -25,12 +25,12 @@ from kvsim.cli.values import (
     Settings,
     Stop,
     build_policies,
+    check_distinct,
     locate,
     parse_device,
     parse_memory,
     split,
 )
-from kvsim.errors import TraceError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -141,7 +141,7 @@ def replay(
     policies = build_policies(names, settings or [], protect)
     parse_device(device)
     opened = [open_trace(locate(trace)) for trace in traces]
-    _distinct(opened)
+    check_distinct(opened)
     with bar("cells") as report:
         run = sweep(
             opened,
@@ -167,18 +167,6 @@ def replay(
     else:
         _print(opened, policies, protect, run, shown, where)
     _finish(run, total, where)
-
-
-def _distinct(traces: Sequence[Trace]) -> None:
-    """Raise TraceError where two traces have one name: a table could not tell them apart."""
-    seen: dict[str, Path | None] = {}
-    for trace in traces:
-        if trace.name in seen:
-            raise TraceError(
-                f"{seen[trace.name]} and {trace.path} are both called {trace.name!r}; expected "
-                "traces of different names, replay them one by one"
-            )
-        seen[trace.name] = trace.path
 
 
 def _nothing(run: Run) -> str:

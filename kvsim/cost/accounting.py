@@ -254,9 +254,11 @@ def _rank_bytes(
 
 def no_selection(policy: Policy, budget: int, prompt: int) -> str:
     """Why there is no one layer behind which rows are dropped; empty where there is."""
-    if not isinstance(policy.propagation, FastKV | GemFilter | Selecting):
+    piece = policy.propagation
+    if not isinstance(piece, FastKV | GemFilter | Selecting):
         return f"{policy.name} has no such layer"
-    if prompt <= budget:
+    # FastKV drops rows of a prompt that just fills the budget, if it has more than its rows
+    if prompt < budget or (prompt == budget and not isinstance(piece, FastKV)):
         return f"{policy.name} keeps a prompt of {prompt} tokens whole at a budget of {budget}"
     return ""
 
