@@ -72,8 +72,8 @@ def cost(
 ) -> None:
     """Say what policies cost on a model: memory, time, FLOPs.
 
-    And what was assumed. Closed form, from the model's configuration; nothing is run, but for the selection layer that a
-    trace is asked for.
+    And what was assumed. Closed form, from the model's configuration; nothing is run, but for the
+    selection layer that a trace is asked for.
     """
     if model_config is None and trace is None:
         raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")

@@ -52,7 +52,8 @@ def recompute(
 ) -> None:
     """Compute the layers behind a selection again.
 
-    As a prefill that drops rows would, with the model's weights. Prints how far the residual stream and the first token move from those of the full prefill.
+    As a prefill that drops rows would, with the model's weights. Prints how far the residual
+    stream and the first token move from those of the full prefill.
     """
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     limit = None if memory is None else parse_memory(memory)
