@@ -12,49 +12,84 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.tiny.ledger import Sample, make
-from kvsim.tiny.vocabulary import BOS, COLOURS, EOS, ID
+from kvsim.tiny.tasks import MAX_KINDS, PERIOD, Sample, make
+from kvsim.tiny.vocabulary import BOS, EOS, ID
 
 IGNORE = -100  # label of a position without a target, as in torch's cross-entropy
 
+#: How often each task is drawn, in percent.
+SHARES: dict[str, int] = {
+    "walk": 14,
+    "get": 18,
+    "join": 20,
+    "check": 16,
+    "wait": 16,
+    "fork": 12,
+    "needle": 4,
+}
+
+
+def draw_task(rng: random.Random) -> str:
+    """A task, drawn by `SHARES`."""
+    return rng.choices(list(SHARES), list(SHARES.values()))[0]
+
 
 @dataclass(frozen=True)
-class Level:
+class Stage:
     """One step of the curriculum; each pair is the smallest and the largest value drawn."""
 
     facts: tuple[int, int]
     lines: tuple[int, int]
     filler: float
-    colours: tuple[int, int]
+    kinds: tuple[int, int]
 
     def draw(self, rng: random.Random) -> Sample:
-        """One sample of this level."""
+        """One sample of this stage."""
+        task = draw_task(rng)
+        needle = task == "needle"
         return make(
             rng,
+            task=task,
             facts=rng.randint(*self.facts),
-            lines=rng.randint(*self.lines),
-            filler=self.filler * rng.random(),
-            colours=rng.randint(*self.colours),
+            lines=rng.randint(1, 4) if needle else rng.randint(*self.lines),
+            filler=3 * rng.random() if needle else self.filler * rng.random(),
+            kinds=rng.randint(*self.kinds),
         )
 
 
-LEVELS: tuple[Level, ...] = (
-    Level(facts=(4, 8), lines=(4, 16), filler=0.0, colours=(3, 6)),
-    Level(facts=(8, 16), lines=(8, 24), filler=0.1, colours=(4, 6)),
-    Level(facts=(12, 24), lines=(12, 32), filler=0.2, colours=(4, 8)),
-    Level(facts=(24, 40), lines=(24, 48), filler=0.3, colours=(6, 12)),
+STAGES: tuple[Stage, ...] = (
+    Stage(facts=(4, 8), lines=(4, 16), filler=0.0, kinds=(3, 6)),
+    Stage(facts=(8, 16), lines=(8, 24), filler=0.1, kinds=(4, 6)),
+    Stage(facts=(12, 24), lines=(12, 32), filler=0.2, kinds=(4, 8)),
+    Stage(facts=(24, 40), lines=(24, 48), filler=0.3, kinds=(6, 12)),
 )
 
-MIX_FACTS = (8, 64)
-MIX_LINES = (12, 80)
+MIX_FACTS = (8, 108)
+MIX_LINES = (12, 116)
+MIX_NEEDLE = (4, 16)  # facts
+MIX_HAYSTACK = 24.0  # filler sentences before each of them, at most
 
 
 def draw_mix(rng: random.Random) -> Callable[[], Sample]:
     """A source of samples of about one size, itself drawn: little padding within a batch.
 
-    One sample in eight has a single cycle over all facts, so that a walk meets no fact twice
-    before it has met all of them.
+    One batch in 25 is of needles. One sample in four has a single cycle over all facts, so that a
+    walk meets no fact twice before it has met all of them.
     """
+    if rng.random() < SHARES["needle"] / 100:
+        haystack = MIX_HAYSTACK * rng.random()
+
+        def draw_needle() -> Sample:
+            return make(
+                rng,
+                task="needle",
+                facts=rng.randint(*MIX_NEEDLE),
+                lines=rng.randint(1, 4),
+                filler=haystack * rng.uniform(0.8, 1.0),
+                kinds=rng.randint(4, 12),
+            )
+
+        return draw_needle
     facts = MIX_FACTS[0] * (MIX_FACTS[1] / MIX_FACTS[0]) ** rng.random()
     lines = MIX_LINES[0] * (MIX_LINES[1] / MIX_LINES[0]) ** (rng.random() ** 0.7)
     filler = rng.choice((0.0, 0.1, 0.2, 0.3))
@@ -63,15 +98,23 @@ def draw_mix(rng: random.Random) -> Callable[[], Sample]:
         return max(4, min(largest, int(size * rng.uniform(0.8, 1.25))))
 
     def draw() -> Sample:
+        task = "needle"
+        while task == "needle":
+            task = draw_task(rng)
         count = near(facts, MIX_FACTS[1])
+        length = near(lines, MIX_LINES[1])
+        if task == "check":  # its agenda adds a line to every four
+            length = max(4, int(length * 0.8))
+        fewest = max(4, length // PERIOD["wait"])
         return make(
             rng,
+            task=task,
             facts=count,
-            lines=near(lines, MIX_LINES[1]),
+            lines=length,
             filler=filler,
-            colours=rng.randint(4, 16),
+            kinds=rng.randint(fewest, MAX_KINDS),
             report=rng.randint(1, 6),
-            cycle=count if rng.random() < 0.125 else None,
+            cycle=count if rng.random() < 0.25 else None,
         )
 
     return draw
@@ -84,31 +127,33 @@ class Batch:
     Attributes:
         tokens: token ids.
         labels: the token itself where it belongs to the response, else IGNORE.
-        colours: at the ``y`` of each line the index of the colour that is looked up, else IGNORE.
-        digits: at the ``y`` of each line the position of the digit in the key, else IGNORE.
+        between: where two retrievals in a row are due, the token that the first one finds, else
+            IGNORE.
+        found: there, the position that the second one finds, else IGNORE.
     """
 
     tokens: Tensor
     labels: Tensor
-    colours: Tensor
-    digits: Tensor
+    between: Tensor
+    found: Tensor
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Tokens and targets of ``samples``."""
     longest = max(sample.tokens for sample in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
-    labels, colours, digits = (torch.full_like(tokens, IGNORE) for _ in range(3))
+    labels, between, found = (torch.full_like(tokens, IGNORE) for _ in range(3))
     for row, sample in enumerate(samples):
         words = [BOS, *sample.prompt.split(), *sample.response.split(), EOS]
-        prompt = 1 + len(sample.prompt.split())
+        start = 1 + sample.prompt_words
         tokens[row, : len(words)] = torch.tensor([ID[word] for word in words])
-        labels[row, prompt : len(words)] = tokens[row, prompt : len(words)]
-        for lookup in sample.lookups:
-            pos = prompt + lookup.response_index
-            colours[row, pos] = COLOURS.index(lookup.colour)
-            digits[row, pos] = 1 + lookup.prompt_index
-    return Batch(tokens, labels, colours, digits)
+        labels[row, start : len(words)] = tokens[row, start : len(words)]
+        for retrieval in sample.retrievals:
+            if len(retrieval.path) == 2:
+                first, second = retrieval.path
+                between[row, 1 + retrieval.at] = tokens[row, 1 + first]
+                found[row, 1 + retrieval.at] = 1 + second
+    return Batch(tokens, labels, between, found)
 
 
 def draw_batch(draw: Callable[[], Sample], tokens: int) -> Batch:

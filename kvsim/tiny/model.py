@@ -1,7 +1,7 @@
 """Architecture and structured initialisation of the tiny model.
 
 A Qwen2 decoder with as many layers as the ledger needs retrieval steps: look back, find the
-successor or the colour, find the digit of that colour.
+successor or the kind, find the digit of that kind.
 From a random start these heads take far longer to appear than the whole training run, so they are
 written into the weights at the start, roughly; every weight stays trainable.
 
@@ -9,8 +9,9 @@ The residual stream is divided among what the heads exchange (at the start only)
 
     EMBED     [0, 64)     the word at this position
     PREVIOUS  [64, 96)    the word one position back, written by layer 0
-    EARLIER   [96, 128)   words two to six positions back, written by layer 0
-    FOUND     [128, 160)  what layer 1 retrieved, read by the queries of layer 2
+    EARLIER   [96, 128)   words two and five positions back, written by layer 0
+    FARTHER   [128, 160)  words three and four back, and the verb, written by layer 0
+    FOUND     [160, 192)  what layer 1 retrieved, read by the queries of layer 2
 
 Shape letters: h hidden size, d head dimension.
 """
@@ -18,17 +19,20 @@ Shape letters: h hidden size, d head dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kvsim.tiny.vocabulary import BOS, EOS, ID, PAD, VOCAB
+from kvsim.tiny.vocabulary import BOS, EOS, ID, PAD, VERBS, VOCAB
 
-EMBED, PREVIOUS, EARLIER, FOUND = slice(0, 64), slice(64, 96), slice(96, 128), slice(128, 160)
-HIDDEN, HEAD_DIM = 160, 32
-MAX_TOKENS = 4096  # what the configuration allows; training stays below 1,200
+EMBED, PREVIOUS, EARLIER = slice(0, 64), slice(64, 96), slice(96, 128)
+FARTHER, FOUND = slice(128, 160), slice(160, 192)
+HIDDEN, HEAD_DIM, HEADS, KV_HEADS = 192, 32, 8, 4
+GROUP = HEADS // KV_HEADS
+MAX_TOKENS = 4096  # what the configuration allows; training stays below 1,600
 
 # With a slow base more RoPE pairs hold still over a few hundred tokens, and a match on content
 # needs pairs that hold still: here 9 of the 16 turn by less than a radian in 400 tokens, and only 5
@@ -38,28 +42,47 @@ PAIRS = HEAD_DIM // 2
 FAST_PAIRS = 5  # pairs 0 to 4 tell neighbouring positions apart
 SLOW_PAIRS = 7  # pairs 7 to 15 carry content
 
-# Tokens that each query head of layer 0 looks back; the last head is left free.
-# The first three serve the retrievals of layer 1, so they stand in one group and are written
-# loudest: one back (the word before a match), two back, and five back, which at the `;` of a line
-# is the line's node.
-LOOK_BACK = (1, 2, 5, 3, 4, 6, 1, None)
-LOUDNESS = (1.0, 1.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.3)
+VERB = "verb"  # what a head looks for that reads the verb of the question
+#: What each query head of layer 0 copies: the word so many tokens back, or the verb; where it is
+#: written, and how loudly. Two heads share a KV head.
+LOOK_BACK: tuple[tuple[int | str, slice, float], ...] = (
+    (1, PREVIOUS, 1.0),
+    (2, EARLIER, 1.0),
+    (5, EARLIER, 1.0),  # at the `;` of a line: the line's node
+    (3, FARTHER, 1.0),
+    (4, FARTHER, 1.0),
+    (1, EARLIER, 0.3),
+    (6, FARTHER, 0.3),
+    (VERB, FARTHER, 1.0),
+)
+#: For each query head of a later layer: how far before a word its keys look, and the word that its
+#: queries look for, as tokens back; 0 is the word at this position, FIND what layer 1 retrieved.
+#: A None head is left to training.
+FIND = -1
+RETRIEVE: tuple[tuple[tuple[int, int] | None, ...], ...] = (
+    # the last two: five back finds the item after the line's node in a list, with a comma between;
+    # four back, at the kind of a correction, finds the digit that the agenda has for it
+    ((1, 0), (1, 0), (1, 2), (1, 4), (1, 3), None, (2, 5), (2, 4)),
+    ((1, FIND), (1, FIND), (1, 0), (1, 2), (1, FIND), None, (2, 5), None),
+)
 
 BIAS = 6.0  # length of each pair of the look-back bias: nearly all attention on one token
+VERB_MATCH = 2.0  # the same for the head that reads the verb
 MATCH = 4.0  # scale of the content match in queries and keys
+WRITE = 0.15  # how loudly layer 0 writes, so that the word itself stays as loud
 NOISE = 0.03  # keeps heads with the same start from staying equal
 
 
 def config() -> Qwen2Config:
-    """The architecture: 3 layers, 8 query and 2 KV heads of 32 dimensions, tied embeddings."""
+    """The architecture: 3 layers, 8 query and 4 KV heads of 32 dimensions, tied embeddings."""
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=math.ceil(len(VOCAB) / 16) * 16,
         hidden_size=HIDDEN,
         intermediate_size=384,
         num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
@@ -121,89 +144,101 @@ def _initialise(model: Qwen2ForCausalLM, generator: torch.Generator) -> None:
     """Write the look-back and retrieval heads into a freshly initialised ``model``."""
     embedding = model.model.embed_tokens.weight  # [vocabulary, h]
     words = torch.randn(embedding.shape[0], 64, generator=generator)
+    # One direction belongs to the verbs alone, half of their length, so that a head can find them.
+    words[:, 0] = 0.0
+    verbs = [ID[verb] for verb in VERBS]
+    words[verbs, 0] = words[verbs].norm(dim=-1)
     embedding.zero_()
     embedding[:, EMBED] = 0.8 * words / words.norm(dim=-1, keepdim=True)
 
     layers: list[Any] = list(model.model.layers)
     for layer in layers:
         # Quiet the rest, so that what the heads write is not drowned at the start.
-        layer.mlp.down_proj.weight.mul_(0.25)
+        layer.mlp.down_proj.weight.mul_(0.05)
         layer.self_attn.o_proj.weight.mul_(0.3)
         layer.self_attn.q_proj.weight.mul_(0.5)
         layer.self_attn.k_proj.weight.mul_(0.5)
 
     reader, writers = _look_back(layers[0].self_attn, generator)
-    _retrieve(layers[1].self_attn, reader, writers, generator, hop=1)
-    _retrieve(layers[2].self_attn, reader, writers, generator, hop=2)
+    for layer, heads in zip(layers[1:], RETRIEVE, strict=True):
+        _retrieve(layer.self_attn, heads, reader, writers, generator)
+    # What the first head of layer 1 finds is written where the queries of layer 2 read.
+    layers[1].self_attn.o_proj.weight[:, _heads(0)] += 0.8 * _writer(FOUND, torch.eye(HEAD_DIM))
 
 
-def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
-    """Layer 0: heads that copy the word a fixed number of positions back.
+def _slow(value: float) -> Tensor:
+    """[d] with ``value`` on the dimensions that carry content."""
+    content = torch.zeros(HEAD_DIM)
+    content[SLOW_PAIRS:PAIRS] = content[PAIRS + SLOW_PAIRS :] = value
+    return content
+
+
+def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, dict[int, Tensor]]:
+    """Layer 0: heads that copy the word a fixed number of positions back, and one for the verb.
 
     Every key carries the same vector u in its bias, and the query bias is u turned back by the
-    offset, so the logit peaks exactly there, whatever the words are.
+    offset, so the logit peaks exactly there, whatever the words are. The keys of the last KV head
+    carry a mark of the verbs as well, on pairs that hold still, and the query of the head that
+    reads the verb asks for nothing else.
 
     Returns:
-        What the heads of KV head 0 read from a word [d, h], and what each query head writes
+        What the heads read from a word [d, h], and what writes the word so many positions back
         [h, d], unscaled: the next layers match one against the other.
     """
     attention.q_proj.weight.mul_(0.2)
     attention.k_proj.weight.mul_(0.2)
-    readers: list[Tensor] = []
-    writers: list[Tensor] = []
-    group = len(LOOK_BACK) // 2
-    for head, offset in enumerate(LOOK_BACK):
-        kv_head = head // group
-        if head % group == 0:
+    reader = _reader(generator)
+    writers: dict[int, Tensor] = {}
+    for head, (offset, subspace, loudness) in enumerate(LOOK_BACK):
+        kv_head = head // GROUP
+        if head % GROUP == 0:
             phase = torch.rand(FAST_PAIRS, generator=generator) * math.tau
             key = torch.zeros(HEAD_DIM)
             key[:FAST_PAIRS] = BIAS * phase.cos()
             key[PAIRS : PAIRS + FAST_PAIRS] = BIAS * phase.sin()
             attention.k_proj.bias[_heads(kv_head)] = key
-            readers.append(_reader(generator))
-            attention.v_proj.weight[_heads(kv_head)] = readers[-1]
-        attention.q_proj.bias[_heads(head)] = 0.0 if offset is None else _turn(key, -offset)
+            attention.v_proj.weight[_heads(kv_head)] = reader
+        block = _orthonormal(HEAD_DIM, HEAD_DIM, generator)
         if head == 0:
-            writer = _writer(PREVIOUS, torch.eye(HEAD_DIM))
+            block = torch.eye(HEAD_DIM)
+        writer = _writer(subspace, loudness * block)
+        attention.o_proj.weight[:, _heads(head)] = WRITE * writer
+        if isinstance(offset, str):
+            attention.q_proj.bias[_heads(head)] = _slow(VERB_MATCH)
+            attention.k_proj.weight[_heads(kv_head), 0] = _slow(VERB_MATCH / 8)
         else:
-            block = LOUDNESS[head] * _orthonormal(HEAD_DIM, HEAD_DIM, generator)
-            writer = _writer(EARLIER, block)
-        attention.o_proj.weight[:, _heads(head)] = 0.2 * writer
-        writers.append(writer)
-    return readers[0], writers
+            attention.q_proj.bias[_heads(head)] = _turn(key, -offset)
+            writers.setdefault(offset, writer)
+    return reader, writers
 
 
 def _retrieve(
-    attention: Any, reader: Tensor, writers: list[Tensor], generator: torch.Generator, hop: int
+    attention: Any,
+    heads: Sequence[tuple[int, int] | None],
+    reader: Tensor,
+    writers: dict[int, Tensor],
+    generator: torch.Generator,
 ) -> None:
-    """Layers 1 and 2: heads that find a word by a word before it, and copy it.
+    """Layers 1 and 2: heads that find a word by a word one or two before it, and copy it.
 
-    Keys read what layer 0 wrote: the previous word, or for the second group of hop 1 the word two
-    back. In hop 1 two query heads of each group look for the word at this position; head 0 writes
-    what it finds into FOUND as well, through the same projection, so that hop 2 can look for it
-    in turn. The third head of a group looks for the previous word. The fourth looks for the word
-    two back, or in the second group of hop 1 five back: at the end of a line that finds the item
-    that follows the line's node in the list of `get`, with a comma between them.
+    Keys read what layer 0 wrote of the words before; queries read the word at this position, what
+    layer 0 wrote of the words before it, or what layer 1 found.
     """
-    content = torch.zeros(HEAD_DIM, 1)
-    content[SLOW_PAIRS:PAIRS] = content[PAIRS + SLOW_PAIRS :] = MATCH
-    found = _writer(FOUND, torch.eye(HEAD_DIM))
-    target = reader if hop == 1 else found.T
-    group = len(LOOK_BACK) // 2
+    content = _slow(MATCH)[:, None]
+    read = {0: reader, FIND: _writer(FOUND, torch.eye(HEAD_DIM)).T}
+    read |= {offset: writer.T for offset, writer in writers.items()}
 
     def noise() -> Tensor:
         return NOISE * torch.randn(HEAD_DIM, HIDDEN, generator=generator)
 
-    for kv_head in range(2):
-        source = writers[kv_head if hop == 1 else 0]
-        attention.k_proj.weight[_heads(kv_head)] = content * source.T + noise()
-        value = reader if hop == 1 and kv_head == 0 else _reader(generator)
-        attention.v_proj.weight[_heads(kv_head)] = value
-        last = writers[2 if hop == 1 and kv_head == 1 else 1]  # writers[2]: five back
-        sought = (target, target, writers[0].T, last.T)
-        for member in range(group):
-            head = kv_head * group + member
-            attention.q_proj.weight[_heads(head)] = content * sought[member] + noise()
-            attention.o_proj.weight[:, _heads(head)] = 0.25 * value.T
-    if hop == 1:
-        attention.o_proj.weight[:, _heads(0)] += 0.8 * found
+    for head, roles in enumerate(heads):
+        if roles is None:
+            continue
+        before, sought = roles
+        kv_head = head // GROUP
+        if head % GROUP == 0:
+            attention.k_proj.weight[_heads(kv_head)] = content * read[before] + noise()
+            value = reader if kv_head == 0 else _reader(generator)
+            attention.v_proj.weight[_heads(kv_head)] = value
+        attention.q_proj.weight[_heads(head)] = content * read[sought] + noise()
+        attention.o_proj.weight[:, _heads(head)] = 0.25 * value.T

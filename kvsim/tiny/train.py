@@ -2,13 +2,13 @@
 
     python -m kvsim.tiny.train --out DIR [--steps 2800] [--seed 0] [--threads 1] [--resume]
 
-Curriculum first: samples of growing size, on to the next level once the running mean of token
-accuracy passes a threshold or the level's bound of steps is reached.
+Curriculum first: samples of growing size, on to the next stage once the running mean of token
+accuracy passes a threshold or the stage's bound of steps is reached.
 Then the mix of all sizes, with linear decay of the learning rate.
 Every schedule counts steps, never seconds, so the result depends on the seed and not on the load
 of the machine. Two losses exist in training only, because the middle of the two retrievals leaves
-no trace in the text: a linear head on the output of layer 1 must name the colour that is looked
-up, and head 0 of layer 2 must attend to the right digit of the key.
+no trace in the text: a linear head on the output of layer 1 must name what the first one
+finds, and head 0 of layer 2 must attend to what the second one finds.
 
 The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps;
 ``--resume`` goes on from it with the settings it was started with, and ends with the same weights
@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from kvsim.tiny.curriculum import IGNORE, LEVELS, Batch, Level, collate, draw_batch, draw_mix
-from kvsim.tiny.ledger import prompts
+from kvsim.tiny.curriculum import IGNORE, STAGES, Batch, Stage, collate, draw_batch, draw_mix
 from kvsim.tiny.model import HEAD_DIM, HIDDEN, MAX_TOKENS, build
+from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.tokenizer import save_tokenizer
-from kvsim.tiny.vocabulary import COLOURS
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -48,11 +47,11 @@ class Settings:
     Attributes:
         steps: optimiser steps in all.
         seed: of the initialisation and of the samples.
-        levels: the curriculum.
-        level_steps: largest number of steps spent on each level.
-        level_accuracy: running mean of token accuracy that ends a level early.
-        level_least: smallest number of steps spent on a level.
-        level_tokens: size of a batch in the curriculum, in tokens.
+        stages: the curriculum.
+        stage_steps: largest number of steps spent on each stage.
+        stage_accuracy: running mean of token accuracy that ends a stage early.
+        stage_least: smallest number of steps spent on a stage.
+        stage_tokens: size of a batch in the curriculum, in tokens.
         mix_tokens: size of a batch in the mix, in tokens.
         learning_rate: peak, after ``warm_up`` steps and before the decay.
         warm_up: steps of linear warm-up.
@@ -62,13 +61,13 @@ class Settings:
         evaluate: steps between two measurements on development samples; 0 for none.
     """
 
-    steps: int = 2800
+    steps: int = 8000
     seed: int = 0
-    levels: tuple[Level, ...] = LEVELS
-    level_steps: tuple[int, ...] = (800, 500, 600, 500)
-    level_accuracy: float = 0.97
-    level_least: int = 60
-    level_tokens: int = 2048
+    stages: tuple[Stage, ...] = STAGES
+    stage_steps: tuple[int, ...] = (800, 500, 600, 500)
+    stage_accuracy: float = 0.97
+    stage_least: int = 60
+    stage_tokens: int = 2048
     mix_tokens: int = 4096
     learning_rate: float = 1.5e-3
     warm_up: int = 100
@@ -82,8 +81,8 @@ class Settings:
 class Progress:
     """Where a run is; with weights, optimiser and random state, all that a resume needs.
 
-    ``passed`` holds the step at which each level ended, ``accuracy`` the running mean of token
-    accuracy at the present level, None before its first batch.
+    ``passed`` holds the step at which each stage ended, ``accuracy`` the running mean of token
+    accuracy at the present stage, None before its first batch.
     """
 
     step: int = 0
@@ -93,13 +92,13 @@ class Progress:
     accuracy: float | None = None
 
     @property
-    def level(self) -> int:
-        """Index of the present level; the number of levels once the mix has begun."""
+    def stage(self) -> int:
+        """Index of the present stage; the number of stages once the mix has begun."""
         return len(self.passed)
 
     @property
-    def level_start(self) -> int:
-        """Step at which the present level began."""
+    def stage_start(self) -> int:
+        """Step at which the present stage began."""
         return self.passed[-1] if self.passed else 0
 
 
@@ -109,7 +108,7 @@ class Run:
 
     settings: Settings
     model: Qwen2ForCausalLM
-    colour_head: nn.Linear
+    between_head: nn.Linear
     optimizer: torch.optim.AdamW
     rng: random.Random
     progress: Progress = field(default_factory=Progress)
@@ -117,23 +116,23 @@ class Run:
     @property
     def mixing(self) -> bool:
         """The curriculum is over."""
-        return self.progress.level == len(self.settings.levels)
+        return self.progress.stage == len(self.settings.stages)
 
     @property
     def left(self) -> float:
         """Share of the mix that is left, 1 to 0; 1 during the curriculum."""
         if not self.mixing:
             return 1.0
-        mix = self.settings.steps - self.progress.level_start
+        mix = self.settings.steps - self.progress.stage_start
         return (self.settings.steps - self.progress.step) / max(1, mix)
 
 
 def start(settings: Settings) -> Run:
     """A run at step 0."""
     model = build(settings.seed)
-    colour_head = nn.Linear(HIDDEN, len(COLOURS))  # torch's generator was seeded by `build`
+    between_head = nn.Linear(HIDDEN, model.config.vocab_size)  # torch's generator was seeded by `build`
     decayed: list[nn.Parameter] = []
-    others = list(colour_head.parameters())
+    others = list(between_head.parameters())
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim == 2 and "embed" not in name
         (decayed if matrix else others).append(parameter)
@@ -143,7 +142,7 @@ def start(settings: Settings) -> Run:
         betas=(0.9, 0.98),
     )
     rng = random.Random(f"train {settings.seed}")
-    return Run(settings, model, colour_head, optimizer, rng)
+    return Run(settings, model, between_head, optimizer, rng)
 
 
 def save(run: Run, path: Path) -> None:
@@ -154,7 +153,7 @@ def save(run: Run, path: Path) -> None:
             "settings": asdict(run.settings),
             "progress": asdict(run.progress),
             "model": run.model.state_dict(),
-            "colour_head": run.colour_head.state_dict(),
+            "between_head": run.between_head.state_dict(),
             "optimizer": run.optimizer.state_dict(),
             "rng": run.rng.getstate(),
         },
@@ -166,18 +165,18 @@ def save(run: Run, path: Path) -> None:
 def load(path: Path) -> Run:
     """The run that `save` wrote."""
     state: dict[str, Any] = torch.load(path, weights_only=True)
-    levels = tuple(Level(**level) for level in state["settings"].pop("levels"))
-    run = start(Settings(**state["settings"], levels=levels))
+    stages = tuple(Stage(**stage) for stage in state["settings"].pop("stages"))
+    run = start(Settings(**state["settings"], stages=stages))
     run.model.load_state_dict(state["model"])
-    run.colour_head.load_state_dict(state["colour_head"])
+    run.between_head.load_state_dict(state["between_head"])
     run.optimizer.load_state_dict(state["optimizer"])
     run.rng.setstate(state["rng"])
     run.progress = Progress(**state["progress"])
     return run
 
 
-def _digit_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> Tensor:
-    """Log of the attention of layer 2, head 0, from each ``y`` to the digit it needs.
+def _found_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> Tensor:
+    """Log of the attention of layer 2, head 0, to what the second of two retrievals finds.
 
     Args:
         model: the model in training.
@@ -185,7 +184,7 @@ def _digit_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> T
         batch: gives the positions.
 
     Returns:
-        One natural logarithm for each line of the batch, [line].
+        One natural logarithm for each pair of retrievals, [pair].
     """
     layer: Any = model.model.layers[2]
     normed = layer.input_layernorm(hidden)
@@ -195,10 +194,10 @@ def _digit_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> T
     )  # [sequence, 1, pos, d]: query head 0 and its KV head 0
     positions = torch.arange(hidden.shape[1])
     query, key = apply_rotary_pos_emb(query, key, *model.model.rotary_emb(normed, positions[None]))
-    sequence, row = (batch.digits != IGNORE).nonzero(as_tuple=True)
+    sequence, row = (batch.found != IGNORE).nonzero(as_tuple=True)
     logits = (query[:, 0] @ key[:, 0].transpose(1, 2))[sequence, row].float() / HEAD_DIM**0.5
-    logits = logits.masked_fill(positions > row[:, None], -torch.inf)  # [line, pos]
-    wanted = batch.digits[sequence, row][:, None]
+    logits = logits.masked_fill(positions > row[:, None], -torch.inf)  # [pair, pos]
+    wanted = batch.found[sequence, row][:, None]
     found: Tensor = logits.log_softmax(-1).gather(1, wanted)[:, 0]
     return found
 
@@ -211,33 +210,33 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         targets = batch.labels[:, 1:]
         scored = targets != IGNORE
         logits = run.model.lm_head(output.last_hidden_state[:, :-1][scored]).float()
-        looked_up = batch.colours != IGNORE
-        colour_logits = run.colour_head(middle[looked_up]).float()
-        attention = _digit_attention(run.model, middle, batch)
+        looked_up = batch.between != IGNORE
+        between_logits = run.between_head(middle[looked_up]).float()
+        attention = _found_attention(run.model, middle, batch)
     token_loss = cross_entropy(logits, targets[scored])
-    colour_loss = cross_entropy(colour_logits, batch.colours[looked_up])
+    between_loss = cross_entropy(between_logits, batch.between[looked_up])
     weight = run.settings.extra * max(0.1, run.left**2)
-    loss = token_loss + weight * (colour_loss - attention.mean())
+    loss = token_loss + weight * (between_loss - attention.mean())
     right = logits.argmax(-1) == targets[scored]
-    digits = looked_up[:, :-1][scored]
+    double = looked_up[:, :-1][scored]
     return loss, {
         "loss": token_loss.item(),
         "accuracy": right.float().mean().item(),
-        "digit_accuracy": right[digits].float().mean().item(),
-        "colour_loss": colour_loss.item(),
-        "digit_attention": attention.exp().mean().item(),
+        "found_accuracy": right[double].float().mean().item(),
+        "between_loss": between_loss.item(),
+        "found_attention": attention.exp().mean().item(),
     }
 
 
 def _draw(run: Run) -> tuple[Batch, bool]:
-    """The next batch, and whether it is of the present level; a quarter repeat earlier ones."""
-    settings, rng, level = run.settings, run.rng, run.progress.level
+    """The next batch, and whether it is of the present stage; a quarter repeat earlier ones."""
+    settings, rng, stage = run.settings, run.rng, run.progress.stage
     if run.mixing:
         return draw_batch(draw_mix(rng), settings.mix_tokens), True
-    if level and rng.random() < 0.25:
-        earlier = settings.levels[rng.randrange(level)]
-        return draw_batch(lambda: earlier.draw(rng), settings.level_tokens), False
-    return draw_batch(lambda: settings.levels[level].draw(rng), settings.level_tokens), True
+    if stage and rng.random() < 0.25:
+        earlier = settings.stages[rng.randrange(stage)]
+        return draw_batch(lambda: earlier.draw(rng), settings.stage_tokens), False
+    return draw_batch(lambda: settings.stages[stage].draw(rng), settings.stage_tokens), True
 
 
 def _step(run: Run) -> dict[str, float]:
@@ -264,14 +263,14 @@ def _step(run: Run) -> dict[str, float]:
     return said
 
 
-def _level_up(run: Run) -> bool:
-    """Go on to the next level where it is due."""
+def _stage_up(run: Run) -> bool:
+    """Go on to the next stage where it is due."""
     settings, progress = run.settings, run.progress
     if run.mixing:
         return False
-    spent = progress.step - progress.level_start
-    passed = (progress.accuracy or 0.0) > settings.level_accuracy and spent >= settings.level_least
-    if not passed and spent < settings.level_steps[progress.level]:
+    spent = progress.step - progress.stage_start
+    passed = (progress.accuracy or 0.0) > settings.stage_accuracy and spent >= settings.stage_least
+    if not passed and spent < settings.stage_steps[progress.stage]:
         return False
     progress.passed.append(progress.step)
     progress.accuracy = None
@@ -279,21 +278,30 @@ def _level_up(run: Run) -> bool:
 
 
 @torch.no_grad()
-def _chain_exact(model: Qwen2ForCausalLM) -> dict[str, float]:
-    """Share of development samples whose whole chain is right, teacher-forced, for each task."""
+def _develop(model: Qwen2ForCausalLM) -> dict[str, dict[str, float]]:
+    """Accuracy on development samples of level 3, teacher-forced.
+
+    Returns:
+        The share of exact chains for each task, and the share of right words for each purpose of
+        a retrieval.
+    """
     exact: dict[str, float] = {}
-    for task in ("walk", "get"):
-        samples = prompts(16, seed=5, task=task, facts=40, lines=56 if task == "walk" else 40)
+    purposes: dict[str, list[bool]] = {}
+    for task in TASKS:
+        samples = prompts(8, seed=5, task=task, level=3)
         batch = collate(samples)
         with torch.autocast("cpu", torch.bfloat16):
             predicted = model(input_ids=batch.tokens).logits[:, :-1].argmax(-1)
-        wrong = (predicted != batch.labels[:, 1:]) & (batch.labels[:, 1:] != IGNORE)
+        right = predicted == batch.tokens[:, 1:]
         hits = 0
         for row, sample in enumerate(samples):
-            chain_end = len(sample.prompt.split()) + 6 * sample.lines
-            hits += not wrong[row, :chain_end].any()
+            chain = slice(sample.prompt_words, sample.prompt_words + sample.chain_words)
+            hits += bool(right[row, chain].all())
+            for found in sample.retrievals:
+                purposes.setdefault(found.purpose, []).append(bool(right[row, 1 + found.at]))
         exact[task] = hits / len(samples)
-    return exact
+    shares = {name: round(sum(hits) / len(hits), 4) for name, hits in purposes.items()}
+    return {"exact": exact, "right": shares}
 
 
 def _log(run: Run, **said: Any) -> None:
@@ -302,7 +310,7 @@ def _log(run: Run, **said: Any) -> None:
         "step": progress.step,
         "tokens": progress.tokens,
         "seconds": round(progress.seconds, 1),
-        "level": "mix" if run.mixing else progress.level,
+        "stage": "mix" if run.mixing else progress.stage,
     }
     said["running_accuracy"] = progress.accuracy
     row |= {k: round(v, 4) if isinstance(v, float) else v for k, v in said.items()}
@@ -315,10 +323,10 @@ def train(run: Run, out: Path, until: int | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     while progress.step < min(settings.steps, until or settings.steps):
         said = _step(run)
-        if _level_up(run):
-            _log(run, passed_level=progress.level - 1)
+        if _stage_up(run):
+            _log(run, passed_stage=progress.stage - 1)
         if settings.evaluate and progress.step % settings.evaluate == 0:
-            _log(run, **said, chain_exact=_chain_exact(run.model))
+            _log(run, **said, **_develop(run.model))
         elif progress.step % 50 == 0:
             _log(run, **said)
         if progress.step % settings.checkpoint == 0:

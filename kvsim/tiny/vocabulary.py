@@ -6,16 +6,19 @@ The order is part of the shipped weights: a change here makes them useless.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-MARKS = _words("facts key question walk get report think done : ; , .")
-DIGITS = [str(digit) for digit in range(10)]
-COUNTERS = [f"#{count}" for count in range(128)]
+#: Words after ``question :``, in the order of their ids.
+VERBS = _words("walk get join check wait fork")
+MARKS = _words("facts key question agenda report think done : ; , .")
+DIGITS = tuple(str(digit) for digit in range(10))
+COUNTERS = tuple(f"#{count}" for count in range(128))
 
 
 def _node_names(count: int = 160) -> list[str]:
@@ -27,18 +30,66 @@ def _node_names(count: int = 160) -> list[str]:
     return sorted(names[:count])
 
 
-NODES = _node_names()
-COLOURS = _words(
-    "red blue pink teal gold gray lime navy plum rust jade coral amber ivory khaki mauve ochre "
-    "olive peach sepia umber azure beige black"
-)
-FILLER = _words(
-    "the a old river stone wind quiet light under over near far walks sings waits turns slowly "
-    "again then and but while house tree road hill cloud rain bird dog child night day year green "
-    "cold warm small large open"
-)
+NODES = tuple(_node_names())
 
-VOCAB: tuple[str, ...] = (*SPECIAL, *MARKS, *DIGITS, *COUNTERS, *NODES, *COLOURS, *FILLER)
+
+@dataclass(frozen=True)
+class Domain:
+    """What a prompt is about: the kinds that its facts speak of, and the nouns of its filler."""
+
+    kinds: tuple[str, ...]
+    nouns: tuple[str, ...]
+
+
+#: Domains differ in these words alone, never in sizes or rules.
+DOMAINS: dict[str, Domain] = {
+    "paint": Domain(
+        _words(
+            "red blue pink teal gold gray lime navy plum rust jade coral amber ivory khaki mauve "
+            "ochre sepia umber azure"
+        ),
+        _words("wall brush door frame roof gate fence paper cloth glass house shed"),
+    ),
+    "ore": Domain(
+        _words(
+            "iron zinc lead tin nickel copper silver cobalt chrome quartz opal topaz ruby beryl "
+            "onyx garnet basalt marble slate flint"
+        ),
+        _words("river stone hill shaft cave rock sand valley ridge mine cart lamp"),
+    ),
+    "fruit": Domain(
+        _words(
+            "apple pear fig date mango melon cherry grape lemon orange quince papaya guava kiwi "
+            "peach lychee medlar olive currant damson"
+        ),
+        _words("tree branch basket field farm rain root leaf market jar knife bowl"),
+    ),
+    "beast": Domain(
+        _words(
+            "otter badger weasel ferret rabbit marten beaver heron falcon magpie raven thrush "
+            "lizard gecko turtle salmon trout carp moose bison"
+        ),
+        _words("wood pond nest trail night moon snow cliff shore reed bush den"),
+    ),
+}
+#: Words that the filler of every domain shares.
+COMMON = _words(
+    "the a old wind quiet light under over near far walks sings waits turns slowly again then and "
+    "but while small large cold warm"
+)
+KINDS = tuple(kind for domain in DOMAINS.values() for kind in domain.kinds)
+FILLER = (*COMMON, *(noun for domain in DOMAINS.values() for noun in domain.nouns))
+
+VOCAB: tuple[str, ...] = (
+    *SPECIAL,
+    *VERBS,
+    *MARKS,
+    *DIGITS,
+    *COUNTERS,
+    *NODES,
+    *KINDS,
+    *FILLER,
+)
 ID: dict[str, int] = {word: index for index, word in enumerate(VOCAB)}
 
 

@@ -1,0 +1,338 @@
+"""Prompts in the ledger language: tasks, domains, levels of difficulty.
+
+A task is a verb of the language with the sizes that suit it, and `needle`, which is a `get` of two
+nodes in a page that is nearly all filler.
+A level from 1 to 5 sets the sizes: longer pages, longer responses, and facts that recur later.
+A domain sets the words (see `vocabulary.DOMAINS`).
+
+All randomness comes from the ``random.Random`` passed in, or from a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvsim.tiny.ledger import LINE, LedgerError, Retrieval, Solution, last_sum, solve
+from kvsim.tiny.vocabulary import COMMON, COUNTERS, DIGITS, DOMAINS, KINDS, NODES
+
+__all__ = ["LEVELS", "TASKS", "Sample", "Size", "make", "prompts"]
+
+TASKS = ("walk", "get", "join", "check", "wait", "fork", "needle")
+#: Lines from one entry of the agenda to the next.
+PERIOD = {"check": 4, "wait": 8}
+
+MAX_FACTS = len(NODES)
+MAX_LINES = len(COUNTERS)
+MAX_KINDS = min(len(domain.kinds) for domain in DOMAINS.values())
+MAX_FILLER = 64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its only right response.
+
+    Attributes:
+        task: one of `TASKS`.
+        domain: one of `DOMAINS`.
+        level: 1 to 5, None where the sizes are not those of a level.
+        prompt: what the model reads.
+        solution: the right response, and what its words are looked up from.
+        facts: facts on the page.
+        lines: lines of the response, those of the agenda not counted.
+    """
+
+    task: str
+    domain: str
+    level: int | None
+    prompt: str
+    solution: Solution
+    facts: int
+    lines: int
+
+    @property
+    def response(self) -> str:
+        """The right response."""
+        return self.solution.response
+
+    @property
+    def retrievals(self) -> tuple[Retrieval, ...]:
+        """What the words of the response are looked up from."""
+        return self.solution.retrievals
+
+    @property
+    def answer(self) -> str:
+        """The last sum: the digit that the chain ends on."""
+        return str(last_sum(self.response.split()))
+
+    @cached_property
+    def prompt_words(self) -> int:
+        """Words of the prompt."""
+        return len(self.prompt.split())
+
+    @cached_property
+    def chain_words(self) -> int:
+        """Words of the response before its report."""
+        return self.response.split().index("done")
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence in tokens, ``<bos>`` and ``<eos>`` included."""
+        return self.prompt_words + len(self.response.split()) + 2
+
+    @property
+    def reach(self) -> float:
+        """Mean distance in tokens from where a word is due back to what it is looked up from."""
+        back = [found.at - min(found.path) for found in self.retrievals]
+        return sum(back) / len(back)
+
+    def row(self, name: str) -> dict[str, object]:
+        """The sample as a line of a prompt file (`kvsim capture --prompts`)."""
+        return {
+            "id": name,
+            "prompt": self.prompt,
+            "answer": self.answer,
+            "task": self.task,
+            "domain": self.domain,
+            "level": self.level,
+            "facts": self.facts,
+            "lines": self.lines,
+            "tokens": self.tokens,
+            "reach": round(self.reach, 1),
+            "response": self.response,
+        }
+
+
+# --- writing a page ---
+
+# A filler word is followed by one of four words, so that filler is cheap to predict and a model
+# of this size need not spend capacity on it.
+_filler_rng = random.Random(11)
+_FILLER_WORDS = {name: (*COMMON, *domain.nouns) for name, domain in DOMAINS.items()}
+_FILLER_NEXT = {
+    name: {word: _filler_rng.sample(words, 4) for word in words}
+    for name, words in _FILLER_WORDS.items()
+}
+
+
+def _sentence(rng: random.Random, domain: str) -> list[str]:
+    words = [rng.choice(_FILLER_WORDS[domain])]
+    for _ in range(rng.randint(2, 7)):
+        words.append(_FILLER_NEXT[domain][words[-1]][min(int(rng.expovariate(1.2)), 3)])
+    return [*words, "."]
+
+
+def _successors(nodes: Sequence[str], cycle: int, rng: random.Random) -> dict[str, str]:
+    """A permutation of ``nodes``: the first ``cycle`` of them form one cycle, the rest others."""
+    successor: dict[str, str] = {}
+    start, size = 0, cycle
+    while start < len(nodes):
+        group = nodes[start : start + size]
+        successor.update(zip(group, [*group[1:], group[0]], strict=True))
+        start, size = start + len(group), rng.randint(3, 16)
+    return successor
+
+
+def _agenda(rng: random.Random, verb: str, lines: int, key: dict[str, str]) -> list[str]:
+    """Words of the agenda: an entry every `PERIOD` lines, the last line excepted.
+
+    A sum to check is that of a line without an entry: there the sum is the only digit that ever
+    follows its counter.
+    """
+    period = PERIOD[verb]
+    due = range((lines - 1) // period * period, 0, -period)
+    words = ["agenda"]
+    kinds = rng.sample(sorted(key), len(due)) if verb == "wait" else []
+    for index, counter in enumerate(due):
+        words.append(COUNTERS[counter])
+        if verb == "check":
+            known = [k for k in range(counter + 1, lines) if k % period]
+            words.append(COUNTERS[rng.choice(known)])
+        else:
+            others = [digit for digit in DIGITS if digit != key[kinds[index]]]
+            words += [kinds[index], rng.choice(others)]
+        words.append(",")
+    return [*words, "."]
+
+
+def _within(name: str, value: float, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise LedgerError(f"{name} is {value}, expected {low} to {high}")
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise LedgerError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
+
+
+def make(
+    rng: random.Random,
+    *,
+    task: str,
+    facts: int,
+    lines: int,
+    domain: str | None = None,
+    filler: float = 0.0,
+    kinds: int = 8,
+    report: int | None = None,
+    cycle: int | None = None,
+    level: int | None = None,
+) -> Sample:
+    """Draw one sample.
+
+    Args:
+        rng: source of all randomness.
+        task: one of `TASKS`.
+        facts: number of facts, 2 to 160.
+        lines: number of lines in the response, 1 to 128, those of the agenda not counted. `get`,
+            `join` and `needle` name each node at most once, so there it is capped at ``facts``;
+            `check` takes one line more where the agenda would begin with the first line.
+        domain: one of `DOMAINS`; without it, any.
+        filler: filler sentences before a fact, on average, 0 to 64.
+        kinds: number of kinds in the key, 1 to 20; `wait` needs one for each entry of its agenda
+            and takes that many where there are fewer.
+        report: number of sums in the report; without it, 1 to 4.
+        cycle: length in nodes of the cycle that a walk runs on, so a fact recurs every ``cycle``
+            lines; without it, 4 to 16.
+        level: what the sample says of itself; sizes do not follow from it.
+
+    Raises:
+        LedgerError: no such task or domain, or a size outside its range.
+    """
+    _one_of("task", task, TASKS)
+    domain = domain or rng.choice(list(DOMAINS))
+    _one_of("domain", domain, list(DOMAINS))
+    _within("facts", facts, 2, MAX_FACTS)
+    _within("lines", lines, 1, MAX_LINES)
+    _within("kinds", kinds, 1, MAX_KINDS)
+    _within("filler", filler, 0, MAX_FILLER)
+    _within("report", 1 if report is None else report, 1, MAX_LINES)
+    _within("cycle", 1 if cycle is None else cycle, 1, MAX_FACTS)
+    verb = "get" if task == "needle" else task
+    listed = verb in ("get", "join")
+    if listed:
+        lines = min(lines, facts)
+    if verb == "check" and (lines - 1) % PERIOD["check"] == 0 and lines > 1:
+        lines += 1 if lines < MAX_LINES else -1
+    if verb == "wait":
+        kinds = max(kinds, (lines - 1) // PERIOD["wait"])
+    nodes = rng.sample(NODES, facts)
+    cycle = min(facts, cycle or rng.randint(min(4, facts), min(16, facts)))
+    successor = _successors(nodes, cycle, rng)
+    used = rng.sample(DOMAINS[domain].kinds, kinds)
+    key = {kind: rng.choice(DIGITS) for kind in used}
+
+    words = ["facts", ":"]
+    for node in rng.sample(nodes, facts):
+        for _ in range(int(filler + rng.random())):
+            words += _sentence(rng, domain)
+        words += [node, successor[node], rng.choice(used), "."]
+    words += ["key", ":"]
+    for kind, digit in key.items():
+        words += [kind, digit, ","]
+    words += ["question", ":", verb, COUNTERS[lines - 1]]
+    if listed:
+        # Every item ends in a comma, the last one too: heads that find the next item through
+        # the comma after it then need no exception for the last.
+        for node in rng.sample(nodes, lines):
+            words += [node, ","]
+    else:
+        words.append(rng.choice(nodes[:cycle]))
+    words.append(".")
+    if verb in PERIOD:
+        words += _agenda(rng, verb, lines, key)
+    # A line with a check has two digits that follow its counter; the report leaves it out.
+    free = [k for k in range(1, lines) if verb != "check" or k % PERIOD["check"]]
+    wanted = min(rng.randint(1, 4) if report is None else report, len(free) + 1)
+    reported = [*rng.sample(free, wanted - 1), 0]
+    words += ["report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
+    prompt = " ".join(words)
+    return Sample(task, domain, level, prompt, solve(prompt), facts, lines)
+
+
+# --- levels ---
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of one task at one level; see `make`."""
+
+    facts: int
+    lines: int
+    kinds: int
+    filler: float
+    cycle: int | None = None
+
+
+_FACTS = (16, 28, 44, 64, 96)
+_KINDS = (8, 10, 12, 14, 16)
+_FILLER = (0.1, 0.15, 0.2, 0.3, 0.3)
+_CYCLES = (5, 9, 16, 32, 64)
+
+
+def _sizes(lines: Sequence[int]) -> tuple[Size, ...]:
+    return tuple(map(Size, _FACTS, lines, _KINDS, _FILLER, _CYCLES))
+
+
+#: Sizes of levels 1 to 5 for each task.
+LEVELS: dict[str, tuple[Size, ...]] = {
+    "walk": _sizes((24, 40, 60, 84, 108)),
+    "get": _sizes((12, 22, 36, 52, 72)),
+    "join": _sizes((12, 22, 36, 52, 72)),
+    "check": _sizes((19, 32, 48, 68, 88)),
+    "wait": _sizes((21, 36, 54, 75, 96)),
+    "fork": _sizes((24, 40, 60, 84, 108)),
+    "needle": tuple(Size(8, 2, 6, filler) for filler in (4, 7, 11, 16, 22)),
+}
+
+
+def prompts(
+    n: int,
+    seed: int = 0,
+    *,
+    task: str | None = None,
+    level: int | None = None,
+    domain: str | None = None,
+    facts: int = 32,
+    lines: int = 48,
+    filler: float = 0.1,
+    kinds: int = 12,
+    report: int | None = 3,
+    cycle: int | None = None,
+) -> list[Sample]:
+    """``n`` samples, the same for the same arguments.
+
+    Without a task they alternate among all tasks, without a domain among all domains. A level sets
+    facts, lines, filler, kinds and cycle, whatever is given for them; without one, the defaults
+    make sequences of about 500 tokens.
+
+    Raises:
+        LedgerError: no such task, domain or level, or a size outside its range.
+    """
+    if level is not None:
+        _within("level", level, 1, 5)
+    rng = random.Random(f"ledger {seed}")
+    samples = []
+    for index in range(n):
+        name = task or TASKS[index % len(TASKS)]
+        _one_of("task", name, TASKS)
+        size = Size(facts, lines, kinds, filler, cycle)
+        if level is not None:
+            size = LEVELS[name][level - 1]
+        samples.append(
+            make(
+                rng,
+                task=name,
+                domain=domain or list(DOMAINS)[index % len(DOMAINS)],
+                facts=size.facts,
+                lines=size.lines,
+                filler=size.filler,
+                kinds=size.kinds,
+                report=report,
+                cycle=size.cycle,
+                level=level,
+            )
+        )
+    return samples
