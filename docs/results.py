@@ -40,7 +40,8 @@ from kvsim.policies import names, parameters
 from kvsim.policies.asl import ASL
 from kvsim.recorder import Prompt, capture_many, load_model
 from kvsim.sweeps import sweep
-from kvsim.tiny import PATH, ledger
+from kvsim.tiny import PATH, tasks
+from kvsim.tiny.vocabulary import DOMAINS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,15 +55,19 @@ class Plan:
     """What is recorded and replayed."""
 
     prompts: int = 24
-    facts: int = 32
-    lines: int = 48
     seed: int = 1
+    level: int | None = 2  #: of difficulty; without one the sizes below
+    facts: int = 12
+    lines: int = 12
     budgets: tuple[int, ...] = (32, 48, 64, 96)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
 
 FULL = Plan()
-SMALLEST = Plan(prompts=2, facts=12, lines=12, budgets=(32, 64), cost=(128, 256))
+SMALLEST = Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256))
+
+#: Tasks of the prompts, in turn: those whose response is long enough for events.
+VERBS = tuple(task for task in tasks.TASKS if task != "needle")
 
 #: Rows between events, the same for every policy; no event follows the prompt.
 INTERVAL = 16
@@ -188,9 +193,21 @@ def weights() -> str:
 
 def samples(plan: Plan) -> list[Prompt]:
     """The prompts, and before them the one for calibration alone."""
-    found = ledger.prompts(plan.prompts + 1, plan.seed, facts=plan.facts, lines=plan.lines)
-    label = f"{weights()[:8]}-{plan.facts}-{plan.lines}-{plan.seed}"
-    return [Prompt(f"{label}-{i:02}", one.prompt, one.answer) for i, one in enumerate(found)]
+    label = f"{weights()[:8]}-{plan.level or plan.facts}-{plan.seed}"
+    domains = list(DOMAINS)
+    found: list[Prompt] = []
+    for i in range(plan.prompts + 1):
+        (one,) = tasks.prompts(
+            1,
+            1000 * plan.seed + i,
+            task=VERBS[i % len(VERBS)],
+            domain=domains[i % len(domains)],
+            level=plan.level,
+            facts=plan.facts,
+            lines=plan.lines,
+        )
+        found.append(Prompt(f"{label}-{i:02}", one.prompt, one.answer))
+    return found
 
 
 def record(plan: Plan, folder: Path) -> list[Path]:
@@ -1108,9 +1125,10 @@ def _introduction(r: Results) -> str:
     traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
     tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
     tokens, prompt = r.trace("tokens"), r.trace("prompt")
+    size = f"level {plan.level}" if plan.level else f"{plan.facts} facts, up to {plan.lines} lines"
     return f"""# Results on the shipped model
 
-`tiny` has three layers and under a million parameters, and was built for an artificial task with \
+`tiny` has three layers and about a million parameters, and was built for an artificial task with \
 its retrieving heads partly put there, so these numbers show what policies do to such attention \
 and not what they do to a large model. A claim that holds here has passed one small test; one \
 that does not may hold all the same where texts are ten times as long and heads less sharp.
@@ -1120,8 +1138,8 @@ that does not may hold all the same where texts are ten times as long and heads 
 {command}
 ```
 
-* {plan.prompts} prompts in the language of `tiny` (`walk` and `get` in turn, {plan.facts} facts, \
-up to {plan.lines} lines, seed {plan.seed}), answered greedily: {tokens.min():.0f} to \
+* {plan.prompts} prompts in the language of `tiny` ({", ".join(VERBS)} in turn, domains in turn, \
+{size}, seed {plan.seed}), answered greedily: {tokens.min():.0f} to \
 {tokens.max():.0f} tokens, of which {prompt.min():.0f} to {prompt.max():.0f} are prompt. One more \
 prompt serves to calibrate `qfilter` and `triattention`.
 * Weights of `tiny`: sha256 `{weights()}`. Digests of the traces together: sha256 `{traces}`.

@@ -1,6 +1,7 @@
-"""Train the tiny model from nothing on one CPU core.
+"""Train the tiny model from nothing on two CPU cores.
 
-    python -m kvsim.tiny.train --out DIR [--steps 2800] [--seed 0] [--threads 1] [--resume]
+    python -m kvsim.tiny.train --out DIR [--steps 8000] [--seed 0] [--threads 2] [--minutes 10]
+    python -m kvsim.tiny.train --out DIR --resume [--threads 2] [--minutes 10]
 
 Curriculum first: samples of growing size, on to the next stage once the running mean of token
 accuracy passes a threshold or the stage's bound of steps is reached.
@@ -10,9 +11,10 @@ of the machine. Two losses exist in training only, because the middle of the two
 no trace in the text: a linear head on the output of layer 1 must name what the first one
 finds, and head 0 of layer 2 must attend to what the second one finds.
 
-The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps;
-``--resume`` goes on from it with the settings it was started with, and ends with the same weights
-as an uninterrupted run. At the end ``DIR`` holds what ``from_pretrained`` loads.
+The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps and
+after ``--minutes``, when the run stops; ``--resume`` goes on from it with the settings it was
+started with, and ends with the same weights as an uninterrupted run. At the end ``DIR`` holds what
+``from_pretrained`` loads.
 """
 
 from __future__ import annotations
@@ -130,7 +132,9 @@ class Run:
 def start(settings: Settings) -> Run:
     """A run at step 0."""
     model = build(settings.seed)
-    between_head = nn.Linear(HIDDEN, model.config.vocab_size)  # torch's generator was seeded by `build`
+    between_head = nn.Linear(
+        HIDDEN, model.config.vocab_size
+    )  # torch's generator was seeded by `build`
     decayed: list[nn.Parameter] = []
     others = list(between_head.parameters())
     for name, parameter in model.named_parameters():
@@ -317,11 +321,22 @@ def _log(run: Run, **said: Any) -> None:
     print(json.dumps(row), flush=True)
 
 
-def train(run: Run, out: Path, until: int | None = None) -> None:
-    """Take ``run`` to its end, or only to step ``until``; writes to the folder ``out``."""
+def train(run: Run, out: Path, until: int | None = None, minutes: float | None = None) -> None:
+    """Take ``run`` to its end, or to step ``until``, or as far as it gets; writes to ``out``.
+
+    Args:
+        run: goes on from where it is.
+        out: folder for checkpoint and model.
+        until: a step to stop at.
+        minutes: stop with a checkpoint after so long.
+    """
     settings, progress = run.settings, run.progress
+    began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     while progress.step < min(settings.steps, until or settings.steps):
+        if minutes is not None and time.monotonic() - began > 60 * minutes:
+            save(run, out / "state.pt")
+            return
         said = _step(run)
         if _stage_up(run):
             _log(run, passed_stage=progress.stage - 1)
@@ -350,7 +365,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--minutes", type=float, help="stop with a checkpoint after so long")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
@@ -358,7 +374,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.resume and not state.exists():
         parser.error(f"no checkpoint {state}, expected one; start without --resume")
     settings = Settings(steps=options.steps, seed=options.seed)
-    train(load(state) if options.resume else start(settings), options.out)
+    run = load(state) if options.resume else start(settings)
+    train(run, options.out, minutes=options.minutes)
 
 
 if __name__ == "__main__":
