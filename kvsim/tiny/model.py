@@ -1,7 +1,7 @@
 """Architecture and structured initialisation of the tiny model.
 
 A Qwen2 decoder with as many layers as the ledger needs retrieval steps: look back, find the
-successor or the kind, find the digit of that kind.
+successor or the kind, find the digit of that kind; and a deeper, narrower one.
 From a random start these heads take far longer to appear than the whole training run, so they are
 written into the weights at the start, roughly; every weight stays trainable.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from kvsim.tiny.vocabulary import BOS, EOS, ID, PAD, VERBS, VOCAB
 
 EMBED, PREVIOUS, EARLIER = slice(0, 64), slice(64, 96), slice(96, 128)
 FARTHER, FOUND = slice(128, 160), slice(160, 192)
-HIDDEN, HEAD_DIM, HEADS, KV_HEADS = 192, 32, 8, 4
-GROUP = HEADS // KV_HEADS
+VOCAB_SIZE = math.ceil(len(VOCAB) / 16) * 16
+HIDDEN, HEAD_DIM = 192, 32
+GROUP = 2  # query heads that share a KV head
 MAX_TOKENS = 4096  # what the configuration allows; training stays below 1,600
 
 # With a slow base more RoPE pairs hold still over a few hundred tokens, and a match on content
@@ -43,28 +45,80 @@ FAST_PAIRS = 5  # pairs 0 to 4 tell neighbouring positions apart
 SLOW_PAIRS = 7  # pairs 7 to 15 carry content
 
 VERB = "verb"  # what a head looks for that reads the verb of the question
-#: What each query head of layer 0 copies: the word so many tokens back, or the verb; where it is
-#: written, and how loudly. Two heads share a KV head.
-LOOK_BACK: tuple[tuple[int | str, slice, float], ...] = (
-    (1, PREVIOUS, 1.0),
-    (2, EARLIER, 1.0),
-    (5, EARLIER, 1.0),  # at the `;` of a line: the line's node
-    (3, FARTHER, 1.0),
-    (4, FARTHER, 1.0),
-    (1, EARLIER, 0.3),
-    (6, FARTHER, 0.3),
-    (VERB, FARTHER, 1.0),
+FIND = -1  # what the first of two retrievals found
+#: A head that copies the word so many tokens back, or the verb: from where, written where, and how
+#: loudly.
+LookBack = tuple[int | str, slice, float]
+#: A head that finds a word: how far before it its keys look, and the word that its queries look for
+#: there, as tokens back; 0 is the word at this position. A None head is left to training.
+Retrieve = tuple[int, int] | None
+
+ONE_BACK: LookBack = (1, PREVIOUS, 1.0)
+TWO_BACK: LookBack = (2, EARLIER, 1.0)
+FIVE_BACK: LookBack = (5, EARLIER, 1.0)  # at the `;` of a line: the line's node
+THREE_BACK: LookBack = (3, FARTHER, 1.0)
+FOUR_BACK: LookBack = (4, FARTHER, 1.0)
+QUIET: tuple[LookBack, LookBack] = ((1, EARLIER, 0.3), (6, FARTHER, 0.3))
+READ_VERB: LookBack = (VERB, FARTHER, 1.0)
+
+# The last head of hop one finds, at the kind of a correction, the digit that the agenda has for it;
+# the one before it the item after the line's node in a list, with a comma between.
+FIRST_HOP: tuple[Retrieve, ...] = ((1, 0), (1, 0), (1, 2), (1, 4), (1, 3), None, (2, 5), (2, 4))
+SECOND_HOP: tuple[Retrieve, ...] = (
+    *((1, FIND), (1, FIND), (1, 0), (1, 2), (1, FIND), None, (2, 5), None),
 )
-#: For each query head of a later layer: how far before a word its keys look, and the word that its
-#: queries look for, as tokens back; 0 is the word at this position, FIND what layer 1 retrieved.
-#: A None head is left to training.
-FIND = -1
-RETRIEVE: tuple[tuple[tuple[int, int] | None, ...], ...] = (
-    # the last two: five back finds the item after the line's node in a list, with a comma between;
-    # four back, at the kind of a correction, finds the digit that the agenda has for it
-    ((1, 0), (1, 0), (1, 2), (1, 4), (1, 3), None, (2, 5), (2, 4)),
-    ((1, FIND), (1, FIND), (1, 0), (1, 2), (1, FIND), None, (2, 5), None),
-)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An architecture and where its start puts which heads.
+
+    Attributes:
+        layers: number of decoder layers.
+        heads: query heads of each layer; two share a KV head.
+        mlp: width of the MLPs.
+        look_back: layers whose heads copy words at fixed distances, with a role for each head.
+        retrieve: layers whose heads find words, with a role for each head.
+        first: the layer whose head 0 makes the first of two retrievals.
+        second: the layer whose head 0 makes the second one.
+    """
+
+    layers: int
+    heads: int
+    mlp: int
+    look_back: dict[int, tuple[LookBack, ...]]
+    retrieve: dict[int, tuple[Retrieve, ...]]
+    first: int
+    second: int
+
+
+SHAPES: dict[str, Shape] = {
+    # as many layers as a line needs steps, so that none can be missed
+    "tiny": Shape(
+        layers=3,
+        heads=8,
+        mlp=384,
+        look_back={
+            0: (ONE_BACK, TWO_BACK, FIVE_BACK, THREE_BACK, FOUR_BACK, *QUIET, READ_VERB),
+        },
+        retrieve={1: FIRST_HOP, 2: SECOND_HOP},
+        first=1,
+        second=2,
+    ),
+    # the same heads spread over depth, between layers that are left to training
+    "tiny-deep": Shape(
+        layers=12,
+        heads=4,
+        mlp=80,
+        look_back={
+            0: (ONE_BACK, TWO_BACK, FIVE_BACK, THREE_BACK),
+            1: (FOUR_BACK, *QUIET, READ_VERB),
+        },
+        retrieve={4: FIRST_HOP[:4], 5: FIRST_HOP[4:], 8: SECOND_HOP[:4], 9: SECOND_HOP[4:]},
+        first=4,
+        second=8,
+    ),
+}
 
 BIAS = 6.0  # length of each pair of the look-back bias: nearly all attention on one token
 VERB_MATCH = 2.0  # the same for the head that reads the verb
@@ -73,16 +127,16 @@ WRITE = 0.15  # how loudly layer 0 writes, so that the word itself stays as loud
 NOISE = 0.03  # keeps heads with the same start from staying equal
 
 
-def config() -> Qwen2Config:
-    """The architecture: 3 layers, 8 query and 4 KV heads of 32 dimensions, tied embeddings."""
+def config(shape: Shape) -> Qwen2Config:
+    """The architecture of a shape: heads of 32 dimensions, tied embeddings."""
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
-        vocab_size=math.ceil(len(VOCAB) / 16) * 16,
+        vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // GROUP,
         head_dim=HEAD_DIM,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
@@ -94,11 +148,16 @@ def config() -> Qwen2Config:
     )
 
 
-def build(seed: int = 0) -> Qwen2ForCausalLM:
-    """An untrained model with the structured initialisation, the same for the same seed."""
+def build(seed: int = 0, shape: str = "tiny") -> Qwen2ForCausalLM:
+    """An untrained model with the structured initialisation, the same for the same seed.
+
+    Args:
+        seed: of everything random.
+        shape: one of `SHAPES`.
+    """
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config())
-    _initialise(model, torch.Generator().manual_seed(seed))
+    model = Qwen2ForCausalLM(config(SHAPES[shape]))
+    _initialise(model, SHAPES[shape], torch.Generator().manual_seed(seed))
     return model
 
 
@@ -140,7 +199,7 @@ def _heads(index: int) -> slice:
 
 
 @torch.no_grad()
-def _initialise(model: Qwen2ForCausalLM, generator: torch.Generator) -> None:
+def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generator) -> None:
     """Write the look-back and retrieval heads into a freshly initialised ``model``."""
     embedding = model.model.embed_tokens.weight  # [vocabulary, h]
     words = torch.randn(embedding.shape[0], 64, generator=generator)
@@ -159,11 +218,15 @@ def _initialise(model: Qwen2ForCausalLM, generator: torch.Generator) -> None:
         layer.self_attn.q_proj.weight.mul_(0.5)
         layer.self_attn.k_proj.weight.mul_(0.5)
 
-    reader, writers = _look_back(layers[0].self_attn, generator)
-    for layer, heads in zip(layers[1:], RETRIEVE, strict=True):
-        _retrieve(layer.self_attn, heads, reader, writers, generator)
-    # What the first head of layer 1 finds is written where the queries of layer 2 read.
-    layers[1].self_attn.o_proj.weight[:, _heads(0)] += 0.8 * _writer(FOUND, torch.eye(HEAD_DIM))
+    reader = _reader(generator)
+    writers: dict[int, Tensor] = {}
+    for index, copied in shape.look_back.items():
+        _look_back(layers[index].self_attn, copied, reader, writers, generator)
+    for index, roles in shape.retrieve.items():
+        _retrieve(layers[index].self_attn, roles, reader, writers, generator)
+    # What is found first is written where the queries of the second retrieval read.
+    found = _writer(FOUND, torch.eye(HEAD_DIM))
+    layers[shape.first].self_attn.o_proj.weight[:, _heads(0)] += 0.8 * found
 
 
 def _slow(value: float) -> Tensor:
@@ -173,23 +236,26 @@ def _slow(value: float) -> Tensor:
     return content
 
 
-def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, dict[int, Tensor]]:
-    """Layer 0: heads that copy the word a fixed number of positions back, and one for the verb.
+def _look_back(
+    attention: Any,
+    heads: Sequence[LookBack],
+    reader: Tensor,
+    writers: dict[int, Tensor],
+    generator: torch.Generator,
+) -> None:
+    """Heads that copy the word a fixed number of positions back, and one for the verb.
 
     Every key carries the same vector u in its bias, and the query bias is u turned back by the
     offset, so the logit peaks exactly there, whatever the words are. The keys of the last KV head
     carry a mark of the verbs as well, on pairs that hold still, and the query of the head that
     reads the verb asks for nothing else.
 
-    Returns:
-        What the heads read from a word [d, h], and what writes the word so many positions back
-        [h, d], unscaled: the next layers match one against the other.
+    Adds to ``writers`` what writes the word so many positions back [h, d], unscaled, as ``reader``
+    [d, h] reads it: later layers match one against the other.
     """
     attention.q_proj.weight.mul_(0.2)
     attention.k_proj.weight.mul_(0.2)
-    reader = _reader(generator)
-    writers: dict[int, Tensor] = {}
-    for head, (offset, subspace, loudness) in enumerate(LOOK_BACK):
+    for head, (offset, subspace, loudness) in enumerate(heads):
         kv_head = head // GROUP
         if head % GROUP == 0:
             phase = torch.rand(FAST_PAIRS, generator=generator) * math.tau
@@ -199,7 +265,7 @@ def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, dict
             attention.k_proj.bias[_heads(kv_head)] = key
             attention.v_proj.weight[_heads(kv_head)] = reader
         block = _orthonormal(HEAD_DIM, HEAD_DIM, generator)
-        if head == 0:
+        if offset == 1 and subspace == PREVIOUS:
             block = torch.eye(HEAD_DIM)
         writer = _writer(subspace, loudness * block)
         attention.o_proj.weight[:, _heads(head)] = WRITE * writer
@@ -209,7 +275,6 @@ def _look_back(attention: Any, generator: torch.Generator) -> tuple[Tensor, dict
         else:
             attention.q_proj.bias[_heads(head)] = _turn(key, -offset)
             writers.setdefault(offset, writer)
-    return reader, writers
 
 
 def _retrieve(
@@ -219,10 +284,10 @@ def _retrieve(
     writers: dict[int, Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Layers 1 and 2: heads that find a word by a word one or two before it, and copy it.
+    """Heads that find a word by a word one or two before it, and copy it.
 
-    Keys read what layer 0 wrote of the words before; queries read the word at this position, what
-    layer 0 wrote of the words before it, or what layer 1 found.
+    Keys read what was written of the words before; queries read the word at this position, what was
+    written of the words before it, or what the first of two retrievals found.
     """
     content = _slow(MATCH)[:, None]
     read = {0: reader, FIND: _writer(FOUND, torch.eye(HEAD_DIM)).T}

@@ -8,8 +8,8 @@ accuracy passes a threshold or the stage's bound of steps is reached.
 Then the mix of all sizes, with linear decay of the learning rate.
 Every schedule counts steps, never seconds, so the result depends on the seed and not on the load
 of the machine. Two losses exist in training only, because the middle of the two retrievals leaves
-no trace in the text: a linear head on the output of layer 1 must name what the first one
-finds, and head 0 of layer 2 must attend to what the second one finds.
+no trace in the text: a linear head on the layer before the second one must name what the
+first one finds, and head 0 of the layer of the second one must attend to what that finds.
 
 The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps and
 after ``--minutes``, when the run stops; ``--resume`` goes on from it with the settings it was
@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from kvsim.tiny.curriculum import IGNORE, STAGES, Batch, Stage, collate, draw_batch, draw_mix
-from kvsim.tiny.model import HEAD_DIM, HIDDEN, MAX_TOKENS, build
+from kvsim.tiny.model import HEAD_DIM, HIDDEN, MAX_TOKENS, SHAPES, VOCAB_SIZE, build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.tokenizer import save_tokenizer
 
@@ -49,6 +49,7 @@ class Settings:
     Attributes:
         steps: optimiser steps in all.
         seed: of the initialisation and of the samples.
+        shape: which model, one of `model.SHAPES`.
         stages: the curriculum.
         stage_steps: largest number of steps spent on each stage.
         stage_accuracy: running mean of token accuracy that ends a stage early.
@@ -65,6 +66,7 @@ class Settings:
 
     steps: int = 8000
     seed: int = 0
+    shape: str = "tiny"
     stages: tuple[Stage, ...] = STAGES
     stage_steps: tuple[int, ...] = (800, 500, 600, 500)
     stage_accuracy: float = 0.97
@@ -131,7 +133,7 @@ class Run:
 
 def start(settings: Settings) -> Run:
     """A run at step 0."""
-    model = build(settings.seed)
+    model = build(settings.seed, settings.shape)
     between_head = nn.Linear(
         HIDDEN, model.config.vocab_size
     )  # torch's generator was seeded by `build`
@@ -179,18 +181,19 @@ def load(path: Path) -> Run:
     return run
 
 
-def _found_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> Tensor:
-    """Log of the attention of layer 2, head 0, to what the second of two retrievals finds.
+def _found_attention(model: Qwen2ForCausalLM, index: int, hidden: Tensor, batch: Batch) -> Tensor:
+    """Log of the attention of a layer's head 0 to what the second of two retrievals finds.
 
     Args:
         model: the model in training.
-        hidden: output of layer 1, [sequence, pos, h].
+        index: the layer.
+        hidden: its input, [sequence, pos, h].
         batch: gives the positions.
 
     Returns:
         One natural logarithm for each pair of retrievals, [pair].
     """
-    layer: Any = model.model.layers[2]
+    layer: Any = model.model.layers[index]
     normed = layer.input_layernorm(hidden)
     query, key = (
         linear(normed, part.weight[:HEAD_DIM], part.bias[:HEAD_DIM])[:, None]
@@ -208,15 +211,16 @@ def _found_attention(model: Qwen2ForCausalLM, hidden: Tensor, batch: Batch) -> T
 
 def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """The loss of one batch, and what the log says about it."""
+    second = SHAPES[run.settings.shape].second
     with torch.autocast("cpu", torch.bfloat16):
         output = run.model.model(input_ids=batch.tokens, output_hidden_states=True)
-        middle = output.hidden_states[2]  # output of layer 1
+        middle = output.hidden_states[second]  # input of layer `second`
         targets = batch.labels[:, 1:]
         scored = targets != IGNORE
         logits = run.model.lm_head(output.last_hidden_state[:, :-1][scored]).float()
         looked_up = batch.between != IGNORE
         between_logits = run.between_head(middle[looked_up]).float()
-        attention = _found_attention(run.model, middle, batch)
+        attention = _found_attention(run.model, second, middle, batch)
     token_loss = cross_entropy(logits, targets[scored])
     between_loss = cross_entropy(between_logits, batch.between[looked_up])
     weight = run.settings.extra * max(0.1, run.left**2)
@@ -365,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--shape", choices=SHAPES, default=defaults.shape)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after so long")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
@@ -373,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = options.out / "state.pt"
     if options.resume and not state.exists():
         parser.error(f"no checkpoint {state}, expected one; start without --resume")
-    settings = Settings(steps=options.steps, seed=options.seed)
+    settings = Settings(options.steps, options.seed, options.shape)
     run = load(state) if options.resume else start(settings)
     train(run, options.out, minutes=options.minutes)
 
