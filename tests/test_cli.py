@@ -19,7 +19,7 @@ from kvsim.cli import demo as demo_module
 from kvsim.cli import main
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.record import read_records
-from kvsim.tiny.ledger import prompts
+from kvsim.tiny.tasks import prompts
 
 OWN = """
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ not_a_policy = 3
 @pytest.fixture(scope="module")
 def prompt():
     """A prompt that tiny answers in a moment."""
-    return prompts(1, task="walk", facts=6, lines=6, colours=3)[0].prompt
+    return prompts(1, task="walk", facts=6, lines=6, kinds=3)[0].prompt
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_capture_with_output_projections(run, tmp_path, prompt, trace):
 def test_capture_of_a_file_of_prompts(run, tmp_path):
     """Several prompts give a folder of traces; `--limit` takes the first; JSON describes them."""
     file = tmp_path / "prompts.jsonl"
-    samples = prompts(3, task="walk", facts=4, lines=2, colours=2)
+    samples = prompts(3, task="walk", facts=4, lines=2, kinds=2)
     file.write_text(
         "".join(
             json.dumps({"id": f"p{i}", "prompt": s.prompt}) + "\n" for i, s in enumerate(samples)
@@ -211,7 +211,7 @@ def test_capture_of_a_file_of_prompts(run, tmp_path):
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "facts : hello world"], "'hello', 'world'; tiny speaks the ledger language"),
         (["--prompt", "walk " * 5000], "5001 tokens, the model's context is 4096"),
-        ([], "python -m kvsim.tiny.ledger"),
+        ([], "`kvsim prompts > prompts.jsonl`"),
         (["--prompt", "walk", "--prompts", "p.jsonl"], "both --prompt and --prompts"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--prompt", "walk", "--limit", "2"], "--limit counts the prompts of a file"),
@@ -710,8 +710,8 @@ def demo(tmp_path_factory):
 @pytest.fixture
 def small_demo(monkeypatch):
     """Make demos of this process small: a short text and no figures."""
-    few = prompts(1, task="walk", facts=8, lines=24, colours=3)
-    monkeypatch.setattr("kvsim.tiny.ledger.prompts", lambda *_, **__: few)
+    few = prompts(1, task="walk", facts=8, lines=24, kinds=3)
+    monkeypatch.setattr("kvsim.tiny.tasks.prompts", lambda *_, **__: few)
     monkeypatch.setattr(demo_module._Demo, "_draw", lambda *_: None)
 
 

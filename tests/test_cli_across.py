@@ -8,7 +8,7 @@ import pytest
 
 import kvsim
 from kvsim.recorder import load_model
-from kvsim.tiny.ledger import prompts
+from kvsim.tiny.tasks import prompts
 
 SETTINGS = ("--set", "tau=1.01", "--set", "window=8", "--set", "rows=60", "--set", "least=5")
 
@@ -17,7 +17,7 @@ SETTINGS = ("--set", "tau=1.01", "--set", "window=8", "--set", "rows=60", "--set
 def trace(tmp_path_factory):
     """The path of a small trace with the residual stream."""
     path = tmp_path_factory.mktemp("traces") / "small.zarr"
-    sample = prompts(1, task="walk", facts=16, lines=6, colours=3)[0]
+    sample = prompts(1, task="walk", facts=16, lines=6, kinds=3)[0]
     kvsim.capture("tiny", None, sample.prompt, max_new_tokens=8, out=path, residual=True)
     return path
 

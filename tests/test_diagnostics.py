@@ -33,7 +33,7 @@ from kvsim.diagnostics.ranking import NEVER_SELECTS
 from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.testing.strategies import cases
-from kvsim.tiny import ledger
+from kvsim.tiny import ledger, tasks
 
 
 def settling(layers, n=120, *, seed=0, speed=1.4, prompt_len=None, name="settling", **more):
@@ -473,31 +473,36 @@ def test_positions_are_those_of_the_prompt():
             check_positions(trace, [3, outside])
 
 
-@pytest.mark.parametrize("task", ["walk", "get"])
+@pytest.mark.parametrize("task", tasks.TASKS)
 @pytest.mark.parametrize("seed", range(5))
 def test_answer_facts_are_enough_and_all_needed(task, seed):
     """A prompt of them alone has the same answer, and without any one of them it has none."""
-    sample = ledger.prompts(1, seed, task=task, facts=9, lines=5, filler=0.4)[0]
+    sample = tasks.prompts(1, seed, task=task, facts=20, lines=12, filler=0.4)[0]
     words = ["<bos>", *sample.prompt.split(), *sample.response.split()]
-    gold = answer_facts(texts(words, prompt_len=1 + len(sample.prompt.split()))).tolist()
+    prompt_len = 1 + len(sample.prompt.split())
+    gold = answer_facts(texts(words, prompt_len=prompt_len)).tolist()
     key, question = words.index("key"), words.index("question")
-    facts = [words[at : at + 3] for at in gold if at < key and at - 1 not in gold]
-    entries = [words[at : at + 2] for at in gold if at > key and words[at].isalpha()]
+    stated = [words[at : at + 3] for at in gold if at < key and at - 1 not in gold]
+    given = [words[at : at + 2] for at in gold if key < at < question and words[at].isalpha()]
+    asked = words[question:prompt_len]
+    needed = sum(at > question for at in gold)
     assert sorted(gold) == gold
-    assert len(gold) == 3 * len(facts) + 2 * len(entries)
+    assert len(gold) == 3 * len(stated) + 2 * len(given) + needed
+    # all of the question but its marks, its verb and the number of lines
+    marks = {"question", ":", ",", ".", "agenda", "report", "think"}
+    assert needed == len([word for word in asked if word not in marks]) - 2
 
     def prompt(facts, entries):
-        stated = [word for fact in facts for word in (*fact, ".")]
-        given = [word for entry in entries for word in (*entry, ",")]
-        asked = words[question : 1 + len(sample.prompt.split())]
-        return " ".join(["facts", ":", *stated, "key", ":", *given, *asked])
+        page = [word for fact in facts for word in (*fact, ".")]
+        digits = [word for entry in entries for word in (*entry, ",")]
+        return " ".join(["facts", ":", *page, "key", ":", *digits, *asked])
 
-    assert ledger.solve(prompt(facts, entries)) == sample.response
-    for parts in (facts, entries):
+    assert ledger.solve(prompt(stated, given)).response == sample.response
+    for parts in (stated, given):
         for part in list(parts):
             parts.remove(part)
-            with pytest.raises(ledger.LedgerError):
-                ledger.solve(prompt(facts, entries))
+            with pytest.raises(ledger.LedgerError, match="which line"):
+                ledger.solve(prompt(stated, given))
             parts.append(part)
 
 

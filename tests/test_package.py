@@ -103,7 +103,9 @@ def test_import_is_light():
     assert loaded_after("import kvsim, kvsim.errors, kvsim.schema, kvsim.samples, kvsim.tiny") == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["replay", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["replay", "--help"], ["prompts", "--help"]]
+)
 def test_help_is_light(arguments):
     """`kvsim --help` loads none of the large libraries."""
     code = f"""

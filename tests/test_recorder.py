@@ -25,7 +25,7 @@ from kvsim.recorder import (
 )
 from kvsim.store import verify
 from kvsim.store.layout import read_json
-from kvsim.tiny import ledger
+from kvsim.tiny import tasks
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -506,7 +506,7 @@ def test_the_output_projection_is_the_models_own(family, bias, tmp_path):
 def test_the_output_projection_of_tiny(tmp_path):
     """The same for the model that ships."""
     model, tokenizer = tiny()
-    sample = ledger.prompts(1, 3, task="walk", facts=6, lines=4, colours=2)[0]
+    sample = tasks.prompts(1, 3, task="walk", facts=6, lines=4, kinds=2)[0]
 
     trace = capture(
         model, tokenizer, sample.prompt, max_new_tokens=20, o_proj=True, out=tmp_path / "a.zarr"
@@ -657,7 +657,7 @@ def test_the_response_stops_at_eos():
 
 def test_tiny_is_recorded_exactly_and_answers(tmp_path):
     """A capture of tiny is exact to 1e-5, and its answer is checked against the right one."""
-    sample = ledger.prompts(1, 3, task="walk", facts=12, lines=10, colours=6)[0]
+    sample = tasks.prompts(1, 3, task="walk", facts=12, lines=10, kinds=6)[0]
 
     trace = capture("tiny", None, sample.prompt, out=tmp_path / "walk.zarr")
 
@@ -684,7 +684,7 @@ def test_tiny_is_recorded_exactly_and_answers(tmp_path):
 def test_a_wrong_answer_of_tiny_is_seen():
     """A response that was cut is recorded as wrong."""
     model, tokenizer = tiny()
-    sample = ledger.prompts(1, 3, facts=12, lines=10, colours=6)[0]
+    sample = tasks.prompts(1, 3, facts=12, lines=10, kinds=6)[0]
 
     trace = capture(model, tokenizer, sample.prompt, max_new_tokens=5)
 
@@ -814,7 +814,7 @@ def test_unknown_words_of_tiny_point_to_its_generator():
     """For tiny, unknown words are listed with the command that writes prompts."""
     model, tokenizer = tiny()
 
-    with pytest.raises(CaptureError, match=r"'hello', 'there'; .*python -m kvsim.tiny.ledger"):
+    with pytest.raises(CaptureError, match=r"'hello', 'there'; .*`kvsim prompts`"):
         capture(model, tokenizer, "hello there")
 
 

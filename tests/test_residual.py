@@ -20,7 +20,7 @@ from kvsim.recorder import Prompt, capture, capture_many, load_model
 from kvsim.recorder.residual import Residual
 from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, verify
-from kvsim.tiny import ledger
+from kvsim.tiny import tasks
 from kvsim.trace import Trace, open_trace
 
 FAMILIES = {
@@ -137,7 +137,7 @@ def test_a_prompt_alone_is_kept_bit_for_bit(family, n, tmp_path):
 def test_the_residual_of_tiny(tmp_path):
     """The same for the model that ships, for each of several prompts."""
     model, tokenizer = load_model("tiny")
-    samples = ledger.prompts(2, 3, task="walk", facts=6, lines=4, colours=2)
+    samples = tasks.prompts(2, 3, task="walk", facts=6, lines=4, kinds=2)
     prompts = [Prompt(f"p{i}", sample.prompt) for i, sample in enumerate(samples)]
 
     traces = capture_many(
@@ -516,7 +516,7 @@ def test_verify_finds_a_stream_of_other_tokens(tmp_path):
 def test_capture_info_and_verify(tmp_path, capsys):
     """`--residual` records it, `info` shows its size, `verify` reads it."""
     out = tmp_path / "t.zarr"
-    prompt = ledger.prompts(1, 3, task="walk", facts=6, lines=4, colours=2)[0].prompt
+    prompt = tasks.prompts(1, 3, task="walk", facts=6, lines=4, kinds=2)[0].prompt
     arguments = ["--prompt", prompt, "--max-new-tokens", "2", "--residual", "--out", str(out)]
 
     def run(*command):

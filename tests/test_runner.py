@@ -302,9 +302,9 @@ def test_a_second_pass_equals_the_model_on_the_chosen_tokens(recorded, name):
 def test_the_shipped_model_is_recomputed_like_a_live_prefill(tmp_path):
     """The same on `tiny`, whose few layers leave one behind a forced selection."""
     model, tokenizer = load_model("tiny")
-    from kvsim.tiny import ledger
+    from kvsim.tiny import tasks
 
-    sample = ledger.prompts(1, 3, task="walk", facts=24, lines=8)[0]
+    sample = tasks.prompts(1, 3, task="walk", facts=24, lines=8)[0]
     out = tmp_path / "walk.zarr"
     trace = kvsim.capture(model, tokenizer, sample.prompt, max_new_tokens=8, out=out, residual=True)
     policy = kvsim.policy("asl", tau=1.01, window=8)

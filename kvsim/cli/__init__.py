@@ -2,6 +2,7 @@
 
     values      what the user typed, as values
     show        tables, JSON and progress
+    prompting   prompts
     recording   capture, info, verify
     replaying   replay
     recomputing recompute
@@ -27,7 +28,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import kvsim
-from kvsim.cli import costing, demo, layers, listing, recomputing, recording, replaying
+from kvsim.cli import costing, demo, layers, listing, prompting, recomputing, recording, replaying
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
@@ -40,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+app.command()(prompting.prompts)
 app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)

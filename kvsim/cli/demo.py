@@ -153,7 +153,7 @@ class _Demo:
 
     def _record(self, model: Any, tokenizer: Any) -> Trace:
         from kvsim.recorder import capture
-        from kvsim.tiny.ledger import prompts
+        from kvsim.tiny.tasks import prompts
 
         sample = prompts(1, task="walk")[0]
         with self._step("capture"):

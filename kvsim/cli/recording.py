@@ -144,7 +144,7 @@ def _which_prompt(model: str, *, both: bool) -> str:
     if both:
         return "both --prompt and --prompts are given; expected one of them"
     hint = (
-        "; `python -m kvsim.tiny.ledger > prompts.jsonl` writes prompts that tiny understands"
+        "; `kvsim prompts > prompts.jsonl` writes some that tiny understands"
         if model == "tiny"
         else ""
     )

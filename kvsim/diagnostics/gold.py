@@ -9,13 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.errors import GoldError, TraceError
-from kvsim.tiny.ledger import LedgerError, solve
+from kvsim.tiny.ledger import LedgerError, read, solve
 from kvsim.trace import Trace
 
 Ints = NDArray[np.int64]
-
-#: Words of one line of a ledger response: node, successor, digit, counter, sum, semicolon.
-_LINE = 6
 
 
 def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:
@@ -70,25 +67,22 @@ def find_text(trace: Trace, text: str) -> Ints:
 def answer_facts(trace: Trace) -> Ints:
     """Positions of what the answer to a prompt of the shipped model's task is made from.
 
-    For each node that the response visits its fact (node, successor, colour), and for each of these
-    colours its entry in the key (colour, digit); see `kvsim.tiny.ledger`. Raises GoldError for any
-    other prompt.
+    Whatever a word of the right response is looked up from in the prompt, with the rest of the
+    statement that holds it: facts (node, successor, kind), entries of the key (kind, digit) and of
+    the agenda, listed nodes and counters; see `kvsim.tiny.ledger`. Raises GoldError for any other
+    prompt.
     """
     words = list(trace.token_text or ())[: trace.prompt_len]
     first = words.index("facts") if "facts" in words else 0
+    prompt = " ".join(words[first:])
     try:
-        response = solve(" ".join(words[first:])).split()
+        page, retrievals = read(prompt), solve(prompt).retrievals
     except LedgerError as error:
         raise GoldError(
             f"{trace.name}: the prompt is no task of the shipped model ({error}); give gold "
             "positions or a text"
         ) from None
-    lines = response[: response.index("done")]
-    visited = set(zip(lines[::_LINE], lines[1::_LINE], strict=True))
-    key = words.index("key")
-    facts = [at for at in range(first, key) if tuple(words[at : at + 2]) in visited]
-    colours = {words[at + 2] for at in facts}
-    question = words.index("question")
-    entries = [at for at in range(key, question) if words[at] in colours]
-    parts = [[at, at + 1, at + 2] for at in facts] + [[at, at + 1] for at in entries]
-    return check_positions(trace, [at for part in parts for at in part])
+    holds = {at: statement for statement in page.statements() for at in statement}
+    looked_up = {at for one in retrievals for at in one.path if at < page.length}
+    needed = [first + part for at in looked_up for part in holds.get(at, (at,))]
+    return check_positions(trace, needed)

@@ -133,7 +133,7 @@ def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]
         shown = ", ".join(repr(word) for word in unknown[:_SHOWN_WORDS])
         more = f" and {len(unknown) - _SHOWN_WORDS} more" if len(unknown) > _SHOWN_WORDS else ""
         advice = (
-            "tiny speaks the ledger language only, `python -m kvsim.tiny.ledger` writes prompts"
+            "tiny speaks the ledger language only, `kvsim prompts` writes some"
             if tiny
             else "use words of its vocabulary"
         )

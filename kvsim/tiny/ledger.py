@@ -99,6 +99,14 @@ class Page:
     report: list[Word]
     length: int
 
+    def statements(self) -> list[range]:
+        """Where each fact, each entry of the key and each of the agenda stands."""
+        return [
+            *(range(fact.at, fact.at + 3) for fact in self.facts.values()),
+            *(range(digit.at - 1, digit.at + 1) for digit in self.key.values()),
+            *(range(entry[0].at - 1, entry[-1].at + 1) for entry in self.agenda.values()),
+        ]
+
 
 _NODES, _KINDS, _FILLER = frozenset(NODES), frozenset(KINDS), frozenset(FILLER)
 _DIGITS, _COUNTERS, _VERBS = frozenset(DIGITS), frozenset(COUNTERS), frozenset(VERBS)
@@ -199,9 +207,7 @@ def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]
                 f"the agenda has #{due} twice or too early, expected each of #{lines - 1} to #0 "
                 "at most once"
             )
-        agenda[due] = (
-            [reader.counter()] if verb == "check" else [reader.kind(), reader.digit()]
-        )
+        agenda[due] = [reader.counter()] if verb == "check" else [reader.kind(), reader.digit()]
         if verb == "check" and not due <= count(agenda[due][0].text) < lines:
             raise LedgerError(
                 f"at #{due} the agenda asks for {agenda[due][0].text}, expected #{lines - 1} to "

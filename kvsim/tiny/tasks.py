@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from kvsim.tiny.ledger import LINE, LedgerError, Retrieval, Solution, last_sum, solve
-from kvsim.tiny.vocabulary import COMMON, COUNTERS, DIGITS, DOMAINS, KINDS, NODES
+from kvsim.tiny.ledger import LedgerError, Retrieval, Solution, last_sum, solve
+from kvsim.tiny.vocabulary import COMMON, COUNTERS, DIGITS, DOMAINS, NODES
 
 __all__ = ["LEVELS", "TASKS", "Sample", "Size", "make", "prompts"]
 
@@ -264,6 +265,7 @@ class Size:
     kinds: int
     filler: float
     cycle: int | None = None
+    report: int = 3
 
 
 _FACTS = (16, 28, 44, 64, 96)
@@ -286,6 +288,8 @@ LEVELS: dict[str, tuple[Size, ...]] = {
     "fork": _sizes((24, 40, 60, 84, 108)),
     "needle": tuple(Size(8, 2, 6, filler) for filler in (4, 7, 11, 16, 22)),
 }
+#: Sizes where there is no level: sequences of about 500 tokens. A needle has those of its level 3.
+DEFAULT = Size(facts=32, lines=48, kinds=12, filler=0.1)
 
 
 def prompts(
@@ -295,44 +299,54 @@ def prompts(
     task: str | None = None,
     level: int | None = None,
     domain: str | None = None,
-    facts: int = 32,
-    lines: int = 48,
-    filler: float = 0.1,
-    kinds: int = 12,
-    report: int | None = 3,
+    facts: int | None = None,
+    lines: int | None = None,
+    filler: float | None = None,
+    kinds: int | None = None,
+    report: int | None = None,
     cycle: int | None = None,
 ) -> list[Sample]:
     """``n`` samples, the same for the same arguments.
 
-    Without a task they alternate among all tasks, without a domain among all domains. A level sets
-    facts, lines, filler, kinds and cycle, whatever is given for them; without one, the defaults
-    make sequences of about 500 tokens.
+    Without a task they alternate among all tasks, without a domain among all domains. Without a
+    level, sizes that are not given are those of `DEFAULT`; see `make` for what they mean.
 
     Raises:
-        LedgerError: no such task, domain or level, or a size outside its range.
+        LedgerError: no such task, domain or level, a size outside its range, or sizes beside a
+            level, which has its own.
     """
+    asked: dict[str, Any] = {
+        "facts": facts,
+        "lines": lines,
+        "filler": filler,
+        "kinds": kinds,
+        "report": report,
+        "cycle": cycle,
+    }
+    given = {name: size for name, size in asked.items() if size is not None}
     if level is not None:
         _within("level", level, 1, 5)
+        if given:
+            raise LedgerError(
+                f"level {level} sets all sizes itself, but {', '.join(given)} "
+                f"{'is' if len(given) == 1 else 'are'} given too; expected a level or sizes"
+            )
     rng = random.Random(f"ledger {seed}")
     samples = []
     for index in range(n):
         name = task or TASKS[index % len(TASKS)]
         _one_of("task", name, TASKS)
-        size = Size(facts, lines, kinds, filler, cycle)
         if level is not None:
             size = LEVELS[name][level - 1]
+        else:
+            size = replace(LEVELS[name][2] if name == "needle" else DEFAULT, **given)
         samples.append(
             make(
                 rng,
                 task=name,
                 domain=domain or list(DOMAINS)[index % len(DOMAINS)],
-                facts=size.facts,
-                lines=size.lines,
-                filler=size.filler,
-                kinds=size.kinds,
-                report=report,
-                cycle=size.cycle,
                 level=level,
+                **asdict(size),
             )
         )
     return samples
