@@ -134,9 +134,7 @@ class Run:
 def start(settings: Settings) -> Run:
     """A run at step 0."""
     model = build(settings.seed, settings.shape)
-    between_head = nn.Linear(
-        HIDDEN, model.config.vocab_size
-    )  # torch's generator was seeded by `build`
+    between_head = nn.Linear(HIDDEN, VOCAB_SIZE)  # torch's generator was seeded by `build`
     decayed: list[nn.Parameter] = []
     others = list(between_head.parameters())
     for name, parameter in model.named_parameters():
