@@ -26,5 +26,8 @@ AXES = {
     "evicted_at": ("layer", "head", "pos"),
 }
 
+#: What a prompt may say of itself beside its text; it goes with the trace into tables.
+LABELS = ("task", "domain", "level")
+
 #: How far a result can be trusted (architecture section 5).
 FIDELITY = ("exact", "open", "semi", "closed")

@@ -319,6 +319,11 @@ class Trace:
         return self._header.meta
 
     @property
+    def labels(self) -> dict[str, str | int]:
+        """What the prompt says of itself, as far as it does: `task`, `domain`, `level`."""
+        return self._header.labels
+
+    @property
     def source_dtypes(self) -> Mapping[str, str]:
         """For each array, the dtype that it had in the model."""
         return self._header.source_dtypes

@@ -19,7 +19,9 @@ from kvsim.cli import demo as demo_module
 from kvsim.cli import main
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.record import read_records
-from kvsim.tiny.tasks import prompts
+from kvsim.tiny import ledger
+from kvsim.tiny.tasks import TASKS, prompts
+from kvsim.tiny.vocabulary import DOMAINS
 
 OWN = """
 from dataclasses import dataclass
@@ -97,7 +99,9 @@ def test_no_command_shows_help(run):
     assert "Commands:" in out
 
 
-@pytest.mark.parametrize("command", ["capture", "info", "verify", "replay", "policies", "demo"])
+@pytest.mark.parametrize(
+    "command", ["prompts", "capture", "info", "verify", "replay", "policies", "demo"]
+)
 def test_every_command_has_help(run, command):
     """`--help` names the command and describes its options."""
     status, out, err = run(command, "--help")
@@ -148,6 +152,112 @@ def test_a_policy_that_is_not_listed_is_refused(run, name):
     assert (status, out) == (2, "")
     assert "expected one name without a +" in one_line(err)
     assert name != "snapvk" or "did you mean 'snapkv'" in err
+
+
+# -------------------------------------------------------------------------------------- prompts
+
+
+def rows_of(text):
+    """The objects of JSON lines."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_prompts_of_every_task_and_domain(run):
+    """Without options all tasks and domains take turns; each row has its right response."""
+    status, out, err = run("prompts", "--n", "28")
+    rows = rows_of(out)
+
+    assert (status, err) == (0, "")
+    assert [row["task"] for row in rows[:7]] == list(TASKS)
+    assert {(row["task"], row["domain"]) for row in rows} == {
+        (task, domain) for task in TASKS for domain in DOMAINS
+    }
+    assert len({row["id"] for row in rows}) == 28
+    for row in rows:
+        assert row["response"] == ledger.solve(row["prompt"]).response
+        assert row["answer"] == ledger.check(row["prompt"], row["response"]).answer
+
+
+def test_prompts_of_one_level(run):
+    """The id says task, level, domain and seed; the same command gives the same prompts."""
+    command = ["prompts", "--task", "walk", "--level", "2", "--domain", "paint", "--n", "4"]
+    _, out, _ = run(*command)
+    _, again, _ = run(*command)
+    _, other, _ = run(*command, "--seed", "1")
+    rows = rows_of(out)
+
+    assert [row["id"] for row in rows] == [f"walk-2-paint-s0-{i:03d}" for i in range(4)]
+    assert {(row["task"], row["domain"], row["level"]) for row in rows} == {("walk", "paint", 2)}
+    assert again == out
+    assert rows_of(other)[0]["id"] == "walk-2-paint-s1-000"
+    assert rows_of(other)[0]["prompt"] != rows[0]["prompt"]
+
+
+def test_prompts_of_given_sizes(run):
+    """Every size reaches the page; without a level the id has none."""
+    sizes = ["--facts", "9", "--lines", "7", "--filler", "2", "--kinds", "3", "--report", "2"]
+    _, out, _ = run("prompts", "--task", "walk", "--n", "1", *sizes, "--cycle", "3")
+    (row,) = rows_of(out)
+    facts, _, rest = row["prompt"].partition(" key : ")
+    key, _, question = rest.partition(" question : ")
+
+    assert row["id"] == "walk-paint-s0-000"
+    assert row["level"] is None
+    assert facts.split().count(".") == 9 + 2 * 9
+    assert key.count(",") == 3
+    assert question.split()[1] == "#6"
+    assert question.split("report ")[1].count("#") == 2
+    assert len({line.split()[0] for line in row["response"].split(" ; ")[:7]}) == 3
+
+
+def test_prompts_in_a_file(run, tmp_path):
+    """`--out` writes what would be printed; what is there is kept unless it may be replaced."""
+    out = tmp_path / "new" / "prompts.jsonl"
+    command = ["prompts", "--task", "get", "--level", "1", "--n", "3"]
+    _, printed, _ = run(*command)
+
+    status, text, err = run(*command, "--out", out)
+    assert (status, err) == (0, "")
+    assert one_line(text).startswith(f"{out}: 3 prompts, with their responses ")
+    assert out.read_text() == printed
+
+    status, _, err = run("prompts", "--out", out)
+    assert status == 2
+    assert "exists; give another --out, or --overwrite" in one_line(err)
+    assert out.read_text() == printed
+
+    status, _, _ = run("prompts", "--n", "1", "--out", out, "--overwrite")
+    assert status == 0
+    assert len(rows_of(out.read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--task", "run"], "task is 'run', expected one of walk, get, join"),
+        (["--domain", "sea"], "domain is 'sea', expected one of paint, ore"),
+        (["--level", "6"], "level is 6, expected 1 to 5"),
+        (["--level", "2", "--facts", "9"], "level 2 sets all sizes itself, but facts is given too"),
+        (["--level", "2", "--filler", "0", "--report", "1"], "but filler, report are given too"),
+        (["--facts", "500"], "facts is 500, expected 2 to 160"),
+        (["--n", "0"], "see kvsim prompts --help"),
+        (["--overwrite"], "give --out FILE.jsonl too"),
+        (["--out", "folder", "--overwrite"], "folder exists and is no file"),
+        (["--out", "file/prompts.jsonl"], "file is a file; expected a folder"),
+    ],
+)  # fmt: skip
+def test_prompts_refuses(run, tmp_path, monkeypatch, arguments, expected):
+    """What cannot be is one line, status 2, and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+
+    status, out, err = run("prompts", *arguments)
+
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
 
 
 # ---------------------------------------------------------------------------- capture, info, verify
@@ -278,7 +388,22 @@ def test_info_describes(run, trace):
 
     status, out, err = run("info", trace, "--json")
     assert (status, err) == (0, "")
-    assert json.loads(out)["heads"] == 2
+    assert json.loads(out)["heads"] == kvsim.open_trace(trace).n_heads
+
+
+def test_info_shows_what_the_prompt_says_of_itself(run, trace, tmp_path):
+    """Labels stand in one line, escaped like all text; without any there is none."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(trace, path)
+    labels = {"task": "walk\x1b", "level": 2}
+    edit(path, lambda attributes: attributes["meta"].update(labels=labels))
+
+    _, text, _ = run("info", path)
+    _, bare, _ = run("info", trace)
+
+    (line,) = (line for line in text.splitlines() if line.startswith("labels "))
+    assert line.split(maxsplit=1)[1] == r'task "walk\u001b", level 2'
+    assert "\nlabels " not in bare
 
 
 def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):

@@ -589,12 +589,13 @@ def test_the_distribution_counts_traces(several):
         ("niah_128", None, "niah"),
         ("p12", None, "p"),
         ("12", None, "12"),
-        ("x-1", {"task": "qa"}, "qa"),
-        ("x-1", {"task": 3}, "x"),
+        ("x-1", {"labels": {"task": "qa"}}, "qa"),
+        ("x-1", {"labels": {"task": ["qa"]}}, "x"),
+        ("x-1", {"labels": "qa"}, "x"),
     ],
 )
 def test_tasks(name, meta, task):
-    """From the trace's meta, else the first part of its name."""
+    """From the trace's labels, else the first part of its name."""
     assert task_of(settling(1, name=name, meta=meta)) == task
 
 

@@ -26,7 +26,9 @@ from kvsim.schema import NEVER
 from kvsim.testing import reference
 
 
-def make_trace(layers=2, heads=2, group=2, tokens=60, dim=8, prompt=20, dtype=torch.float64):
+def make_trace(
+    layers=2, heads=2, group=2, tokens=60, dim=8, prompt=20, dtype=torch.float64, meta=None
+):
     """A random trace whose attention is uneven."""
     torch.manual_seed(0)
     return kvsim.Trace.from_arrays(
@@ -35,6 +37,7 @@ def make_trace(layers=2, heads=2, group=2, tokens=60, dim=8, prompt=20, dtype=to
         torch.randn(layers, heads, tokens, dim, dtype=dtype),
         prompt_len=prompt,
         rope=kvsim.Rope.default(dim),
+        meta=meta,
     )
 
 
@@ -327,6 +330,18 @@ def test_a_table_is_tidy_and_carries_its_origin():
     error = table.filter(pl.col("metric") == "output_error")
     assert error.select("layer", "qhead").rows() == [(i, j) for i in range(2) for j in range(4)]
     assert error["unit"].unique().to_list() == ["relative"]
+
+
+def test_a_table_carries_what_the_prompt_says_of_itself():
+    """Labels of the trace stand in every row, as text; what there is not is null."""
+    trace = make_trace(meta={"labels": {"task": "walk", "level": 2, "length": 9}})
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=9)
+
+    table = kvsim.measure(trace, record, ["entries_seen", "window_overlap"])
+    bare = kvsim.measure(make_trace(), record, ["entries_seen"])
+
+    assert table.select("task", "domain", "level").unique().rows() == [("walk", None, "2")]
+    assert bare.select("task", "domain", "level").unique().rows() == [(None, None, None)]
 
 
 def test_a_table_lists_events_on_request_and_their_summary_otherwise():

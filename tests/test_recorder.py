@@ -23,7 +23,7 @@ from kvsim.recorder import (
     read_prompts,
     read_rope,
 )
-from kvsim.store import verify
+from kvsim.store import describe, verify
 from kvsim.store.layout import read_json
 from kvsim.tiny import tasks
 
@@ -729,6 +729,46 @@ def test_capture_many(tmp_path):
     assert traces[2].meta["text"]["messages"] == [{"role": "user", "content": "w6"}]
 
 
+def test_labels_of_a_prompt_go_into_its_trace(tmp_path):
+    """Task, domain and level, as far as a line has them; other fields of the line do not."""
+    rows = [
+        {"prompt": "w1", "task": "walk", "domain": "ore", "level": 2, "tokens": 9},
+        {"prompt": "w2", "level": "hard", "task": None},
+        {"prompt": "w3"},
+    ]
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    model = small("llama")
+
+    many = capture_many(
+        model, words_tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
+    )
+    one = capture(model, None, [1, 2], max_new_tokens=0, labels={"domain": "fruit"})
+
+    expected = [{"task": "walk", "domain": "ore", "level": 2}, {"level": "hard"}, {}]
+    assert [trace.meta["labels"] for trace in many] == expected
+    assert [trace.labels for trace in many] == expected
+    assert [describe(trace.path)["labels"] for trace in many] == expected
+    assert one.labels == {"domain": "fruit"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"colour": "red"}, "label 'colour', expected one of task, domain, level"),
+        ({"level": 0.5}, "level is 0.5, expected text or a whole number"),
+        ({"level": True}, "level is True, expected text or a whole number"),
+    ],
+)
+def test_bad_labels(labels, message, tmp_path):
+    """A label that no table has a place for is refused before the model runs."""
+    with pytest.raises(CaptureError, match=f"^{message}"):
+        capture(small("llama"), None, [1, 2], labels=labels)
+    with pytest.raises(CaptureError, match=f"^prompt 'p': {message}"):
+        capture_many(small("llama"), None, [Prompt("p", [1, 2], labels=labels)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_expected_answer_is_found(tmp_path):
     """An expected answer is right where it stands as whole words after the reasoning."""
     model, tokenizer = small("llama"), words_tokenizer()
@@ -764,6 +804,7 @@ def test_all_prompts_are_checked_before_the_first_runs(tmp_path):
         ("{", "line 1: .* expected one JSON object"),
         ('{"prompt": "a"}\n{"text": "b"}', "line 2: no prompt, expected an object with 'prompt'"),
         ('{"prompt": 3}', "line 1: no prompt"),
+        ('{"prompt": "a", "level": [1]}', r"line 1: level is \[1\], expected text or a whole"),
         ("[1]", "line 1: no prompt"),
         ('{"id": "a b", "prompt": "x"}\n{"id": "a-b", "prompt": "x"}', "expected distinct ids"),
     ],

@@ -42,7 +42,8 @@ def capture(
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="A JSON object per line with 'prompt' or 'messages', maybe 'id' and 'answer'.",
+            help="A JSON object per line with 'prompt' or 'messages', maybe 'id', 'answer', "
+            "'task', 'domain', 'level'.",
         ),
     ] = None,
     limit: Annotated[
@@ -130,9 +131,8 @@ def capture(
         )
         if alone:
             one = wanted[0]
-            traces = [
-                record(decoder, tokenizer, one.content, out=out, answer=one.answer, **options)
-            ]
+            said: dict[str, Any] = {"answer": one.answer, "labels": one.labels}
+            traces = [record(decoder, tokenizer, one.content, out=out, **said, **options)]
         else:
             traces = capture_many(decoder, tokenizer, wanted, out, **options)
     except KeyboardInterrupt:
@@ -230,6 +230,7 @@ def info(trace: TracePath, as_json: Json = False) -> None:
         "length": _tokens(facts),
         "shape": f"{facts['layers']} layers, {facts['qheads']} query heads, "
         f"{facts['heads']} KV heads, dim {facts['dim']}",
+        "labels": ", ".join(f"{name} {quoted(said)}" for name, said in facts["labels"].items()),
         "prompt": quoted(facts["prompt"]),
         "response": quoted(facts["response"]),
         "answer": _answer(facts["answer_check"]).removeprefix(", ").removeprefix("answer ")

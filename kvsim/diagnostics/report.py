@@ -171,15 +171,13 @@ def diagnose(
 
 
 def task_of(trace: Trace) -> str:
-    """What traces are grouped by: `meta["task"]`, else the first part of the name.
+    """What traces are grouped by: the label `task`, else the first part of the name.
 
     The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
     task `walk`, `p12` of `p`.
     """
-    known = trace.meta.get("task")
-    if isinstance(known, str) and known:
-        return known
-    return re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
+    known = str(trace.labels.get("task", ""))
+    return known or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
 
 
 def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:

@@ -14,12 +14,13 @@ from kvsim.errors import PolicyError
 from kvsim.metrics.catalogue import METRICS, Cells, Metric, Subject, mean_known, metric
 from kvsim.metrics.output import OutputError, check_record, output_error
 from kvsim.record import Record
-from kvsim.schema import FIDELITY
+from kvsim.schema import FIDELITY, LABELS
 from kvsim.trace import Trace
 
 #: Columns of a Table and their types; one row is one value.
 COLUMNS: dict[str, Any] = {
     "trace": pl.String,
+    **dict.fromkeys(LABELS, pl.String),
     "policy": pl.String,
     "params": pl.String,
     "budget": pl.Int64,
@@ -50,11 +51,12 @@ def measure(
 ) -> pl.DataFrame:
     """A Table of `metrics` (all by default) of one record or of many of the same trace.
 
-    One row per value: policy, budget, layer, head (KV head) or qhead (query head), value, chance
-    (what chance alone would give, where that is known) and fidelity (see `fidelity`). With `events`
-    one row for every event too (the row after which it fired); without, the last event stands for
-    them all or their mean (`Metric.over_events`). oracles: for `regret`, beside each record that of
-    the mass oracle on the same terms, or None; `kvsim.sweeps.sweep(..., regret=True)` makes them.
+    One row per value: labels of the prompt (task, domain, level), policy, budget, layer, head (KV
+    head) or qhead (query head), value, chance (what chance alone would give, where that is known)
+    and fidelity (see `fidelity`). With `events` one row for every event too (the row after which it
+    fired); without, the last event stands for them all or their mean (`Metric.over_events`).
+    oracles: for `regret`, beside each record that of the mass oracle on the same terms, or None;
+    `kvsim.sweeps.sweep(..., regret=True)` makes them.
 
     Raises PolicyError for an unknown metric and for regret without oracles, TraceError where a
     record belongs to another trace.
@@ -149,6 +151,8 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
     }
     if what.kind == "trace":
         values = dict.fromkeys(values)
+    labels = {name: trace.labels.get(name) for name in LABELS}
+    values |= {name: None if label is None else str(label) for name, label in labels.items()}
     return {name: pl.lit(value) for name, value in {"trace": trace.name, **values}.items()}
 
 

@@ -29,9 +29,11 @@ from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.projections import Projections
 from kvsim.recorder.prompts import (
     Encoded,
+    Labels,
     Prompt,
     PromptLike,
     check_answer,
+    check_labels,
     encode,
     file_name,
     token_strings,
@@ -79,6 +81,7 @@ def capture(
     overwrite: bool = False,
     store_dtype: str | None = None,
     answer: str | None = None,
+    labels: Labels | None = None,
     name: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Trace:
@@ -105,6 +108,7 @@ def capture(
         store_dtype: None stores exactly, ``float16`` stores q, k, v, attn_out, o_proj and
             residual in half the space.
         answer: the expected answer, for the answer check.
+        labels: `task`, `domain` and `level` of the prompt, any of them, for tables.
         name: of the trace; by default from `out`.
         progress: called with (tokens done, most tokens there can be); True shows a bar on a
             terminal.
@@ -113,10 +117,11 @@ def capture(
         The trace, opened from `out` or in memory.
 
     Raises:
-        CaptureError: a prompt that is empty, too long or has unknown words; a model whose attention
-            recomputed from q, k, v is not what it computed; with `o_proj`, one that has no such
-            projection, or does something else with the output of its attention; with `residual`,
-            one whose decoder layers are not found, or do not pass on what they return.
+        CaptureError: a prompt that is empty, too long or has unknown words; a label of another name
+            or kind; a model whose attention recomputed from q, k, v is not what it computed; with
+            `o_proj`, one that has no such projection, or does something else with the output of its
+            attention; with `residual`, one whose decoder layers are not found, or do not pass on
+            what they return.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
     """
@@ -134,9 +139,10 @@ def capture(
     _check_options(options, out)
     if out is not None:
         check_target(Path(out), overwrite=overwrite)
+    known = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     encoded = _encode(model, tokenizer, prompt)
-    return _Capture(model, tokenizer, encoded, options, out, answer, name).run()
+    return _Capture(model, tokenizer, encoded, options, out, answer, known, name).run()
 
 
 def capture_many(
@@ -176,15 +182,18 @@ def capture_many(
     paths = [folder / file_name(prompt.id) for prompt in prompts]
     for path in paths:
         check_target(path, overwrite=overwrite)
+    labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
     _check_options(options, folder)
     model, tokenizer = _resolve(model, tokenizer)
     jobs = []
-    for prompt, path in zip(prompts, paths, strict=True):
+    for prompt, path, known in zip(prompts, paths, labels, strict=True):
         try:
             encoded = _encode(model, tokenizer, prompt.content)
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
-        jobs.append(_Capture(model, tokenizer, encoded, options, path, prompt.answer, prompt.id))
+        jobs.append(
+            _Capture(model, tokenizer, encoded, options, path, prompt.answer, known, prompt.id)
+        )
     return [job.run() for job in jobs]
 
 
@@ -233,10 +242,11 @@ class _Capture:
         options: _Options,
         out: str | Path | None,
         answer: str | None,
+        labels: Labels,
         name: str | None,
     ) -> None:
         self.model, self.tokenizer, self.encoded = model, tokenizer, encoded
-        self.options, self.answer = options, answer
+        self.options, self.answer, self.labels = options, answer, labels
         self.out = None if out is None else Path(out)
         self.name = name or (self.out.stem if self.out else model_name(model))
         self.notes: list[str] = []
@@ -383,6 +393,7 @@ class _Capture:
                 "new_tokens": len(tokens) - prompt_len,
                 "stopped": "eos" if ended else "context" if cut else "length",
             },
+            "labels": dict(self.labels),
             "answer_check": check_answer(
                 self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
             ),

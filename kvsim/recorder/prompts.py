@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from kvsim.errors import CaptureError
+from kvsim.schema import LABELS
 from kvsim.tiny import ledger
 
 Messages = Sequence[Mapping[str, Any]]
+Labels = Mapping[str, str | int]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 
 _SHOWN_WORDS = 8
@@ -29,11 +31,14 @@ class Prompt:
         id: names the trace.
         content: text, chat messages or token ids.
         answer: the expected answer, or None.
+        labels: `task`, `domain` and `level`, as far as the prompt has them; they go into the
+            trace and from there into tables.
     """
 
     id: str
     content: PromptLike
     answer: str | None = None
+    labels: Labels = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of a JSONL file: ``id``, ``prompt`` or ``messages``, and maybe ``answer``.
+    """The prompts of a JSONL file: ``id``, ``prompt`` or ``messages``, maybe ``answer`` and labels.
 
     Raises:
         CaptureError: no such file, or a line that is not such an object.
@@ -206,7 +211,23 @@ def _prompt(row: object, index: int, where: str) -> Prompt:
         id=str(row.get("id", f"prompt-{index:04d}")),
         content=content,
         answer=None if answer is None else str(answer),
+        labels=check_labels(
+            {name: row[name] for name in LABELS if row.get(name) is not None}, f"{where}: "
+        ),
     )
+
+
+def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:
+    """The labels; raises CaptureError for a name that no table knows, or a value of another kind.
+
+    where: what an error message begins with.
+    """
+    for name, value in labels.items():
+        if name not in LABELS:
+            raise CaptureError(f"{where}label {name!r}, expected one of {', '.join(LABELS)}")
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise CaptureError(f"{where}{name} is {value!r}, expected text or a whole number")
+    return dict(labels)
 
 
 def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:

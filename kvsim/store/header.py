@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvsim.attention import Rope
 from kvsim.errors import TraceError
-from kvsim.schema import CHUNK
+from kvsim.schema import CHUNK, LABELS
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
@@ -51,6 +51,13 @@ class Header:
     name: str = "memory"
     source_dtypes: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> dict[str, str | int]:
+        """What the prompt says of itself, of `LABELS`; what is neither text nor number is none."""
+        found = self.meta.get("labels")
+        said = found if isinstance(found, dict) else {}
+        return {name: said[name] for name in LABELS if isinstance(said.get(name), str | int)}
 
     def attributes(self) -> dict[str, Any]:
         """The header as attributes of the zarr group."""

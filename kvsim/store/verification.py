@@ -227,7 +227,7 @@ def attention_rows(
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What `kvsim info` prints: shapes, dtypes, sizes, model, text and answer check, for JSON.
+    """What `kvsim info` prints: shapes, dtypes, sizes, model, labels, text, answer check, for JSON.
 
     Raises:
         TraceError: as `open_trace`.
@@ -269,6 +269,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "model": {key: value for key, value in _entry(meta, "model").items() if key != "config"},
         "versions": _entry(meta, "versions"),
         "generation": _entry(meta, "generation"),
+        "labels": stored.header.labels,
         "prompt": _head(text.get("prompt")),
         "response": _head(text.get("response")),
         "answer_check": _entry(meta, "answer_check") or None,
