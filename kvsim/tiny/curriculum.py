@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsim.tiny.ledger import Retrieval
 from kvsim.tiny.tasks import MAX_KINDS, PERIOD, Sample, make
 from kvsim.tiny.vocabulary import BOS, EOS, ID
 
@@ -120,6 +121,22 @@ def draw_mix(rng: random.Random) -> Callable[[], Sample]:
     return draw
 
 
+#: What heads are guided to in training (`model.Shape.guided`): the second of two retrievals in a
+#: row, the next item of a list, and the kind and the digit of a correction.
+GUIDED = ("second", "item", "kind", "digit")
+
+
+def guided(retrieval: Retrieval, word: str) -> str | None:
+    """Which of `GUIDED` a retrieval is that is due after ``word``, or None."""
+    if len(retrieval.path) == 2:
+        return "second"
+    if retrieval.purpose == "item":
+        return "item" if word == ";" else None
+    if retrieval.purpose == "correction":
+        return "kind" if word == "wait" else "digit"
+    return None
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences padded at the end; all tensors int64 [sequence, pos].
@@ -129,30 +146,33 @@ class Batch:
         labels: the token itself where it belongs to the response, else IGNORE.
         between: where two retrievals in a row are due, the token that the first one finds, else
             IGNORE.
-        found: there, the position that the second one finds, else IGNORE.
+        found: for each of `GUIDED`, where it is due the position that it finds, else IGNORE.
     """
 
     tokens: Tensor
     labels: Tensor
     between: Tensor
-    found: Tensor
+    found: dict[str, Tensor]
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Tokens and targets of ``samples``."""
     longest = max(sample.tokens for sample in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
-    labels, between, found = (torch.full_like(tokens, IGNORE) for _ in range(3))
+    labels, between = (torch.full_like(tokens, IGNORE) for _ in range(2))
+    found = {role: torch.full_like(tokens, IGNORE) for role in GUIDED}
     for row, sample in enumerate(samples):
         words = [BOS, *sample.prompt.split(), *sample.response.split(), EOS]
         start = 1 + sample.prompt_words
         tokens[row, : len(words)] = torch.tensor([ID[word] for word in words])
         labels[row, start : len(words)] = tokens[row, start : len(words)]
         for retrieval in sample.retrievals:
-            if len(retrieval.path) == 2:
-                first, second = retrieval.path
-                between[row, 1 + retrieval.at] = tokens[row, 1 + first]
-                found[row, 1 + retrieval.at] = 1 + second
+            at = 1 + retrieval.at
+            role = guided(retrieval, words[at])
+            if role is not None:
+                found[role][row, at] = 1 + retrieval.path[-1]
+            if role == "second":
+                between[row, at] = tokens[row, 1 + retrieval.path[0]]
     return Batch(tokens, labels, between, found)
 
 

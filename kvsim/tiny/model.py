@@ -80,7 +80,8 @@ class Shape:
         look_back: layers whose heads copy words at fixed distances, with a role for each head.
         retrieve: layers whose heads find words, with a role for each head.
         first: the layer whose head 0 makes the first of two retrievals.
-        second: the layer whose head 0 makes the second one.
+        guided: layer and head that training guides to what they should find, for each of
+            `curriculum.GUIDED`; the head of the second of two retrievals lies behind `first`.
     """
 
     layers: int
@@ -89,7 +90,7 @@ class Shape:
     look_back: dict[int, tuple[LookBack, ...]]
     retrieve: dict[int, tuple[Retrieve, ...]]
     first: int
-    second: int
+    guided: dict[str, tuple[int, int]]
 
 
 SHAPES: dict[str, Shape] = {
@@ -103,7 +104,7 @@ SHAPES: dict[str, Shape] = {
         },
         retrieve={1: FIRST_HOP, 2: SECOND_HOP},
         first=1,
-        second=2,
+        guided={"second": (2, 0), "item": (1, 6), "kind": (1, 4), "digit": (1, 7)},
     ),
     # the same heads spread over depth, between layers that are left to training
     "tiny-deep": Shape(
@@ -116,7 +117,7 @@ SHAPES: dict[str, Shape] = {
         },
         retrieve={4: FIRST_HOP[:4], 5: FIRST_HOP[4:], 8: SECOND_HOP[:4], 9: SECOND_HOP[4:]},
         first=4,
-        second=8,
+        guided={"second": (8, 0), "item": (5, 2), "kind": (5, 0), "digit": (5, 3)},
     ),
 }
 
@@ -194,7 +195,8 @@ def _turn(vector: Tensor, positions: float) -> Tensor:
     )
 
 
-def _heads(index: int) -> slice:
+def head_rows(index: int) -> slice:
+    """Rows of a projection that belong to one head."""
     return slice(index * HEAD_DIM, (index + 1) * HEAD_DIM)
 
 
@@ -226,7 +228,7 @@ def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generato
         _retrieve(layers[index].self_attn, roles, reader, writers, generator)
     # What is found first is written where the queries of the second retrieval read.
     found = _writer(FOUND, torch.eye(HEAD_DIM))
-    layers[shape.first].self_attn.o_proj.weight[:, _heads(0)] += 0.8 * found
+    layers[shape.first].self_attn.o_proj.weight[:, head_rows(0)] += 0.8 * found
 
 
 def _slow(value: float) -> Tensor:
@@ -262,18 +264,18 @@ def _look_back(
             key = torch.zeros(HEAD_DIM)
             key[:FAST_PAIRS] = BIAS * phase.cos()
             key[PAIRS : PAIRS + FAST_PAIRS] = BIAS * phase.sin()
-            attention.k_proj.bias[_heads(kv_head)] = key
-            attention.v_proj.weight[_heads(kv_head)] = reader
+            attention.k_proj.bias[head_rows(kv_head)] = key
+            attention.v_proj.weight[head_rows(kv_head)] = reader
         block = _orthonormal(HEAD_DIM, HEAD_DIM, generator)
         if offset == 1 and subspace == PREVIOUS:
             block = torch.eye(HEAD_DIM)
         writer = _writer(subspace, loudness * block)
-        attention.o_proj.weight[:, _heads(head)] = WRITE * writer
+        attention.o_proj.weight[:, head_rows(head)] = WRITE * writer
         if isinstance(offset, str):
-            attention.q_proj.bias[_heads(head)] = _slow(VERB_MATCH)
-            attention.k_proj.weight[_heads(kv_head), 0] = _slow(VERB_MATCH / 8)
+            attention.q_proj.bias[head_rows(head)] = _slow(VERB_MATCH)
+            attention.k_proj.weight[head_rows(kv_head), 0] = _slow(VERB_MATCH / 8)
         else:
-            attention.q_proj.bias[_heads(head)] = _turn(key, -offset)
+            attention.q_proj.bias[head_rows(head)] = _turn(key, -offset)
             writers.setdefault(offset, writer)
 
 
@@ -302,8 +304,8 @@ def _retrieve(
         before, sought = roles
         kv_head = head // GROUP
         if head % GROUP == 0:
-            attention.k_proj.weight[_heads(kv_head)] = content * read[before] + noise()
+            attention.k_proj.weight[head_rows(kv_head)] = content * read[before] + noise()
             value = reader if kv_head == 0 else _reader(generator)
-            attention.v_proj.weight[_heads(kv_head)] = value
-        attention.q_proj.weight[_heads(head)] = content * read[sought] + noise()
-        attention.o_proj.weight[:, _heads(head)] = 0.25 * value.T
+            attention.v_proj.weight[head_rows(kv_head)] = value
+        attention.q_proj.weight[head_rows(head)] = content * read[sought] + noise()
+        attention.o_proj.weight[:, head_rows(head)] = 0.25 * value.T

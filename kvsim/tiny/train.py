@@ -1,15 +1,16 @@
 """Train the tiny model from nothing on two CPU cores.
 
-    python -m kvsim.tiny.train --out DIR [--steps 8000] [--seed 0] [--threads 2] [--minutes 10]
+    python -m kvsim.tiny.train --out DIR [--steps 6500] [--seed 0] [--threads 2] [--minutes 10]
     python -m kvsim.tiny.train --out DIR --resume [--threads 2] [--minutes 10]
 
 Curriculum first: samples of growing size, on to the next stage once the running mean of token
 accuracy passes a threshold or the stage's bound of steps is reached.
 Then the mix of all sizes, with linear decay of the learning rate.
 Every schedule counts steps, never seconds, so the result depends on the seed and not on the load
-of the machine. Two losses exist in training only, because the middle of the two retrievals leaves
-no trace in the text: a linear head on the layer before the second one must name what the
-first one finds, and head 0 of the layer of the second one must attend to what that finds.
+of the machine. Some losses exist in training only, with a weight that falls: the middle of two
+retrievals leaves no trace in the text, so a linear head on the layer before the second one must
+name what the first one finds; and one head each is guided to attend to what the second retrieval
+finds, to the next item of a list, and to the kind and the digit of a correction.
 
 The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps and
 after ``--minutes``, when the run stops; ``--resume`` goes on from it with the settings it was
@@ -34,7 +35,16 @@ from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from kvsim.tiny.curriculum import IGNORE, STAGES, Batch, Stage, collate, draw_batch, draw_mix
-from kvsim.tiny.model import HEAD_DIM, HIDDEN, MAX_TOKENS, SHAPES, VOCAB_SIZE, build
+from kvsim.tiny.model import (
+    GROUP,
+    HEAD_DIM,
+    HIDDEN,
+    MAX_TOKENS,
+    SHAPES,
+    VOCAB_SIZE,
+    build,
+    head_rows,
+)
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.tokenizer import save_tokenizer
 
@@ -59,12 +69,12 @@ class Settings:
         learning_rate: peak, after ``warm_up`` steps and before the decay.
         warm_up: steps of linear warm-up.
         decay: share of the mix over which the learning rate falls linearly, at its end.
-        extra: weight of the two training-only losses; it falls to a tenth during the mix.
+        extra: weight of the training-only losses; it falls to a tenth during the mix.
         checkpoint: steps between two checkpoints.
         evaluate: steps between two measurements on development samples; 0 for none.
     """
 
-    steps: int = 8000
+    steps: int = 6500
     seed: int = 0
     shape: str = "tiny"
     stages: tuple[Stage, ...] = STAGES
@@ -179,58 +189,67 @@ def load(path: Path) -> Run:
     return run
 
 
-def _found_attention(model: Qwen2ForCausalLM, index: int, hidden: Tensor, batch: Batch) -> Tensor:
-    """Log of the attention of a layer's head 0 to what the second of two retrievals finds.
+def _log_attention(
+    model: Qwen2ForCausalLM, layer: int, head: int, hidden: Tensor, wanted: Tensor
+) -> Tensor:
+    """Log of the attention of one head to the positions that it is guided to.
 
     Args:
         model: the model in training.
-        index: the layer.
-        hidden: its input, [sequence, pos, h].
-        batch: gives the positions.
+        layer: the head's layer.
+        head: the query head.
+        hidden: the layer's input, [sequence, pos, h].
+        wanted: the position to attend to, else IGNORE, [sequence, pos].
 
     Returns:
-        One natural logarithm for each pair of retrievals, [pair].
+        One natural logarithm for each position that has a target, [target].
     """
-    layer: Any = model.model.layers[index]
-    normed = layer.input_layernorm(hidden)
+    block: Any = model.model.layers[layer]
+    normed = block.input_layernorm(hidden)
     query, key = (
-        linear(normed, part.weight[:HEAD_DIM], part.bias[:HEAD_DIM])[:, None]
-        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj)
-    )  # [sequence, 1, pos, d]: query head 0 and its KV head 0
+        linear(normed, part.weight[rows], part.bias[rows])[:, None]
+        for part, rows in (
+            (block.self_attn.q_proj, head_rows(head)),
+            (block.self_attn.k_proj, head_rows(head // GROUP)),
+        )
+    )  # [sequence, 1, pos, d]
     positions = torch.arange(hidden.shape[1])
     query, key = apply_rotary_pos_emb(query, key, *model.model.rotary_emb(normed, positions[None]))
-    sequence, row = (batch.found != IGNORE).nonzero(as_tuple=True)
+    sequence, row = (wanted != IGNORE).nonzero(as_tuple=True)
     logits = (query[:, 0] @ key[:, 0].transpose(1, 2))[sequence, row].float() / HEAD_DIM**0.5
-    logits = logits.masked_fill(positions > row[:, None], -torch.inf)  # [pair, pos]
-    wanted = batch.found[sequence, row][:, None]
-    found: Tensor = logits.log_softmax(-1).gather(1, wanted)[:, 0]
+    logits = logits.masked_fill(positions > row[:, None], -torch.inf)  # [target, pos]
+    found: Tensor = logits.log_softmax(-1).gather(1, wanted[sequence, row][:, None])[:, 0]
     return found
 
 
 def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """The loss of one batch, and what the log says about it."""
-    second = SHAPES[run.settings.shape].second
+    heads = SHAPES[run.settings.shape].guided
     with torch.autocast("cpu", torch.bfloat16):
         output = run.model.model(input_ids=batch.tokens, output_hidden_states=True)
-        middle = output.hidden_states[second]  # input of layer `second`
+        inputs = output.hidden_states  # of each layer, and the last layer's output
         targets = batch.labels[:, 1:]
         scored = targets != IGNORE
         logits = run.model.lm_head(output.last_hidden_state[:, :-1][scored]).float()
-        looked_up = batch.between != IGNORE
-        between_logits = run.between_head(middle[looked_up]).float()
-        attention = _found_attention(run.model, second, middle, batch)
+        double = batch.between != IGNORE
+        between_logits = run.between_head(inputs[heads["second"][0]][double]).float()
+        attention = {
+            role: _log_attention(run.model, layer, head, inputs[layer], batch.found[role])
+            for role, (layer, head) in heads.items()
+        }
     token_loss = cross_entropy(logits, targets[scored])
-    between_loss = cross_entropy(between_logits, batch.between[looked_up])
+    between_loss = cross_entropy(between_logits, batch.between[double])
+    # A batch need not have a list or a correction.
+    guided_loss = sum(-found.mean() for found in attention.values() if len(found))
     weight = run.settings.extra * max(0.1, run.left**2)
-    loss = token_loss + weight * (between_loss - attention.mean())
+    loss = token_loss + weight * (between_loss + guided_loss)
     right = logits.argmax(-1) == targets[scored]
-    double = looked_up[:, :-1][scored]
     return loss, {
         "loss": token_loss.item(),
         "accuracy": right.float().mean().item(),
-        "found_accuracy": right[double].float().mean().item(),
+        "second_accuracy": right[double[:, :-1][scored]].float().mean().item(),
         "between_loss": between_loss.item(),
-        "found_attention": attention.exp().mean().item(),
+        **{f"{role}_attention": found.exp().mean().item() for role, found in attention.items()},
     }
 
 
