@@ -249,7 +249,7 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         "accuracy": right.float().mean().item(),
         "second_accuracy": right[double[:, :-1][scored]].float().mean().item(),
         "between_loss": between_loss.item(),
-        **{f"{role}_attention": found.exp().mean().item() for role, found in attention.items()},
+        **{f"{role}_attention": v.exp().mean().item() for role, v in attention.items() if len(v)},
     }
 
 
