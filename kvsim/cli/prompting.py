@@ -10,7 +10,7 @@ import typer
 
 from kvsim.cli.values import OptionError
 from kvsim.errors import OutputError
-from kvsim.tiny.tasks import LEVELS, TASKS
+from kvsim.tiny.tasks import TASKS, TOKENS
 from kvsim.tiny.vocabulary import DOMAINS
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ def prompts(
     level: Annotated[
         int | None,
         typer.Option(
-            metavar=f"1..{len(LEVELS[TASKS[0]])}",
-            help="How long page and response are, and how far back facts are looked up; "
-            "without it, sizes as below.",
+            metavar=f"1..{len(TOKENS)}",
+            help="How long page and response are and how far back facts are looked up, from about "
+            f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, sizes as below.",
         ),
     ] = None,
     domain: Annotated[

@@ -11,7 +11,7 @@ stand between facts.
 The key ``c d ,`` gives each kind a digit.
 A line of the response is ``x y d #k a ;``: a node, its successor, the digit of its kind, a counter
 that runs down to ``#0``, and the running sum of the digits modulo 10.
-The kind is never written in the response, so a reader needs two retrievals in a row to know ``d``.
+The line does not name the kind, so a reader needs two retrievals in a row to know ``d``.
 The verb of the question says which lines there are:
 
 ``walk``
@@ -20,7 +20,7 @@ The verb of the question says which lines there are:
     the lines are about the listed nodes, in their order;
 ``join``
     as ``get``, with the facts joined to themselves: ``y`` is the successor's successor, and ``d``
-    the digit of the successor's kind; the successor in between is never written;
+    the digit of the successor's kind; its line does not name the successor in between;
 ``fork``
     as ``walk``, but after an odd sum one node is passed over: on to the successor's successor;
 ``check``
@@ -48,9 +48,17 @@ from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIA
 __all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
 
 #: What a retrieval is for; `Retrieval.purpose`.
-Purpose = Literal["item", "branch", "successor", "join", "digit", "recheck", "correction", "report"]
-
-LINE = 6  # words of a line of the response, of every sort
+Purpose = Literal[
+    "item",  # the next node of the list, or the start
+    "branch",  # the successor of the node that is passed over
+    "successor",
+    "join",  # the successor's successor
+    "digit",
+    "lines",  # the first counter
+    "recheck",  # an earlier sum
+    "correction",  # kind and digit of an entry of the agenda
+    "report",  # a counter of the report, and its sum
+]
 
 
 class LedgerError(KvsimError, ValueError):
@@ -83,7 +91,7 @@ class Page:
         facts: by node.
         key: the digit of each kind.
         verb: what the question asks for.
-        lines: how many lines.
+        first: the counter of the first line.
         named: the listed nodes of ``get`` and ``join``, else the start.
         agenda: by counter, the words that follow it there.
         report: the counters whose sums are to be repeated.
@@ -93,11 +101,16 @@ class Page:
     facts: dict[str, Fact]
     key: dict[str, Word]
     verb: str
-    lines: int
+    first: Word
     named: list[Word]
     agenda: dict[int, list[Word]]
     report: list[Word]
     length: int
+
+    @property
+    def lines(self) -> int:
+        """How many lines, those of the agenda not counted."""
+        return count(self.first.text) + 1
 
     def statements(self) -> list[range]:
         """Where each fact, each entry of the key and each of the agenda stands."""
@@ -229,22 +242,23 @@ def read(prompt: str) -> Page:
     key = _read_key(reader)
     reader.skip("question", ":")
     verb = reader.take(_VERBS, "one of " + ", ".join(VERBS)).text
-    lines = count(reader.counter().text) + 1
+    counter = reader.counter()
+    lines = count(counter.text) + 1
     named = _read_named(reader, verb, lines)
     agenda = _read_agenda(reader, verb, lines)
     reader.skip("report")
     report = [reader.counter()]
     while reader.peek() != ".":
         report.append(reader.counter())
-    first = max(count(word.text) for word in report)
-    if first >= lines:
+    earliest = max(count(word.text) for word in report)
+    if earliest >= lines:
         raise LedgerError(
-            f"the report asks for #{first}, expected at most #{lines - 1}, the first line"
+            f"the report asks for #{earliest}, expected at most {counter.text}, the first line"
         )
     reader.skip(".", "think", ":")
     if reader.at < len(reader.words):
         raise LedgerError(f"the prompt goes on with {reader.peek()!r} after 'think :'")
-    return Page(facts, key, verb, lines, named, agenda, report, reader.at)
+    return Page(facts, key, verb, counter, named, agenda, report, reader.at)
 
 
 # --- the right response ---
@@ -260,7 +274,7 @@ class Retrieval(NamedTuple):
         purpose: what is looked up.
         at: index of the word after which the looked-up word is due.
         path: indices of the words to read, one after the other; the last one is the due word, and
-            one before it is never written in the response.
+            the line of the response does not hold the one before it.
     """
 
     purpose: Purpose
@@ -272,7 +286,8 @@ class Retrieval(NamedTuple):
 class Solution:
     """The right response and what its words are looked up from.
 
-    Words without a retrieval follow from the few words before them.
+    In pages that `kvsim.tiny.tasks` writes, a word without a retrieval follows from the verb and
+    the 12 words before it: two lines, where the agenda asks for one.
     """
 
     response: str
@@ -354,7 +369,10 @@ def solve(prompt: str) -> Solution:
         out.look_up("digit", digit.text, fact.at + 2, digit.at)
         counter = page.lines - 1 - line
         total = (total + int(digit.text)) % 10
-        out.say(f"#{counter}")
+        if line == 0:
+            out.look_up("lines", *page.first)
+        else:
+            out.say(f"#{counter}")
         out.sums[counter] = out.say(str(total))
         out.say(";")
         if counter in page.agenda:

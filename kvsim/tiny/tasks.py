@@ -19,7 +19,7 @@ from typing import Any
 from kvsim.tiny.ledger import LedgerError, Retrieval, Solution, last_sum, solve
 from kvsim.tiny.vocabulary import COMMON, COUNTERS, DIGITS, DOMAINS, NODES
 
-__all__ = ["LEVELS", "TASKS", "Sample", "Size", "make", "prompts"]
+__all__ = ["LEVELS", "TASKS", "TOKENS", "Sample", "Size", "make", "prompts"]
 
 TASKS = ("walk", "get", "join", "check", "wait", "fork", "needle")
 #: Lines from one entry of the agenda to the next.
@@ -288,6 +288,8 @@ LEVELS: dict[str, tuple[Size, ...]] = {
     "fork": _sizes((24, 40, 60, 84, 108)),
     "needle": tuple(Size(8, 2, 6, filler) for filler in (4, 7, 11, 16, 22)),
 }
+#: Tokens of a sequence, response included, at levels 1 to 5 of any task: from, to.
+TOKENS = ((200, 330), (330, 510), (520, 760), (780, 1110), (1120, 1470))
 #: Sizes where there is no level: sequences of about 500 tokens. A needle has those of its level 3.
 DEFAULT = Size(facts=32, lines=48, kinds=12, filler=0.1)
 
