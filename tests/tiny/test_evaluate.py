@@ -1,113 +1,443 @@
-"""The measurements behind the model card."""
+"""The measurements behind the model card, and the card itself."""
 
 from __future__ import annotations
 
+import json
+import re
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsim.tiny import PATH
+from kvsim.plots.heads import head_maps, head_masses, removed_heads, training_curves
+from kvsim.tiny import PATH, card, evaluate, train
 from kvsim.tiny.curriculum import collate
-from kvsim.tiny.evaluate import (
-    Cell,
+from kvsim.tiny.ledger import check
+from kvsim.tiny.model import build
+from kvsim.tiny.probes import (
+    FIGURES,
+    NEEDS,
     ablation,
-    fill,
+    attention_maps,
+    means,
+    needs,
+    replaced,
+    score,
     structure,
-    targets,
-    wilson,
-    without_attention,
 )
-from kvsim.tiny.ledger import prompts
+from kvsim.tiny.results import Results, best, digest, heads
+from kvsim.tiny.tasks import TASKS, prompts
+from kvsim.tiny.vocabulary import VERBS
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-CARD = Path(__file__).parents[2] / "docs" / "tiny-model-card.md"
+DOCS = Path(__file__).parents[2] / "docs"
+CARD = DOCS / "tiny-model-card.md"
+MEASURED = Results(DOCS / "tiny-results.jsonl", digest(PATH))
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model():
     """The shipped model."""
-    return AutoModelForCausalLM.from_pretrained(str(PATH)).eval()
+    return AutoModelForCausalLM.from_pretrained(str(PATH), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def start():
+    """A model at the start of its training: its heads are known, and it answers nothing."""
+    return build(0).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with weights that are hardly trained."""
+    folder = tmp_path_factory.mktemp("model")
+    run = train.start(train.Settings(steps=1, evaluate=0, stage_tokens=256))
+    train.train(run, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probed(start):
+    """Rows of results of `start`, of both probes for two tasks."""
+    rows = []
+    for task in ("check", "wait"):
+        samples = prompts(1, seed=8, task=task, level=1)
+        what = {"task": task, "level": 1, "n": 1}
+        rows.append({"part": "structure", **what, **structure(start, samples)})
+        rows.append({"part": "ablation", **what, **ablation(start, samples)})
+    return rows
+
+
+# --- answers ---
+
+
+def test_responses_belong_to_their_prompts(folder):
+    """Prompts of different lengths answered together get what each gets alone, in their order."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    samples = [
+        *prompts(1, seed=1, task="needle", level=1),
+        *prompts(1, seed=1, task="get", facts=4, lines=2, filler=0.0),
+        *prompts(1, seed=2, task="get", facts=9, lines=3, filler=0.0),
+    ]
+    model = model.float().eval()
+    together = evaluate.respond(model, tokenizer, samples)
+    alone = [evaluate.respond(model, tokenizer, [sample])[0] for sample in samples]
+
+    assert [text.split()[:8] for text in together] == [text.split()[:8] for text in alone]
+    assert all(together)
+
+
+def test_the_first_error_is_named_by_what_was_to_be_looked_up():
+    """A right response has none; a wrong digit is one of `digit`, a wrong counter of `other`."""
+    (sample,) = prompts(1, seed=3, task="walk", facts=4, lines=4)
+    words = sample.response.split()
+
+    def wrong(at: int) -> str:
+        return " ".join([*words[:at], "red", *words[at + 1 :]])
+
+    assert evaluate.first_error(sample, sample.response) is None
+    assert evaluate.first_error(sample, sample.response + " <eos>") is None
+    assert evaluate.first_error(sample, wrong(2)) == "digit"
+    assert evaluate.first_error(sample, wrong(7)) == "successor"
+    assert evaluate.first_error(sample, wrong(9)) == "other"
+    assert evaluate.first_error(sample, " ".join(words[:7])) == "successor"
+    assert evaluate.first_error(sample, sample.response + " .") == "other"
+
+
+def test_accuracy_counts_what_is_exact(monkeypatch):
+    """Of a right response, one with a wrong report and one with a wrong digit each part is told."""
+    samples = prompts(3, seed=4, task="walk", facts=4, lines=4, report=1)
+    texts = [sample.response for sample in samples]
+    texts[1] += " ."
+    words = texts[2].split()
+    texts[2] = " ".join([*words[:2], str((int(words[2]) + 1) % 10), *words[3:]])
+    monkeypatch.setattr(evaluate, "respond", lambda *_: texts)
+    found = evaluate.accuracy(None, None, samples)
+
+    assert (found["chain"], found["report"], found["answer"]) == (2, 2, 3)
+    assert found["errors"] == {"other": 1, "digit": 1}
+    assert found["right"] == pytest.approx(1 - 1 / (3 * len(words)), abs=1e-4)
+    assert found["tokens"] == [min(s.tokens for s in samples), max(s.tokens for s in samples)]
+
+
+# --- probes ---
+
+
+def test_needs_name_the_words_of_each_retrieval():
+    """What is read last is the word that is due next, and its place says whether it is chain."""
+    seen = set()
+    for sample in prompts(14, seed=6, facts=20, lines=26):
+        words = ["<bos>", *sample.prompt.split(), *sample.response.split()]
+        for need in needs(sample):
+            seen.add(need.name)
+            assert need.pos <= need.row
+            assert need.name.endswith("chain") == (need.pos > sample.prompt_words)
+            if "1" not in need.name:
+                assert words[need.pos] == words[need.row + 1]
+
+    assert seen == set(NEEDS)
+
+
+def test_replaced_outputs_come_back(start):
+    """What a head found is replaced inside the with statement and nowhere else."""
+    tokens = collate(prompts(1, seed=1, facts=4, lines=4)).tokens
+    with torch.no_grad():
+        before = start(input_ids=tokens).logits
+        with replaced(start, 1, slice(0, 64), 0.0):
+            without = start(input_ids=tokens).logits
+        after = start(input_ids=tokens).logits
+
+    assert torch.equal(before, after)
+    assert not torch.equal(before, without)
+
+
+def test_without_all_heads_is_without_the_layer(start):
+    """Zeroing the two halves of a layer's heads is zeroing the layer."""
+    tokens = collate(prompts(1, seed=1, facts=4, lines=4)).tokens
+    one, other = (replaced(start, 2, half, 0.0) for half in (slice(0, 128), slice(128, 256)))
+    with torch.no_grad(), one, other:
+        by_heads = start(input_ids=tokens).logits
+    with torch.no_grad(), replaced(start, 2, slice(None), 0.0):
+        by_layer = start(input_ids=tokens).logits
+
+    assert torch.equal(by_heads, by_layer)
+
+
+def test_means_are_those_of_the_response_rows(start):
+    """Means over several samples agree with rows caught one sample at a time."""
+    samples = prompts(3, seed=9, facts=6, lines=4)
+    caught = []
+    hook = start.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
+        lambda _, inputs: caught.append(inputs[0])
+    )
+    for sample in samples:
+        with torch.no_grad():
+            start(input_ids=collate([sample]).tokens)
+    hook.remove()
+    rows = [
+        one[0, sample.prompt_words : sample.tokens - 1]
+        for sample, one in zip(samples, caught, strict=True)
+    ]
+
+    torch.testing.assert_close(means(start, samples)[1], torch.cat(rows).mean(0))
+
+
+def test_teacher_forced_chains_are_those_of_greedy_generation(model):
+    """With and without a KV head, both ways of counting exact chains give the same number."""
+    tokenizer = AutoTokenizer.from_pretrained(str(PATH))
+    samples = prompts(6, seed=12, task="fork", level=1)
+    for columns in (slice(0, 0), slice(64, 128), slice(192, 256)):
+        with replaced(model, 1, columns, 0.0):
+            responses = evaluate.respond(model, tokenizer, samples)
+            forced = score(model, samples)
+        pairs = zip(samples, responses, strict=True)
+
+        assert forced.exact == sum(check(s.prompt, text).chain_exact for s, text in pairs)
+
+
+def test_every_layer_is_needed(model):
+    """The whole model is right, and without any one layer's attention no chain is."""
+    found = ablation(model, prompts(2, seed=13, task="walk", level=1))["removed"]
+
+    assert found["nothing"]["exact"] == 2
+    assert [found[f"layer {layer}"]["exact"] for layer in range(3)] == [0, 0, 0]
+    assert sum("head" in name for name in found) == 12
+    assert found["nothing"]["by_purpose"]["digit"] == [48, 48]
+
+
+def test_the_start_has_the_structure_that_is_written_into_it(start):
+    """Before training, heads of layer 0 are local and layer 1 finds successors and kinds."""
+    found = structure(start, prompts(2, seed=14, task="walk", level=1))["heads"]
+    first, finder = found[0], found[8]
+
+    assert [(one["layer"], one["head"]) for one in found] == list(product(range(3), range(8)))
+    assert first["last"] > 0.9
+    assert first["effective"] < 2
+    assert finder["mass"]["digit 1"] > 5 * first["mass"]["digit 1"]
+    assert finder["mass"]["digit 1"] > 0.1
+
+
+def test_masses_are_read_off_the_attention(start):
+    """The numbers of a head agree with loops over rows and positions of its attention."""
+    (sample,) = prompts(1, seed=15, task="check", facts=6, lines=12)
+    found = structure(start, [sample])
+    maps = attention_maps(start, sample)
+    one, head = maps[2, 3], found["heads"][19]
+    rows = range(sample.prompt_words, sample.tokens - 1)
+    recent = [sum(one[r, p] for p in range(max(0, r - 31), r + 1)) for r in rows]
+    chain = [sum(one[r, p] for p in range(1 + sample.prompt_words, r - 31)) for r in rows]
+    sums = [need for need in needs(sample) if need.name == "recheck 2, chain"]
+
+    assert (head["layer"], head["head"]) == (2, 3)
+    assert head["first"] == pytest.approx(float(one[rows, :4].sum(-1).mean()), abs=1e-3)
+    assert head["last"] == pytest.approx(float(sum(recent)) / len(rows), abs=1e-3)
+    assert head["chain"] == pytest.approx(float(sum(chain)) / len(rows), abs=1e-3)
+    assert 1 <= head["effective"] <= sample.tokens
+    assert found["met"]["recheck 2, chain"] == len(sums) == 2
+    mass = sum(float(one[need.row, need.pos]) for need in sums) / 2
+    assert head["mass"]["recheck 2, chain"] == pytest.approx(mass, abs=1e-3)
+
+
+# --- results ---
+
+
+def test_results_are_about_some_weights(tmp_path):
+    """Rows of other weights are neither read nor taken for measurements of these."""
+    ours, others = (Results(tmp_path / "r.jsonl", name) for name in ("a", "b"))
+    assert ours.rows() == []
+    ours.add(part="accuracy", task="walk", level=1, n=3, chain=2)
+
+    assert ours.has(part="accuracy", task="walk", n=3)
+    assert not ours.has(part="accuracy", task="walk", n=4)
+    assert not others.has(part="accuracy")
+    assert [row["chain"] for row in ours.rows()] == [2]
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path, folder, capsys):
+    """A second run of the same cells adds nothing; more samples or another part are new."""
+    file = tmp_path / "r.jsonl"
+    common = ["--results", str(file), "--model", str(folder), "--tasks", "needle", "--n", "1"]
+    for more in (
+        ["--parts", "accuracy", "--levels", "1"],
+        ["--parts", "structure", "--probed", "1"],
+    ):
+        evaluate.main([*common, *more])
+        lines = file.read_text().splitlines()
+        evaluate.main([*common, *more])
+        assert file.read_text().splitlines() == lines
+    rows = [json.loads(line) for line in lines]
+
+    assert [(row["part"], row["task"], row["n"]) for row in rows] == [
+        ("accuracy", "needle", 1),
+        ("structure", "needle", 1),
+    ]
+    assert {row["weights"] for row in rows} == {digest(folder)}
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_the_row_with_most_samples_counts():
+    """Of several rows of a cell the card takes the largest, of equal ones the latest."""
+    rows = [
+        {"part": "accuracy", "task": "get", "level": 1, "n": n, "chain": chain}
+        for n, chain in ((5, 1), (9, 2), (9, 3), (7, 4))
+    ]
+    rows.append({"part": "accuracy", "task": "walk", "level": 2, "n": 1, "chain": 5})
+
+    assert [row["chain"] for row in best(rows, "accuracy").values()] == [5, 3]
+
+
+def test_tasks_are_merged_by_their_numbers_of_rows(probed):
+    """The mean of all tasks weighs rows and needs equally; a need of one task is its own."""
+    one, two = (row for row in probed if row["part"] == "structure")
+    (merged,) = [h for h in heads(probed) if (h["layer"], h["head"]) == (1, 0)]
+    parts = [row["heads"][8] for row in (one, two)]
+    total = sum(h["last"] * row["rows"] for h, row in zip(parts, (one, two), strict=True))
+
+    assert merged["last"] == pytest.approx(total / (one["rows"] + two["rows"]))
+    assert merged["mass"]["correction"] == pytest.approx(parts[1]["mass"]["correction"])
+    assert set(FIGURES) < set(merged)
+
+
+def test_curves_are_read_from_logs(tmp_path, folder):
+    """Only rows with development samples are kept, and they are put down by seed."""
+    log = tmp_path / "train.log"
+    shares = {"exact": dict.fromkeys(TASKS, 0.5), "right": {"digit": 0.75}}
+    point = {"step": 500, "tokens": 10, "seconds": 1.0, "stage": 0, "loss": 0.1}
+    rows = [point, {**point, "step": 1000, **shares}]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate.main(["--results", str(tmp_path / "r"), "--model", str(folder), "--logs", f"3={log}"])
+    (row,) = Results(tmp_path / "r", digest(folder)).rows()
+
+    assert (row["part"], row["seed"]) == ("curve", 3)
+    assert [at["step"] for at in row["curve"]] == [1000]
+    assert "| 0.0 | 0 | " + " | ".join(["50"] * len(TASKS)) in card.curve([row])
+    assert len(training_curves([row]).axes) == 2
+
+
+# --- pictures ---
+
+
+def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
+    """Maps have a panel for each head, and heat maps as many rows as heads and parts."""
+    (sample,) = prompts(1, seed=16, task="wait", facts=4, lines=9)
+    maps = head_maps(attention_maps(start, sample), prompt=1 + sample.prompt_words)
+    panels = [axis for axis in maps.axes if axis.images]
+    masses, without = head_masses(probed), removed_heads(probed)
+
+    assert len(panels) >= 24
+    assert masses.axes[0].images[0].get_array().shape == (24, 3)
+    assert masses.axes[1].images[0].get_array().shape[0] == 24
+    assert without.axes[0].images[0].get_array().shape[0] == 1 + 3 + 12
+
+
+# --- the card ---
 
 
 @pytest.mark.parametrize(
     ("hits", "n", "low", "high"),
     [(48, 48, 0.9259, 1.0), (0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634)],
 )
-def test_wilson_gives_published_intervals(hits: int, n: int, low: float, high: float) -> None:
+def test_wilson_gives_published_intervals(hits, n, low, high):
     """The 95 % interval of a proportion agrees with tables."""
-    assert wilson(hits, n) == pytest.approx((low, high), abs=1e-4)
+    assert card.wilson(hits, n) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_targets_name_the_words_of_each_retrieval() -> None:
-    """Positions of a line's retrievals hold the words of the fact and of the key."""
-    for sample in prompts(2, seed=6):
-        words = ["<bos>", *sample.prompt.split(), *sample.response.split()]
-        at = targets(sample)
-        for line, lookup in enumerate(sample.lookups):
-            node, successor, digit = sample.response.split()[6 * line : 6 * line + 3]
-
-            assert words[at.node[line]] == node == words[at.successor[line] - 1]
-            assert words[at.successor[line]] == words[at.named[line]] == successor
-            assert words[at.colour[line]] == lookup.colour == words[at.digit[line] - 1]
-            assert words[at.digit[line]] == digit
-            assert at.successor[line] < 1 + len(sample.prompt.split()) < at.named[line]
-
-
-def test_removed_attention_comes_back(model: PreTrainedModel) -> None:
-    """A layer's attention is missing inside the with statement and nowhere else."""
-    tokens = collate(prompts(1, seed=1, facts=4, lines=4)).tokens
-    with torch.no_grad():
-        before = model(input_ids=tokens).logits
-        with without_attention(model, 1):
-            removed = model(input_ids=tokens).logits
-        after = model(input_ids=tokens).logits
-
-    assert torch.equal(before, after)
-    assert not torch.equal(before, removed)
-
-
-def test_every_layer_is_needed(model: PreTrainedModel) -> None:
-    """The whole model is right, and without any one layer's attention no chain is."""
-    (row,) = ablation(model, [Cell("walk", 12, 24)], n=2).splitlines()[2:]
-    whole, *without = [cell.strip() for cell in row.split("|")[2:-1]]
-
-    assert whole.startswith("2/2")
-    assert all(cell.startswith("0/2") for cell in without)
-
-
-def test_structure_has_one_row_for_each_head(model: PreTrainedModel) -> None:
-    """The table of heads covers all layers, and its masses are shares."""
-    rows = structure(model, [Cell("get", 12, 12)], n=1).splitlines()[2:]
-    masses = [float(row.split("|")[column]) for row in rows for column in (3, 4, 6, 7, 8)]
-
-    assert len(rows) == 24
-    assert all(0 <= mass <= 1 for mass in masses)
-
-
-def test_fill_replaces_what_is_between_markers() -> None:
+def test_fill_replaces_what_is_between_markers():
     """A section of the card is replaced, and filling twice changes nothing."""
-    card = "a <!-- begin x -->old<!-- end x --> b"
-    filled = fill(card, {"x": "new"})
+    text = "a <!-- begin x -->old<!-- end x --> b"
+    filled = card.fill(text, {"x": "new"})
 
     assert filled == "a <!-- begin x -->\nnew\n<!-- end x --> b"
-    assert fill(filled, {"x": "new"}) == filled
+    assert card.fill(filled, {"x": "new"}) == filled
 
 
-def test_fill_refuses_a_card_without_markers() -> None:
+def test_fill_refuses_a_card_without_markers():
     """A card that lost its markers is an error that names them."""
     with pytest.raises(ValueError, match="begin x"):
-        fill("no markers", {"x": "new"})
+        card.fill("no markers", {"x": "new"})
 
 
-def test_the_card_holds_every_measured_table() -> None:
-    """The card has a filled section for each measurement."""
-    card = CARD.read_text()
+def test_heads_are_called_by_their_shares():
+    """A head may be several things at once; one that is nothing is mixed."""
+    head = {"first": 0.4, "last": 0.1, "mass": {"item": 0.2, "digit 2": 0.9}}
 
-    for name in ("accuracy", "ablation", "attention"):
-        table = card.partition(f"<!-- begin {name} -->")[2].partition(f"<!-- end {name} -->")[0]
-        assert table.count("\n|") >= 4
+    assert card.roles(head) == ["retrieval", "sink"]
+    assert card.roles({**head, "mass": {}, "first": 0.0, "last": 0.8}) == ["local"]
+    assert card.roles({**head, "mass": {}, "first": 0.0}) == ["mixed"]
+
+
+def test_tables_without_measurements_say_so(folder):
+    """A section of which nothing was measured says that, whatever was there before."""
+    texts = card.sections([], folder)
+
+    assert texts["accuracy"] == texts["layers"] == texts["attention"] == card.MISSING
+    assert "1 steps (1 of them curriculum)" in texts["training"]
+    assert "3 layers" in texts["architecture"]
+
+
+def test_the_smallest_loss_is_that_of_the_task_that_suffers_least():
+    """The line below the table of layers names it, in points."""
+    rows = [
+        {
+            "part": "ablation",
+            "task": task,
+            "level": 2,
+            "n": 10,
+            "removed": {
+                "nothing": {"exact": whole, "right": 1.0},
+                "layer 0": {"exact": without, "right": 0.5},
+                "head 0.0": {"exact": 3, "right": 0.5},
+            },
+        }
+        for task, whole, without in (("walk", 10, 2), ("get", 9, 6))
+    ]
+
+    assert card.layers(rows).endswith("in points of exact chains: layer 0: 30 (get).")
+    assert card.removed(rows).splitlines()[-1] == "| 0.0 | 3/10 | 3/10 |"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_card_shows_a_right_example_of_each_verb(verb):
+    """The prompt in the card is in the language, and the response below it is the right one."""
+    blocks = re.findall(r"```text\n(facts .*?)\n\n(.*?)\n```", CARD.read_text("utf-8"), re.DOTALL)
+    (found,) = [pair for pair in blocks if f"question : {verb} " in pair[0]]
+    prompt, response = (" ".join(text.split()) for text in found)
+
+    assert check(prompt, response).exact
+
+
+def test_the_card_is_what_was_measured():
+    """Every generated section of the card follows from the results, the code and the weights."""
+    text = CARD.read_text("utf-8")
+    texts = card.sections(MEASURED.rows(), PATH)
+
+    assert card.fill(text, texts) == text
+    assert card.MISSING not in text
+
+
+def test_the_card_meets_its_demands():
+    """Chains are exact often enough, each layer is needed, and there are heads of all sorts."""
+    rows = MEASURED.rows()
+    cells = best(rows, "accuracy")
+    assert set(cells) == {(task, level) for task in TASKS for level in range(1, 6)}
+    assert all(row["n"] >= 100 for row in cells.values())
+    low = {
+        (task, level): row["chain"] / row["n"]
+        for (task, level), row in cells.items()
+        if row["chain"] / row["n"] < (0.95 if level <= 3 else 0.8)
+    }
+    drops = [
+        row["removed"]["nothing"]["exact"] - without["exact"]
+        for row in best(rows, "ablation").values()
+        for name, without in row["removed"].items()
+        if name in ("layer 0", "layer 1", "layer 2")
+    ]
+    sizes = [row["n"] for row in best(rows, "ablation").values()]
+    roles = {role for head in heads(rows) if head["layer"] for role in card.roles(head)}
+
+    assert low == {}
+    assert len(drops) == 3 * len(TASKS)
+    assert min(drops) >= 0.1 * max(sizes)
+    assert {"local", "sink", "retrieval"} <= roles

@@ -11,9 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvsim.tiny import train
-from kvsim.tiny.curriculum import IGNORE, LEVELS, collate, draw_batch, draw_mix
-from kvsim.tiny.ledger import COLOURS, VOCAB, prompts
-from kvsim.tiny.model import build
+from kvsim.tiny.curriculum import (
+    GUIDED,
+    IGNORE,
+    SHARES,
+    STAGES,
+    collate,
+    draw_batch,
+    draw_mix,
+)
+from kvsim.tiny.model import SHAPES, build
+from kvsim.tiny.tasks import TASKS, prompts
+from kvsim.tiny.vocabulary import ID, VOCAB
 
 if TYPE_CHECKING:
     import random
@@ -24,9 +33,9 @@ if TYPE_CHECKING:
 
 SMALL = train.Settings(
     steps=8,
-    levels=LEVELS[:2],
-    level_steps=(3, 2),
-    level_tokens=256,
+    stages=STAGES[:2],
+    stage_steps=(3, 2),
+    stage_tokens=256,
     mix_tokens=256,
     warm_up=2,
     checkpoint=2,
@@ -78,27 +87,27 @@ def test_training_changes_every_weight_and_writes_a_loadable_folder(tmp_path: Pa
 
     assert torch.equal(weights(loaded), weights(run.model))
     assert not [k for k, v in loaded.state_dict().items() if torch.equal(v, before[k])]
-    assert AutoTokenizer.from_pretrained(tmp_path)("facts")["input_ids"] == [1, 4]
+    assert AutoTokenizer.from_pretrained(tmp_path)("facts")["input_ids"] == [1, ID["facts"]]
     assert summary["progress"]["step"] == SMALL.steps
     assert summary["settings"]["seed"] == SMALL.seed
 
 
-def test_levels_are_bounded_in_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A level that is never learnt ends at its bound, and the log says when."""
+def test_stages_are_bounded_in_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage that is never learnt ends at its bound, and the log says when."""
     train.train(train.start(SMALL), tmp_path)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
-    assert [(row["step"], row["passed_level"]) for row in rows] == [(3, 0), (5, 1)]
-    assert rows[-1]["level"] == "mix"
+    assert [(row["step"], row["passed_stage"]) for row in rows] == [(3, 0), (5, 1)]
+    assert rows[-1]["stage"] == "mix"
 
 
-def test_a_learnt_level_ends_early(tmp_path: Path) -> None:
-    """A level ends as soon as the running accuracy passes the threshold."""
-    easy = replace(SMALL, level_accuracy=-1.0, level_least=1)
+def test_a_learnt_stage_ends_early(tmp_path: Path) -> None:
+    """A stage ends as soon as the running accuracy passes the threshold."""
+    easy = replace(SMALL, stage_accuracy=-1.0, stage_least=1)
     run = train.start(easy)
     train.train(run, tmp_path, until=3)
 
-    assert run.progress.level_start == 2
+    assert run.progress.stage_start == 2
 
 
 def test_the_learning_rate_falls_to_its_floor(tmp_path: Path) -> None:
@@ -116,32 +125,120 @@ def test_a_seed_stands_for_one_start() -> None:
     assert not torch.equal(weights(build(1)), weights(build(2)))
 
 
-def test_the_start_looks_one_token_back() -> None:
-    """Before any training, head 0 of layer 0 reads the previous token."""
-    model = build(0)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_what_it_says(shape: str) -> None:
+    """Layers and heads are those of the shape, two query heads to a KV head, below 8 MB."""
+    config = (model := build(0, shape)).config
+
+    assert config.num_hidden_layers == SHAPES[shape].layers
+    assert config.num_attention_heads == SHAPES[shape].heads == 2 * config.num_key_value_heads
+    assert 4 * weights(model).numel() < 8e6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_start_looks_back_and_finds_kinds(shape: str) -> None:
+    """Before training one head reads the previous word, and one finds the kind of the node."""
+    model = build(0, shape)
     model.set_attn_implementation("eager")
-    batch = collate(prompts(1, seed=1))
+    (sample,) = prompts(1, seed=1, task="walk", level=1)
     with torch.no_grad():
-        first = model(input_ids=batch.tokens, output_attentions=True).attentions[0][0, 0]
+        maps = model(input_ids=collate([sample]).tokens, output_attentions=True).attentions
+    back = maps[min(SHAPES[shape].look_back)][0, 0].diagonal(offset=-1)
+    kinds = [found for found in sample.retrievals if found.purpose == "digit"]
+    found = [float(maps[SHAPES[shape].first][0, 0, 1 + one.at, 1 + one.path[0]]) for one in kinds]
 
-    assert first.diagonal(offset=-1)[8:].mean() > 0.9
+    assert back[8:].mean() > 0.9
+    assert sum(found) / len(found) > 10 / sample.tokens
 
 
-def test_batches_mark_the_response_and_both_retrievals() -> None:
-    """Labels cover the response and <eos>; each line marks its colour and the digit's position."""
-    samples = prompts(2, seed=4, facts=8, lines=6)
+def test_batches_mark_the_response_and_what_heads_are_guided_to() -> None:
+    """Labels cover the response and <eos>; marked positions hold the word that is due next."""
+    samples = prompts(7, seed=4, facts=20, lines=26)
     batch = collate(samples)
+    count = dict.fromkeys(GUIDED, 0)
     for row, sample in enumerate(samples):
         words = [VOCAB[token] for token in batch.tokens[row]]
         labels = [VOCAB[label] for label in batch.labels[row] if label != IGNORE]
-        marked = (batch.colours[row] != IGNORE).nonzero()[:, 0].tolist()
-
         assert labels == [*sample.response.split(), "<eos>"]
-        assert len(marked) == sample.lines
-        for pos in marked:
-            digit = int(batch.digits[row, pos])
-            assert words[digit] == words[pos + 1]
-            assert words[digit - 1] == COLOURS[batch.colours[row, pos]]
+        for role, found in batch.found.items():
+            for at in (found[row] != IGNORE).nonzero()[:, 0].tolist():
+                count[role] += 1
+                assert words[found[row, at]] == words[at + 1]
+        twice = [one for one in sample.retrievals if len(one.path) == 2]
+        assert [1 + one.at for one in twice] == (batch.between[row] != IGNORE).nonzero()[
+            :, 0
+        ].tolist()
+        for one in twice:
+            assert VOCAB[batch.between[row, 1 + one.at]] == words[1 + one.path[0]]
+
+    assert all(count.values())
+
+
+def test_stages_grow_and_stay_within_their_sizes() -> None:
+    """Every stage draws all tasks at sizes of its own, the later the larger."""
+    source = rng()
+    means = []
+    for stage in STAGES:
+        samples = [stage.draw(source) for _ in range(60)]
+        lists = [sample for sample in samples if sample.task not in ("check", "needle")]
+        assert len({sample.task for sample in samples}) >= 6
+        assert all(stage.facts[0] <= sample.facts <= stage.facts[1] for sample in samples)
+        assert all(sample.lines <= stage.lines[1] for sample in lists)
+        means.append(sum(sample.tokens for sample in samples) / len(samples))
+
+    assert means == sorted(means)
+
+
+def test_the_mix_draws_every_task_within_the_context() -> None:
+    """All tasks occur in the mix, which shares out whole percents, and no sample is too long."""
+    source = rng()
+    samples = [draw_mix(source)() for _ in range(300)]
+
+    assert sum(SHARES.values()) == 100
+    assert {sample.task for sample in samples} == set(TASKS) == set(SHARES)
+    assert max(s.tokens for s in samples if s.task != "needle") <= 1700
+    assert max(s.tokens for s in samples) <= 2400
+
+
+def test_losses_of_guided_heads_fall_with_their_attention() -> None:
+    """A step of training on one batch raises the attention of a guided head to its target."""
+    run = train.start(replace(SMALL, warm_up=1))
+    batch = collate(prompts(4, seed=4, task="get", facts=8, lines=8))
+    said = []
+    for _ in range(6):
+        loss, found = train._losses(run, batch)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        said.append(found)
+
+    assert said[-1]["item_attention"] > said[0]["item_attention"]
+    assert "kind_attention" not in said[0]
+
+
+def test_development_is_measured_for_every_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log holds shares of exact chains of all tasks and of right words by purpose."""
+    short = prompts(2, seed=5, task="wait", facts=6, lines=10)
+    monkeypatch.setattr(train, "prompts", lambda *_, **__: short)
+    train.train(train.start(replace(SMALL, evaluate=2)), tmp_path, until=2)
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert set(row["exact"]) == set(TASKS)
+    assert {"correction", "digit", "successor", "report"} <= set(row["right"])
+
+
+def test_a_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
+    """After its minutes a run leaves a checkpoint at the step where it is, and resumes there."""
+    run = train.start(SMALL)
+    train.train(run, tmp_path, until=3)
+    train.train(run, tmp_path, minutes=0.0)
+    resumed = train.load(tmp_path / "state.pt")
+
+    assert resumed.progress.step == 3
+    assert not (tmp_path / "model.safetensors").exists()
+    assert torch.equal(weights(resumed.model), weights(run.model))
 
 
 def test_batches_stay_within_their_tokens() -> None:
