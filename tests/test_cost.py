@@ -1158,7 +1158,7 @@ def test_command_takes_a_trace(run):
     (cost,) = json.loads(out)["costs"]
 
     assert status == 0
-    assert (cost["context"], cost["prompt"]) == (379, 151)
+    assert (cost["context"], cost["prompt"]) == (472, 226)
     assert (cost["selection"], cost["selection_layer"]) == ("measured on sample", None)
     assert cost["fidelity"] == "exact"
     assert any("never selects on sample" in said for said in cost["assumptions"])
@@ -1170,11 +1170,11 @@ def test_command_takes_a_trace(run):
         (["--policy", "asl"], "0..2. asl: none (measured on sample)."),
         (["--policy", "asl", "--set", "tau=1.5"], "0..2. asl: 1 (measured on sample)."),
         (["--policy", "asl", "--selection-layer", "0.5"], "0..2. asl: 0.5 (given)."),
-        (["--policy", "asl", "--budget", "200", "--context", "400"], "asl: 1.378 (assumed)."),
+        (["--policy", "asl", "--budget", "300", "--context", "500"], "asl: 1.378 (assumed)."),
         (["--policy", "gemfilter,tova"], "0..2. gemfilter: 0 (the policy's)."),
         (
-            ["--policy", "asl", "--budget", "80,200", "--context", "400"],
-            "asl, 80 of 400: none (measured on sample); asl, 200 of 400: 1.378 (assumed).",
+            ["--policy", "asl", "--budget", "80,300", "--context", "500"],
+            "asl, 80 of 500: none (measured on sample); asl, 300 of 500: 1.378 (assumed).",
         ),
     ],
 )
