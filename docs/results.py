@@ -195,6 +195,9 @@ def samples(plan: Plan) -> list[Prompt]:
     """The prompts, and before them the one for calibration alone."""
     label = f"{weights()[:8]}-{plan.level or plan.facts}-{plan.seed}"
     domains = list(DOMAINS)
+    size: dict[str, Any] = {"level": plan.level}
+    if plan.level is None:
+        size = {"facts": plan.facts, "lines": plan.lines}
     found: list[Prompt] = []
     for i in range(plan.prompts + 1):
         (one,) = tasks.prompts(
@@ -202,9 +205,7 @@ def samples(plan: Plan) -> list[Prompt]:
             1000 * plan.seed + i,
             task=VERBS[i % len(VERBS)],
             domain=domains[i % len(domains)],
-            level=plan.level,
-            facts=plan.facts,
-            lines=plan.lines,
+            **size,
         )
         found.append(Prompt(f"{label}-{i:02}", one.prompt, one.answer))
     return found
