@@ -53,10 +53,10 @@ AMS = {"min_segment": 4, "max_segment": 32, "window": 16, "recent": 8, "min_quot
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     "position": {"random": {}, "streaming_llm": {}},
     "keys and values": {"knorm": {}, "keydiff": {}, "lagkv": {"lag": 8}},
-    "attention of the last row": {"tova": {}},
-    "attention of a window": {"snapkv": WINDOW, "rkv": WINDOW, "morphkv": WINDOW, "cake": WINDOW},
-    "attention of all rows": {"h2o": {}, "gkv": WINDOW, "global_max": WINDOW},
-    "expected attention": {"expected_attention": {}, "ams": AMS},
+    "the last row": {"tova": {}},
+    "a window": {"snapkv": WINDOW, "rkv": WINDOW, "cake": WINDOW, "rpc@ams": {}},
+    "all rows": {"h2o": {}, "gkv": WINDOW},
+    "expected queries": {"expected_attention": {}, "ams": AMS},
 }
 
 
@@ -68,8 +68,14 @@ SEED = 7000
 class Plan:
     """What is asked: tasks with their levels, budgets as shares of the length, samples of each."""
 
-    cells: tuple[tuple[str, int], ...] = (("walk", 2), ("get", 2), ("fork", 2))
-    budgets: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4)
+    cells: tuple[tuple[str, int], ...] = (
+        ("walk", 1),
+        ("fork", 1),
+        ("wait", 1),
+        ("get", 1),
+        ("needle", 2),
+    )
+    budgets: tuple[float, ...] = (0.2, 0.3, 0.4, 0.5)
     n: int = 48
     policies: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family)
 
@@ -262,8 +268,8 @@ SEPARATE = (
     "chains."
 )
 OTHERS = (
-    "At the middle budget, the share of the chain before its first wrong word, and the share of "
-    "the response's words that are right, each given the right words before it (means):"
+    "The share of the chain before its first wrong word, and the share of the response's words "
+    "that are right, each given the right words before it; means:"
 )
 
 
@@ -326,25 +332,27 @@ def _group(group: Sequence[Count]) -> str:
 
 
 def _others(found: Found) -> str:
-    known = {cell: _by_policy(counts) for cell, counts in found.items()}
-    names = list(next(iter(known.values())))
-    rows = []
-    for name in names:
-        row = [f"`{name}`"]
-        for cell, counts in found.items():
-            shares = budgets_of(counts)
-            cells = known[cell].get(name, {})
-            one = cells.get(shares[0] if name == FULL else shares[len(shares) // 2])
-            row.append("" if one is None else f"{one.reached:.2f}, {one.right:.3f}")
-        rows.append(row)
-    return table(["policy", *map(_title, found)], rows)
+    """At the middle budget of each cell."""
+    columns = {}
+    for cell, counts in found.items():
+        shares = budgets_of(counts)
+        middle = shares[len(shares) // 2]
+        columns[f"{_title(cell)}, {middle:.0%}"] = {
+            one.policy: f"{one.reached:.2f}, {one.right:.3f}"
+            for one in counts
+            if one.budget == middle or one.policy == FULL
+        }
+    names = _by_policy(next(iter(found.values())))
+    rows = [[f"`{name}`", *(cells.get(name, "") for cells in columns.values())] for name in names]
+    return table(["policy", *columns], rows)
 
 
 # -------------------------------------------------------------------------------------- the figure
 
 #: Okabe and Ito's colours, which the colour-blind tell apart; one for each family.
 COLOURS = ("#999999", "#e69f00", "#009e73", "#0072b2", "#d55e00", "#cc79a7")
-MARKERS = "osD^"
+#: Of the policies of a family, markers and line styles.
+MARKERS = {"o": "-", "s": "--", "D": ":", "^": "-."}
 
 
 def figure(found: Found) -> Figure:
@@ -382,6 +390,7 @@ def _panel(axis: Axes, counts: Sequence[Count]) -> None:
         if shown:
             x, y = [100 * one.budget for one in shown], [100 * one.chain / one.n for one in shown]
             axis.plot(x, y, linewidth=1.2, label=name, **style)
+    axis.set_xticks([100 * budget for budget in budgets_of(counts)])
     axis.set_ylim(-4, 104)
     axis.tick_params(labelsize=7.5)
     axis.grid(color="#e6e6e6", linewidth=0.5)
@@ -392,8 +401,8 @@ def _styles() -> dict[str, dict[str, Any]]:
     """A colour for each family, a marker for each of its policies; the oracle is black."""
     out: dict[str, dict[str, Any]] = {ORACLE: {"color": "black", "marker": "*", "ms": 7}}
     for colour, family in zip(COLOURS, FAMILIES.values(), strict=True):
-        for marker, name in zip(MARKERS, family, strict=False):
-            out[name] = {"color": colour, "marker": marker, "ms": 4.5}
+        for name, (marker, line) in zip(family, MARKERS.items(), strict=False):
+            out[name] = {"color": colour, "marker": marker, "ms": 4.5, "ls": line}
     return out
 
 
