@@ -79,7 +79,7 @@ def head_masses(rows: Sequence[Row]) -> Figure:
     """
     found = heads(rows)
     needs = list(found[0]["mass"])
-    rests = {"first 4": "first", "last 32": "last", "chain before": "chain"}
+    rests = {"first 4": "first", "marks": "marks", "last 32": "last", "chain before": "chain"}
     left = np.array([[one[name] for name in rests.values()] for one in found])
     right = np.array([list(one["mass"].values()) for one in found])
     layers = np.array([one["layer"] for one in found])

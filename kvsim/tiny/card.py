@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvsim.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
 from kvsim.tiny.model import SHAPES
-from kvsim.tiny.probes import FIRST, LAST
+from kvsim.tiny.probes import FIGURES, FIRST, LAST
 from kvsim.tiny.results import Row, best, heads
 from kvsim.tiny.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
@@ -23,8 +23,9 @@ from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 MISSING = "Not measured for these weights."
 POINTS = 12  # rows of the table of a training curve, at most
 #: A head is called what it does with at least this share of its attention: sink on the first
-#: positions, local on the last, retrieval on the position that some word needs.
-SINK, LOCAL, RETRIEVAL = 1 / 3, 1 / 3, 0.5
+#: positions, marks on punctuation, local on the last positions (all three `RESTS`), retrieval on
+#: the position that some word needs.
+RESTS, RETRIEVAL = 1 / 3, 0.5
 
 
 def write(card: Path, rows: Sequence[Row], model: Path) -> None:
@@ -324,13 +325,9 @@ def removed(rows: Sequence[Row]) -> str:
 
 def roles(head: Row) -> list[str]:
     """What a head is called."""
-    found = []
-    if max(head["mass"].values(), default=0.0) >= RETRIEVAL:
-        found.append("retrieval")
-    if head["first"] >= SINK:
-        found.append("sink")
-    if head["last"] >= LOCAL:
-        found.append("local")
+    found = ["retrieval"] if max(head["mass"].values(), default=0.0) >= RETRIEVAL else []
+    rests = {"first": "sink", "marks": "marks", "last": "local"}
+    found += [role for name, role in rests.items() if head[name] >= RESTS]
     return found or ["mixed"]
 
 
@@ -342,25 +339,31 @@ def attention(rows: Sequence[Row]) -> str:
     body = []
     called: dict[int, dict[str, list[str]]] = {}
     for one in found:
-        shares = [f"{one[name]:.2f}" for name in ("first", "last", "chain")]
+        shares = [f"{one[name]:.2f}" for name in FIGURES[:-1]]
         said = [f"{one['effective']:.1f}", ", ".join(roles(one)), _finds(one)]
         body.append([str(one["layer"]), str(one["head"]), *shares, *said])
         for role in roles(one):
             called.setdefault(one["layer"], {}).setdefault(role, []).append(str(one["head"]))
-    first = ["layer", "query head", f"first {FIRST}", f"last {LAST}", "chain before"]
+    first = ["layer", "query head", f"first {FIRST}", "marks", f"last {LAST}", "chain before"]
     head = [*first, "effective tokens", "role", "retrieves"]
     means = (
-        f"A *sink* has at least {SINK:.2f} of its attention on the first {FIRST} positions, a "
-        f"*local* head at least {LOCAL:.2f} on the last {LAST}, a *retrieval* head at least "
-        f"{RETRIEVAL:.2f} on the very position that a word is looked up from, on average over such "
-        "words; the last column says which words."
+        f"With at least {RESTS:.2f} of its attention there a head is called a *sink* (on the first "
+        f"{FIRST} positions), *marks* or *local* (on the last {LAST}); it is a *retrieval* head "
+        f"with at least {RETRIEVAL:.2f} on the very position that a word is looked up from, on "
+        "average over such words, and the last column says which words."
     )
     lines = [
         f"* Layer {layer}: "
         + "; ".join(f"{role} {', '.join(names)}" for role, names in sorted(by_role.items()))
         for layer, by_role in called.items()
     ]
-    return "\n\n".join([means, table(head, body), "\n".join(lines)])
+    behind = [one for one in found if one["layer"]]
+    most = ", ".join(
+        f"{max(one[name] for one in behind):.2f} on {where}"
+        for name, where in zip(FIGURES[:3], ("the first", "marks", "the last"), strict=True)
+    )
+    most = f"The largest shares of a head behind layer 0: {most}."
+    return "\n\n".join([means, table(head, body), "\n".join(lines), most])
 
 
 def _finds(head: Row) -> str:

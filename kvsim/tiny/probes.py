@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvsim.tiny.curriculum import collate
 from kvsim.tiny.tasks import Sample
+from kvsim.tiny.vocabulary import DIGITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +36,8 @@ class Need(NamedTuple):
 
     Attributes:
         name: what for: the retrieval's purpose; with two words to read, a 1 or 2 for the first and
-            the second; and "chain" where the word stands in the response and not in the prompt.
+            the second; of a correction, whether kind or digit; and "chain" where the word stands
+            in the response and not in the prompt.
         row: position after which the looked-up word is due.
         pos: position to read.
     """
@@ -49,16 +51,19 @@ class Need(NamedTuple):
 NEEDS = (
     *("item", "branch", "successor", "join 1", "join 2"),
     *("digit 1", "digit 2", "digit 2, chain", "lines", "recheck 1", "recheck 2, chain"),
-    *("correction", "report", "report, chain"),
+    *("correction kind", "correction digit", "report", "report, chain"),
 )
 
 
 def needs(sample: Sample) -> list[Need]:
     """What the words of the response of ``sample`` need, ``<bos>`` being position 0."""
     found = []
+    words = sample.prompt.split()
     for purpose, at, path in sample.retrievals:
         for hop, index in enumerate(path, 1):
-            name = f"{purpose} {hop}" if len(path) > 1 else purpose
+            name = f"{purpose} {hop}" if len(path) > 1 else str(purpose)
+            if purpose == "correction":
+                name += " digit" if words[index] in DIGITS else " kind"
             chain = index >= sample.prompt_words
             found.append(Need(name + ", chain" * chain, 1 + at, 1 + index))
     return found
@@ -219,30 +224,40 @@ def attention_maps(model: PreTrainedModel, sample: Sample) -> Tensor:
     return torch.stack([one[0] for one in output.attentions])
 
 
-def _figures(maps: Tensor, start: int) -> Tensor:
-    """Four figures of each head, [layer, H, row, 4]; see `FIGURES`.
+def _figures(maps: Tensor, sample: Sample) -> Tensor:
+    """`FIGURES` of each head for each row after which a word of the response is due.
 
     Args:
         maps: attention, [layer, H, T, T].
-        start: position of the first word of the response; rows from the one before count.
+        sample: what was read.
+
+    Returns:
+        [layer, H, row, figure].
     """
-    rows = maps[:, :, start - 1 : -1]  # those after which a word of the response is due
+    start = 1 + sample.prompt_words
+    rows = maps[:, :, start - 1 : -1]
     row = torch.arange(start - 1, maps.shape[-1] - 1)[:, None]
     pos = torch.arange(maps.shape[-1])
+    mark = torch.zeros_like(pos, dtype=torch.bool)
+    mark[1:start] = torch.tensor([word in PUNCTUATION for word in sample.prompt.split()])
     recent = pos > row - LAST
-    chain = ~recent & (pos >= start)
+    first = pos < FIRST
     figures = [
         rows[..., :FIRST].sum(-1),
+        (rows * (mark & ~recent & ~first)).sum(-1),
         (rows * recent).sum(-1),
-        (rows * chain).sum(-1),
+        (rows * (~recent & (pos >= start))).sum(-1),
         torch.special.entr(rows).sum(-1).exp(),
     ]
     return torch.stack(figures, dim=-1)
 
 
-#: Mass on the first 4 positions, on the last 32, on what the response says before those; and
-#: effective tokens, the exponential of the entropy in nats.
-FIGURES = ("first", "last", "chain", "effective")
+#: Words that no word of a response is ever looked up from.
+PUNCTUATION = frozenset(".,:;")
+#: Mass on the first 4 positions; on punctuation of the prompt, neither among those nor the last 32;
+#: on the last 32; on what the response says before those; and effective tokens, the exponential of
+#: the entropy in nats.
+FIGURES = ("first", "marks", "last", "chain", "effective")
 
 
 def structure(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -257,7 +272,7 @@ def structure(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, An
     masses: dict[str, list[Tensor]] = {}
     for sample in samples:
         maps = attention_maps(model, sample)
-        figures.append(_figures(maps, 1 + sample.prompt_words))
+        figures.append(_figures(maps, sample))
         found = needs(sample)
         for name in {need.name for need in found}:
             rows, places = zip(*(need[1:] for need in found if need.name == name), strict=True)

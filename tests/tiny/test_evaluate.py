@@ -228,10 +228,14 @@ def test_masses_are_read_off_the_attention(start):
     rows = range(sample.prompt_words, sample.tokens - 1)
     recent = [sum(one[r, p] for p in range(max(0, r - 31), r + 1)) for r in rows]
     chain = [sum(one[r, p] for p in range(1 + sample.prompt_words, r - 31)) for r in rows]
+    words = ["<bos>", *sample.prompt.split()]
+    stops = [p for p, word in enumerate(words) if word in (".", ",", ":", ";") and p >= 4]
+    marks = [sum(one[r, p] for p in stops if p < r - 31) for r in rows]
     sums = [need for need in needs(sample) if need.name == "recheck 2, chain"]
 
     assert (head["layer"], head["head"]) == (2, 3)
     assert head["first"] == pytest.approx(float(one[rows, :4].sum(-1).mean()), abs=1e-3)
+    assert head["marks"] == pytest.approx(float(sum(marks)) / len(rows), abs=1e-3)
     assert head["last"] == pytest.approx(float(sum(recent)) / len(rows), abs=1e-3)
     assert head["chain"] == pytest.approx(float(sum(chain)) / len(rows), abs=1e-3)
     assert 1 <= head["effective"] <= sample.tokens
@@ -296,7 +300,7 @@ def test_tasks_are_merged_by_their_numbers_of_rows(probed):
     total = sum(h["last"] * row["rows"] for h, row in zip(parts, (one, two), strict=True))
 
     assert merged["last"] == pytest.approx(total / (one["rows"] + two["rows"]))
-    assert merged["mass"]["correction"] == pytest.approx(parts[1]["mass"]["correction"])
+    assert merged["mass"]["correction kind"] == pytest.approx(parts[1]["mass"]["correction kind"])
     assert set(FIGURES) < set(merged)
 
 
@@ -327,7 +331,7 @@ def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
     masses, without = head_masses(probed), removed_heads(probed)
 
     assert len(panels) >= 24
-    assert masses.axes[0].images[0].get_array().shape == (24, 3)
+    assert masses.axes[0].images[0].get_array().shape == (24, 4)
     assert masses.axes[1].images[0].get_array().shape[0] == 24
     assert without.axes[0].images[0].get_array().shape[0] == 1 + 3 + 12
 
@@ -361,11 +365,12 @@ def test_fill_refuses_a_card_without_markers():
 
 def test_heads_are_called_by_their_shares():
     """A head may be several things at once; one that is nothing is mixed."""
-    head = {"first": 0.4, "last": 0.1, "mass": {"item": 0.2, "digit 2": 0.9}}
+    mass = {"item": 0.2, "digit 2": 0.9}
+    head = {"first": 0.4, "marks": 0.4, "last": 0.1, "mass": mass}
 
-    assert card.roles(head) == ["retrieval", "sink"]
-    assert card.roles({**head, "mass": {}, "first": 0.0, "last": 0.8}) == ["local"]
-    assert card.roles({**head, "mass": {}, "first": 0.0}) == ["mixed"]
+    assert card.roles(head) == ["retrieval", "sink", "marks"]
+    assert card.roles({**head, "mass": {}, "first": 0.2, "marks": 0.2, "last": 0.8}) == ["local"]
+    assert card.roles({**head, "mass": {}, "first": 0.3, "marks": 0.3}) == ["mixed"]
 
 
 def test_tables_without_measurements_say_so(folder):
@@ -440,4 +445,4 @@ def test_the_card_meets_its_demands():
     assert low == {}
     assert len(drops) == 3 * len(TASKS)
     assert min(drops) >= 0.1 * max(sizes)
-    assert {"local", "retrieval"} <= roles  # and no sinks, as the card says
+    assert roles == {"local", "marks", "mixed", "retrieval"}  # and no sinks, as the card says
