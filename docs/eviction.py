@@ -254,13 +254,26 @@ Found = dict[tuple[str, int], list[Count]]
 
 def page(found: Found) -> str:
     """Tables and statements, for the card."""
-    parts = []
+    parts = [METHOD]
     for cell, counts in found.items():
         parts += [f"{_title(cell)}, {counts[0].n} samples:", _chains(counts)]
     parts += [SEPARATE, _separate(found), OTHERS, _others(found)]
     return "\n\n".join(parts)
 
 
+METHOD = (
+    "Samples of which exact chains remain when a policy has evicted, with Wilson's 95 % interval. "
+    "The model reads prompt and right response, and every row of the response sees in every layer "
+    "and KV head only what the policy left it; what one layer loses reaches the next. A chain is "
+    "exact if each of its words is the most likely one after the right words before it, and then "
+    "greedy decoding under the same evictions writes it too. **Fidelity:** what leaves when was "
+    "decided by a replay over the trace of the full cache (open loop). What eviction does to the "
+    "model does not reach the policies, as it would in a live run. Budgets are shares of the whole "
+    "length, for each layer and KV head; all policies evict after the prompt and after each "
+    f"{INTERVAL} rows behind it, as the catalogue has them but for windows of {WINDOW['window']} "
+    "rows and the sizes of `lagkv` and `ams`, made smaller. `oracle` ranks by the attention of "
+    "later rows. Levels were chosen, on other samples, where policies differ."
+)
 SEPARATE = (
     "*groups*: the policies, without the oracle, fall into so many groups such that every interval "
     "of one lies below every interval of the next. *three groups*: the same with three groups, for "

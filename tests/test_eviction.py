@@ -188,7 +188,10 @@ def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys
 
     assert len(results.read_text().splitlines()) == 2  # nothing was measured twice
     text = card.read_text()
-    assert text.startswith("before\n<!-- begin eviction -->\nneedle, level 1, 2 samples:\n")
+    assert text.startswith(
+        f"before\n<!-- begin eviction -->\n{eviction.METHOD}\n\nneedle, level 1, "
+    )
+    assert "open loop" in eviction.METHOD
     assert text.endswith("\n<!-- end eviction -->\nbehind\n")
     lines = text.splitlines()
     assert lines.count("| policy | 15% | 30% |") == 2
