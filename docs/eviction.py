@@ -272,7 +272,7 @@ METHOD = (
     "length, for each layer and KV head; all policies evict after the prompt and after each "
     f"{INTERVAL} rows behind it, as the catalogue has them but for windows of {WINDOW['window']} "
     "rows and the sizes of `lagkv` and `ams`, made smaller. `oracle` ranks by the attention of "
-    "later rows. Levels were chosen, on other samples, where policies differ."
+    "later rows. Levels and budgets were chosen, on other samples, where policies differ."
 )
 SEPARATE = (
     "*groups*: the policies, without the oracle, fall into so many groups such that every interval "
