@@ -3,13 +3,12 @@
     python -m kvsim.tiny.evaluate --results FILE [--tasks walk get] [--levels 1 2] [--n 100]
     python -m kvsim.tiny.evaluate --results FILE --logs 0=FILE 1=FILE
     python -m kvsim.tiny.evaluate --results FILE --card docs/tiny-model-card.md
-    python -m kvsim.tiny.evaluate --results FILE --figures docs/images
 
 The first form measures and adds a line of JSON to the results for each measurement. What is there
 already, of the same weights and as many samples, is not measured again: interrupt it and start it
 again as often as needed. Two processes may share a file if they have different ``--tasks``.
-The second adds the curves of training runs, by seed. The last two write the card and its pictures
-from the results, so that no number in them is typed; they measure nothing.
+The second adds the curves of training runs, by seed. The last writes the card from the results, so
+that no number in it is typed, and measures nothing; `docs/heads.py` draws its pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ from transformers.utils import logging
 from kvsim.tiny import PATH
 from kvsim.tiny.card import write
 from kvsim.tiny.ledger import check
-from kvsim.tiny.probes import ablation, attention_maps, structure
+from kvsim.tiny.probes import ablation, structure
 from kvsim.tiny.results import Results, Row, digest
 from kvsim.tiny.tasks import LEVELS, TASKS, Sample, prompts
 from kvsim.tiny.vocabulary import SPECIAL
@@ -152,26 +150,8 @@ def curve(log: Path) -> Row:
     return {"curve": [{key: row[key] for key in kept} for row in rows if "exact" in row]}
 
 
-def _draw(folder: Path, model: PreTrainedModel, results: Results) -> None:
-    """The card's pictures."""
-    # A program, not a library: it alone reaches up to what draws.
-    plots, save = import_module("kvsim.plots.heads"), import_module("kvsim.plots.saving").save
-    rows = results.rows()
-    sample = prompts(1, 4000, task="wait", facts=10, lines=17, kinds=6, filler=0.0)[0]
-    maps = attention_maps(model, sample)
-    save(plots.head_maps(maps, prompt=1 + sample.prompt_words), folder / "tiny-heads.png")
-    pictures = {
-        "structure": ("tiny-retrieval.png", plots.head_masses),
-        "ablation": ("tiny-removed.png", plots.removed_heads),
-        "curve": ("tiny-training.png", plots.training_curves),
-    }
-    for part, (name, draw) in pictures.items():
-        if any(row["part"] == part for row in rows):
-            save(draw(rows), folder / name)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure a tiny model, or write its card and pictures from what was measured."""
+    """Measure a tiny model, or write its card from what was measured."""
     parser = argparse.ArgumentParser(prog="python -m kvsim.tiny.evaluate", description=main.__doc__)
     parser.add_argument("--results", type=Path, required=True, help="file of measurements")
     parser.add_argument("--model", type=Path, default=PATH, help="folder; default: the shipped one")
@@ -184,7 +164,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--logs", nargs="+", metavar="SEED=FILE", help="add curves of training")
     parser.add_argument("--card", type=Path, help="Markdown file with markers to write into")
-    parser.add_argument("--figures", type=Path, help="folder for pictures")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
@@ -194,9 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.add(part="curve", seed=int(seed), **curve(Path(file)))
     if options.card:
         write(options.card, results.rows(), options.model)
-    if options.figures:
-        _draw(options.figures, _load(options.model)[0], results)
-    if not (options.logs or options.card or options.figures):
+    if not (options.logs or options.card):
         _measure(options, results)
 
 
