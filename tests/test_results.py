@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import results
 from kvsim.policies import CATALOGUE, names
+from results_page.claims import CLAIMS
+from results_page.kept import of_record
+from results_page.plan import SMALLEST
+from results_page.policies import CROSSES, PAPER, RELEASE
+from results_page.statistics import Interval
+from results_page.text import listing
+from results_page.traces import weights
+from results_page.verdicts import HOLDS, NOT, OPEN, Claim
 
 ROOT = Path(__file__).resolve().parent.parent
-
-_SPEC = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
-results = importlib.util.module_from_spec(_SPEC)
-sys.modules["results"] = results  # its dataclasses look themselves up there
-_SPEC.loader.exec_module(results)
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +55,17 @@ def test_the_page_has_its_parts(page):
     found = tables(text)
 
     assert list(found) == [
-        *(f"Budget {n}" for n in results.SMALLEST.budgets),
+        *(f"Budget {n}" for n in SMALLEST.budgets),
         "Parameters made smaller",
         "Across layers",
         "Which of the papers' claims hold here",
-        *results.CLAIMS,
+        *CLAIMS,
     ]
     assert all(len(row) == len(rows[0]) for rows in found.values() for row in rows)
     assert 5_000 < (page.parent / "figures" / "page.png").stat().st_size < 100_000
     assert "](figures/page.png)" in text
     assert "python docs/results.py --smallest\n" in text
-    assert results.weights() in text
+    assert weights() in text
 
 
 def test_every_policy_has_a_row_that_makes_sense(page):
@@ -76,14 +78,14 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
     alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
     assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}
-    for n in results.SMALLEST.budgets:
+    for n in SMALLEST.budgets:
         head, *rows = found[f"Budget {n}"]
         labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
         by_label = {
             label: dict(zip(head, row, strict=True))
             for label, row in zip(labels, rows, strict=True)
         }
-        missing = {*alone, *results.CROSSES} - set(by_label)
+        missing = {*alone, *CROSSES} - set(by_label)
         errors = [number(row[1]) for row in rows]
         free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
 
@@ -96,7 +98,7 @@ def test_every_policy_has_a_row_that_makes_sense(page):
         assert number(by_label["oracle"]["regret"]) == 0
         assert number(by_label["random"]["regret"]) > 0
         assert {"full", "rpc"} <= free
-        assert {results.PAPER, results.RELEASE} <= set(labels)
+        assert {PAPER, RELEASE} <= set(labels)
         entries = {number(by_label[name]["entries"]) for name in ("tova", "knorm", "gkv", "h2o")}
         assert len(entries) == 1
 
@@ -104,16 +106,16 @@ def test_every_policy_has_a_row_that_makes_sense(page):
 def test_claims_have_verdicts_from_their_intervals(page):
     """A verdict agrees with the marks of its cases, and what has no number says why."""
     found = tables(page.read_text("utf-8"))
-    for paper in results.CLAIMS:
+    for paper in CLAIMS:
         for _, says, _, result, bold in found[paper][1:]:
             verdict = bold.strip("*")
             if "[" not in result:
-                assert verdict == results.OPEN, says
+                assert verdict == OPEN, says
                 assert any(x in result for x in ("yet", "no such", "three layers")), says
             elif "against" in result:
-                assert verdict == results.NOT, says
+                assert verdict == NOT, says
             else:
-                assert verdict == (results.OPEN if "open" in result else results.HOLDS), says
+                assert verdict == (OPEN if "open" in result else HOLDS), says
     assert {row[0] for row in found["AMS, arXiv 2605.23200"][1:]} == {f"Q{i}" for i in range(1, 14)}
     assert {row[0] for row in found["G-KV, arXiv 2512.00504"][1:]} == {
         f"G{i}" for i in range(1, 15)
@@ -142,14 +144,14 @@ def test_verdicts(cases, margin, verdict):
     """Above 0 or inside the margin in every case; on the other side in one; or neither."""
     given = {str(i): np.array(values, float) for i, values in enumerate(cases)}
 
-    assert results.Claim("", "", cases=given, margin=margin).verdict == verdict
+    assert Claim("", "", cases=given, margin=margin).verdict == verdict
 
 
 def test_intervals():
     """The interval is that of the mean: it shrinks with the number of values, NaN left out."""
     rng = np.random.default_rng(3)
-    few, many = (results.Interval.of(rng.normal(5, 1, n)) for n in (10, 1000))
-    known = results.Interval.of(np.array([1.0, np.nan, 3.0]))
+    few, many = (Interval.of(rng.normal(5, 1, n)) for n in (10, 1000))
+    known = Interval.of(np.array([1.0, np.nan, 3.0]))
 
     assert few.low < few.mean < few.high
     # 95 % of a mean of n normal values lie within 1.96 / sqrt(n)
@@ -162,7 +164,7 @@ def test_intervals():
 def test_what_is_dropped_and_kept_is_measured():
     """Longest run, middle coverage and mean place of a kept set worked by hand."""
     trace, record = one_head(kept=[0, 1, 4, 5, 9], n=12, budget=6)
-    found = dict(results.of_record(trace, record))
+    found = dict(of_record(trace, record))
 
     assert found["longest run"] == 3  # 6, 7, 8
     assert found["middle coverage"] == pytest.approx(2 / 4)  # 4 and 5 of 4..7
@@ -199,7 +201,7 @@ def test_names_of_the_committed_page_are_those_of_the_catalogue():
     text = (ROOT / "docs" / "results.md").read_text("utf-8")
     line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
 
-    assert line[1] == results.listing()
+    assert line[1] == listing()
     assert line[1].replace("`", "").split(", ") == names()
-    assert f"sha256 `{results.weights()}`" in text
+    assert f"sha256 `{weights()}`" in text
     assert "\npython docs/results.py\n" in text  # of the full size

@@ -1,0 +1,156 @@
+"""Everything that the page says of one trace: every policy replayed over it, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+import kvsim
+from kvsim import Policy, Trace
+from kvsim.diagnostics import ranking
+from kvsim.policies.asl import ASL
+from kvsim.sweeps import sweep
+from results_page.attention import of_trace
+from results_page.kept import of_record
+from results_page.plan import INTERVAL, PROMPT_ALONE
+from results_page.policies import (
+    LARGEST,
+    across_policies,
+    prompt_policies,
+    table_policies,
+    variants,
+)
+from results_page.quantities import Numbers
+from results_page.traces import in_memory
+
+_METRICS = ("output_error", "retained_mass", "entries_seen", "retained_iou")
+_SHORT = {"output_error": "error", "retained_mass": "mass", "entries_seen": "entries"}
+
+
+def measure_trace(path: Path, calibration: Path, budgets: Sequence[int]) -> Numbers:
+    """Everything that the page says of one trace."""
+    torch.set_num_threads(1)
+    trace = in_memory(path)
+    decode = {**table_policies(str(calibration)), **variants()}
+    out = {("trace", 0, key): value for key, value in of_trace(trace).items()}
+    out |= replayed(trace, decode, budgets, "", interval=INTERVAL, prefill=False)
+    alone = prompt_policies()
+    out |= replayed(trace, alone, budgets, "prompt: ", interval=PROMPT_ALONE, prefill=True)
+    out |= across_layers(trace, budgets)
+    for label in ("ams", "ams, no credit", "ams@release"):
+        for budget in budgets:
+            found = of_segments(trace, decode[label], budget)
+            out |= {(label, budget, key): value for key, value in found.items()}
+    return out
+
+
+def replayed(
+    trace: Trace,
+    policies: Mapping[str, Policy],
+    budgets: Sequence[int],
+    prefix: str,
+    *,
+    interval: int,
+    prefill: bool,
+) -> Numbers:
+    """The metrics of every policy at every budget, and what else its kept sets say."""
+    named = [replace(one, name=prefix + label) for label, one in policies.items()]
+    run = sweep(
+        [trace],
+        named,
+        budgets,
+        interval=interval,
+        prefill=prefill,
+        metrics=_METRICS,
+        regret=True,
+    )
+    if run.failures:
+        raise SystemExit(f"a replay failed: {run.failures[0]}")
+    keys = ["policy", "budget", "metric"]
+    means = run.table.group_by(keys).agg(pl.col("value").mean(), pl.col("chance").mean())
+    out: Numbers = {}
+    for label, budget, metric, value, chance in means.iter_rows():
+        out[label, budget, _SHORT.get(metric, metric)] = _number(value)
+        if metric == "retained_iou":
+            out[label, budget, "chance"] = _number(chance)
+    for one in run.records:
+        out |= {(one.policy, one.budget, key): value for key, value in of_record(trace, one)}
+    if prefill:
+        held = {(one.policy, one.budget): one.retained(trace.prompt_len - 1) for one in run.records}
+        for budget in budgets:
+            made, plain = (
+                held[prefix + label, budget][..., 4:]
+                for label in ("expected_attention", "no value norm")
+            )
+            share = (made & plain).sum() / plain.sum()
+            out[prefix + "expected_attention", budget, "attention overlap"] = float(share)
+        return out
+    first = {
+        (one.policy, one.budget): one.retained(one.events[0]) for one in run.records if one.events
+    }
+    for budget in budgets:
+        both = first["ams", budget], first["ams, no credit", budget]
+        out["ams", budget, "changed by credit"] = float((both[0] != both[1]).sum())
+    return out
+
+
+def across_layers(trace: Trace, budgets: Sequence[int]) -> Numbers:
+    """How layers rank the prompt, and what policies lose that drop rows on the way down."""
+    out: Numbers = {}
+    found = ranking(trace, ASL(window=LARGEST["window"]))
+    for layer, nats in enumerate(found.entropy()):
+        out["trace", 0, f"entropy {layer}"] = float(nats)
+    for budget in budgets:
+        curve = found.curve(budget)
+        for layer in range(curve.first_layer, trace.n_layers):
+            out["layers", budget, f"variance {layer}"] = float(curve.variance[layer])
+            out["layers", budget, f"relative {layer}"] = float(curve.relative[layer])
+            out["layers", budget, f"union {layer}"] = float(curve.union[layer] / curve.k)
+    named = [replace(one, name=f"across: {label}") for label, one in across_policies().items()]
+    run = sweep([trace], named, budgets, metrics=["output_error", "retained_mass", "entries_seen"])
+    if run.failures:
+        raise SystemExit(f"a replay failed: {run.failures[0]}")
+    means = run.table.group_by("policy", "budget", "metric").agg(pl.col("value").mean())
+    for label, budget, metric, value in means.iter_rows():
+        out[label, budget, _SHORT[metric]] = _number(value)
+    return out
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def of_segments(trace: Trace, one: Policy, budget: int) -> dict[str, float]:
+    """What AMS decided, mean over events and heads."""
+    plans = kvsim.replay(
+        trace, one, budget, interval=INTERVAL, prefill=False, internals=True
+    ).internals
+    out: dict[str, float] = {}
+    for name in ("suffix_mass", "quota_minimum", "quota_by_mass", "infeasible"):
+        out[name] = float(np.mean([plan.notes[name] for plan in plans]))
+    number = np.mean([(plan.notes["segment_length"] > 0).sum(-1).mean(-1) for plan in plans], 0)
+    out |= {f"segments {layer}": float(x) for layer, x in enumerate(number)}
+    out["segments"] = float(number.mean())
+    cuts = [_boundaries(plan) for plan in plans]
+    moved = []
+    for old, new, plan in zip(cuts, cuts[1:], plans, strict=False):
+        for head, at in new.items():
+            known = at[at <= plan.row]
+            if len(known) and len(old[head]):
+                moved.append(np.abs(known[:, None] - old[head]).min(-1).mean())
+    out["boundary shift"] = float(np.mean(moved)) if moved else np.nan
+    return out
+
+
+def _boundaries(plan: Any) -> dict[tuple[int, int], NDArray[np.int64]]:
+    """Positions at which a segment starts, the first segment left out, by layer and head."""
+    group = plan.notes["segment"] if plan.groups is None else plan.groups
+    starts = (np.diff(group, axis=-1) > 0) & (plan.pos[..., :-1] >= 0)
+    return {at: plan.pos[at][1:][starts[at]] for at in np.ndindex(*starts.shape[:2])}

@@ -1,0 +1,34 @@
+"""What an event costs in seconds, on random caches of many lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import kvsim
+from kvsim import Trace, policy
+from results_page.plan import PROMPT_ALONE
+from results_page.quantities import Floats
+
+
+def cost(lengths: Sequence[int], repeats: int = 5) -> dict[str, Floats]:
+    """Seconds of one event of four policies over random caches; [repeat, length]."""
+    one = {"random": policy("random"), "tova": policy("tova", heads="group")}
+    one |= {"expected_attention": policy("expected_attention"), "ams": policy("ams")}
+    one |= {"gkv": policy("gkv"), "global_max": policy("global_max")}
+    out = {label: np.zeros((repeats, len(lengths))) for label in one}
+    for i, length in enumerate(lengths):
+        made = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, heads, length, 64, generator=made) for heads in (16, 4, 4))
+        rope = kvsim.Rope.default(64)
+        trace = Trace.from_arrays(q, k, v, prompt_len=length, rope=rope)
+        for repeat in range(-1, repeats):
+            for label, tried in one.items():
+                start = time.perf_counter()
+                kvsim.replay(trace, tried, length // 2, interval=PROMPT_ALONE, prefill=True)
+                if repeat >= 0:  # the first one warms up
+                    out[label][repeat, i] = time.perf_counter() - start
+    return out
