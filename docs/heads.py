@@ -1,4 +1,4 @@
-
+# ruff: noqa: INP001 - a script, not a module
 """Draw the pictures of the model card: attention, what is retrieved, what is needed, training.
 
     python docs/heads.py --results docs/tiny-results.jsonl --out docs/images [--model PATH]
