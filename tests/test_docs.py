@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import generate
 from kvsim.metrics import METRICS
 from kvsim.policies import CATALOGUE
 
 ROOT = Path(__file__).resolve().parent.parent
-
-_SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-generate = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(generate)
 
 PAGES = {str(page.relative_to(ROOT)): page for page in generate.pages()}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+import eviction
 from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
@@ -18,13 +16,6 @@ from kvsim.tiny.curriculum import collate
 from kvsim.tiny.model import MAX_TOKENS, build
 from kvsim.tiny.tasks import prompts
 from kvsim.tiny.tokenizer import save_tokenizer
-
-ROOT = Path(__file__).resolve().parent.parent
-
-_SPEC = importlib.util.spec_from_file_location("eviction", ROOT / "docs" / "eviction.py")
-eviction = importlib.util.module_from_spec(_SPEC)
-sys.modules["eviction"] = eviction  # its dataclasses look themselves up there
-_SPEC.loader.exec_module(eviction)
 
 
 @pytest.fixture(scope="module")

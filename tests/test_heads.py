@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import heads
 from kvsim.tiny import train
 from kvsim.tiny.results import Results, digest
 from kvsim.tiny.tasks import TASKS
-
-ROOT = Path(__file__).resolve().parent.parent
-
-_SPEC = importlib.util.spec_from_file_location("heads", ROOT / "docs" / "heads.py")
-heads = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(heads)
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):
