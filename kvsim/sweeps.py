@@ -18,7 +18,7 @@ import polars as pl
 from kvsim.composition import Policy, Schedule
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
-from kvsim.metrics import COLUMNS, measure
+from kvsim.metrics import COLUMNS, METRICS, measure
 from kvsim.metrics.table import choose
 from kvsim.policies.oracle import Oracle
 from kvsim.record import Record, write_records
@@ -263,18 +263,19 @@ SUMMARY = ("entries_seen", "output_error", "retained_mass", "wipeout", "retained
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
-    Means over layers and heads within a trace, then over traces. `wipeout` is that of 32-token
-    regions of which nothing is left, after the last event; `iou_chance` stands beside
-    `retained_iou`; `exact` is the share of the values behind the row whose fidelity is exact.
+    Means over layers and heads within a trace, then over traces, of each metric's main variant:
+    `wipeout` is that of 32-token regions of which nothing is left, after the last event;
+    `iou_chance` stands beside `retained_iou`; `exact` is the share of the values behind the row
+    whose fidelity is exact.
     """
-    regions = pl.col("metric").is_in(["wipeout", "wipeout_hazard"])
+    main = pl.col("metric").replace_strict({name: one.main for name, one in METRICS.items()})
     keys = ["policy", "params", "asked", "interval", "prefill"]
     last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric", "layer")
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     chosen = (
         table.with_columns(asked=asked)
         .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
-        .filter(~regions | (pl.col("variant") == "length=32,threshold=0"))
+        .filter(pl.col("variant") == main)
         .filter((pl.col("metric") != "wipeout") | last)
     )
     within = chosen.group_by(*keys, "trace", "metric", maintain_order=True).agg(

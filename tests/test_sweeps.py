@@ -11,6 +11,7 @@ import torch
 import kvsim
 from kvsim.composition import Policy, Protection, Schedule, Scorer
 from kvsim.errors import BudgetError, MemoryLimitError, OutputError, PolicyError, ScoreError
+from kvsim.metrics import METRICS
 from kvsim.policies.oracle import Oracle
 from kvsim.record import read_records
 from kvsim.sweeps import resolve_budget, summarise, sweep
@@ -72,6 +73,15 @@ def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
         ("random", 16, None),
         ("random", 18, "25%"),
     ]
+
+
+def test_every_metric_of_a_policy_has_a_main_variant():
+    """One variant of each stands in the summary; a mean over variants would mean nothing."""
+    run = sweep([kvsim.sample_trace()], [kvsim.policy("snapkv")], ["25%"], interval=64)
+    of_policy = run.table.filter(pl.col("policy").is_not_null())
+    found = dict(of_policy.group_by("metric").agg(pl.col("variant").unique()).iter_rows())
+
+    assert [name for name, variants in found.items() if METRICS[name].main not in variants] == []
 
 
 def test_two_policies_of_one_name_are_refused():

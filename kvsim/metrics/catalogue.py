@@ -68,7 +68,8 @@ class Metric:
     kind: "sets" reads kept sets alone, "rows" what rows of attention become, "trace" no record.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. beside_oracle: compares the record
-    with one of the mass oracle, which is replayed on request alone.
+    with one of the mass oracle, which is replayed on request alone. main: the variant that stands
+    for the others where there is room for one number.
     """
 
     summary: str
@@ -79,6 +80,7 @@ class Metric:
     cells: Callable[[Subject], Iterable[Cells]]
     over_events: Literal["last", "mean"] = "mean"
     beside_oracle: bool = False
+    main: str = ""
 
 
 def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
@@ -150,11 +152,12 @@ METRICS: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
         "sets", "share", "lower", "named by AMS, defined here", _wipeout("cumulative"),
-        over_events="last",
+        over_events="last", main="length=32,threshold=0",
     ),
     "wipeout_hazard": Metric(
         "share of the regions still alive that an event wipes out",
         "sets", "share", "lower", "as wipeout", _wipeout("hazard"),
+        main="length=32,threshold=0",
     ),
     "retained_iou": Metric(
         "intersection over union of the sets kept after consecutive events, beside chance",
