@@ -77,7 +77,9 @@ def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
 
 def test_every_metric_of_a_policy_has_a_main_variant():
     """One variant of each stands in the summary; a mean over variants would mean nothing."""
-    run = sweep([kvsim.sample_trace()], [kvsim.policy("snapkv")], ["25%"], interval=64)
+    run = sweep(
+        [kvsim.open_trace(kvsim.sample_trace())], [kvsim.policy("snapkv")], ["25%"], interval=64
+    )
     of_policy = run.table.filter(pl.col("policy").is_not_null())
     found = dict(of_policy.group_by("metric").agg(pl.col("variant").unique()).iter_rows())
 
