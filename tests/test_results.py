@@ -10,11 +10,11 @@ import pytest
 
 import results
 from kvsim.policies import CATALOGUE, names
+from kvsim.statistics import Interval
 from results_page.claims import CLAIMS
 from results_page.kept import of_record
 from results_page.plan import SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
-from results_page.statistics import Interval
 from results_page.text import listing
 from results_page.traces import weights
 from results_page.verdicts import HOLDS, NOT, OPEN, Claim

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from kvsim import Policy
-from results_page.statistics import Interval, Results
+from kvsim.statistics import Interval
+from results_page.statistics import Results
 
 #: Of the budgets in the figure, from the smallest on.
 COLORS = ("#c8102e", "#e08a1e", "#7a9cc6", "#1f4e79")

@@ -1,49 +1,14 @@
-"""Values over prompts, their differences, and intervals of their means."""
+"""Values over prompts, and their differences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from results_page.plan import Plan
 from results_page.quantities import Floats, Numbers
-
-RESAMPLES = 4000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over prompts and its 95 % bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Floats) -> Interval:
-        """Percentiles of the means of resamples; prompts without a value are left out."""
-        known = values[~np.isnan(values)]
-        if not len(known):
-            return cls(np.nan, np.nan, np.nan, 0)
-        low, high = np.percentile(known[_resamples(len(known))].mean(1), [2.5, 97.5])
-        return cls(float(known.mean()), float(low), float(high), len(known))
-
-    def text(self, form: str) -> str:
-        """The mean, and the interval in brackets; empty without a value."""
-        if not self.n:
-            return ""
-        mean, low, high = (format(x, form) for x in (self.mean, self.low, self.high))
-        return f"{mean} [{low}, {high}]"
-
-
-@cache
-def _resamples(n: int) -> NDArray[np.int64]:
-    return np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
 
 
 @dataclass(frozen=True)

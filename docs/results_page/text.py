@@ -12,10 +12,11 @@ import numpy as np
 
 from kvsim import Policy, policy
 from kvsim.policies import names, parameters
+from kvsim.statistics import RESAMPLES, Interval
 from results_page.claims import CLAIMS
 from results_page.plan import FULL, INTERVAL
 from results_page.policies import AMS, PAPER, RELEASE, across_policies
-from results_page.statistics import RESAMPLES, Interval, Results
+from results_page.statistics import Results
 from results_page.traces import VERBS, weights
 from results_page.verdicts import HOLDS, NOT, OPEN, Claim
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvsim.statistics import Interval
 from results_page.quantities import TITLES, Floats
-from results_page.statistics import Interval, Results
+from results_page.statistics import Results
 
 HOLDS, NOT, OPEN = "holds", "does not hold", "not decidable here"
 

@@ -1,0 +1,206 @@
+"""From a Table to what it says about policies: means over prompts, intervals, paired differences.
+
+Prompts are the unit. Values are averaged over layers, heads and events within a trace first, so
+that a long trace counts as much as a short one (macro average), and intervals say how far the mean
+would move with other prompts. They say nothing about other models or another seed of training.
+A trace that a metric cannot be computed on is counted as asked and not measured, never as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from kvsim.errors import PolicyError, suggest
+from kvsim.schema import FIDELITY
+
+Floats = NDArray[np.float64]
+
+RESAMPLES = 4000
+
+#: What tells one result from another, beside the trace; `asked` is the budget as it was asked for.
+KEYS = ("policy", "params", "asked", "interval", "prefill", "metric", "variant", "unit")
+STAGES = ("early", "middle", "late")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over prompts and its 95 % bootstrap interval; `n` prompts had a value."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Floats) -> Interval:
+        """Of one value per prompt [prompt]; NaN where there is none, and these are left out.
+
+        Percentiles of the means of 4,000 resamples of the prompts, the same for the same number
+        (Efron 1979, Ann. Statist. 7:1). One prompt has a mean and no interval.
+        """
+        known = values[~np.isnan(values)]
+        if not len(known):
+            return cls(np.nan, np.nan, np.nan, 0)
+        if len(known) == 1:
+            return cls(float(known[0]), np.nan, np.nan, 1)
+        low, high = np.percentile(known[_resamples(len(known))].mean(1), [2.5, 97.5])
+        return cls(float(known.mean()), float(low), float(high), len(known))
+
+    def text(self, form: str) -> str:
+        """The mean, and the interval in brackets where there is one; empty without a value."""
+        if not self.n:
+            return ""
+        mean, low, high = (format(x, form) for x in (self.mean, self.low, self.high))
+        return mean if np.isnan(self.low) else f"{mean} [{low}, {high}]"
+
+
+@cache
+def _resamples(n: int) -> NDArray[np.int64]:
+    """Places of `RESAMPLES` samples with replacement; [resample, n]."""
+    return np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+
+
+def stages(table: pl.DataFrame, n_layers: int) -> pl.DataFrame:
+    """The Table with a column `stage`: early, middle or late layers of a model of `n_layers`.
+
+    The first and the last round(2 L / 7) layers are early and late (AMS, arXiv 2605.23200,
+    Table 14); null where a value has no layer.
+    """
+    edge = round(2 * n_layers / 7)
+    layer = pl.col("layer")
+    stage = (
+        pl.when(layer < edge)
+        .then(pl.lit("early"))
+        .when(layer >= n_layers - edge)
+        .then(pl.lit("late"))
+        .when(layer.is_not_null())
+        .then(pl.lit("middle"))
+    )
+    return table.with_columns(stage=stage.cast(pl.Enum(STAGES)))
+
+
+def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+    """One row per trace and result: the mean over layers, heads and events, and that of chance.
+
+    Args:
+        table: of `kvsim.measure` or a sweep.
+        by: more columns that tell results apart, such as `layer`, `stage` or `domain`.
+
+    Returns:
+        `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
+    """
+    asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
+    rank = pl.col("fidelity").cast(pl.String).replace_strict(_STRENGTH, return_dtype=pl.Int64)
+    return (
+        table.with_columns(asked=asked, rank=rank)
+        .group_by(*by, *KEYS, "trace", maintain_order=True)
+        .agg(pl.col("value").mean(), pl.col("chance").mean(), pl.col("rank").max())
+        .with_columns(
+            fidelity=pl.col("rank").replace_strict(
+                {place: name for name, place in _STRENGTH.items()},
+                return_dtype=pl.Enum(FIDELITY),
+            )
+        )
+        .drop("rank")
+    )
+
+
+#: Fidelities from the strongest; in a mean of several the weakest speaks.
+_STRENGTH = {name: place for place, name in enumerate(("exact", "closed", "semi", "open"))}
+
+
+def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+    """Means over prompts with their intervals, one row per result.
+
+    Args:
+        table: of `kvsim.measure` or a sweep.
+        by: more columns that tell results apart, such as `stage` or `domain`.
+
+    Returns:
+        `by`, `KEYS`, then `mean`, `low`, `high` (95 % bootstrap interval over traces, null for a
+        single one), `n` traces measured of the `of` that were asked, `chance` (mean), `fidelity`.
+    """
+    values = per_prompt(table, by)
+    # what belongs to no policy was asked of every trace
+    traces = pl.col("trace").n_unique()
+    every = traces.over(*by) if by else traces
+    own = traces.over(*by, *KEYS[:5])
+    values = values.with_columns(of=pl.when(pl.col("policy").is_null()).then(every).otherwise(own))
+    rows = []
+    for key, found in values.group_by(*by, *KEYS, maintain_order=True):
+        one = Interval.of(found["value"].to_numpy().astype(np.float64))
+        rows.append(
+            {
+                **dict(zip((*by, *KEYS), key, strict=True)),
+                **_numbers(one),
+                "of": found["of"][0],
+                "chance": found["chance"].mean(),
+                "fidelity": max(found["fidelity"], key=_STRENGTH.__getitem__),
+            }
+        )
+    schema = {name: values.schema[name] for name in (*by, *KEYS)} | _NUMBERS
+    more: dict[str, Any] = {"of": pl.Int64, "chance": pl.Float64, "fidelity": _LABEL}
+    return pl.DataFrame(rows, schema={**schema, **more})
+
+
+def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFrame:
+    """Every policy minus `base` on the same prompts, at the budget that was asked for.
+
+    Args:
+        table: of `kvsim.measure` or a sweep.
+        base: name of the policy that the others are compared with.
+        by: more columns that tell results apart, such as `stage` or `domain`.
+
+    Returns:
+        `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of
+        the difference (95 % bootstrap interval over traces), `n` traces with both values of `of`
+        with one, `above`: the share of traces where the policy has more, ties half.
+
+    Raises:
+        PolicyError: the table has no such policy.
+    """
+    values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
+    known = values["policy"].unique(maintain_order=True).to_list()
+    if base not in known:
+        raise PolicyError(
+            f"no policy {base!r}{suggest(base, known)} to compare with; the table has "
+            f"{', '.join(known)}"
+        )
+    on = [*by, "asked", "metric", "variant", "unit", "trace"]
+    own = values.filter(pl.col("policy") == base).select(*on, other="value")
+    paired = values.filter(pl.col("policy") != base).join(
+        own, on=on, how="left", nulls_equal=True, maintain_order="left"
+    )
+    keys = [*by, "policy", "params", "asked", "metric", "variant", "unit"]
+    rows = []
+    for key, found in paired.group_by(*keys, maintain_order=True):
+        gap = (found["value"] - found["other"]).to_numpy().astype(np.float64)
+        above = (np.sign(gap[~np.isnan(gap)]) + 1) / 2
+        rows.append(
+            {
+                **dict(zip(keys, key, strict=True)),
+                "base": base,
+                **_numbers(Interval.of(gap)),
+                "of": len(found),
+                "above": float(above.mean()) if len(above) else None,
+            }
+        )
+    schema = {name: values.schema[name] for name in keys} | {"base": pl.String} | _NUMBERS
+    return pl.DataFrame(rows, schema={**schema, "of": pl.Int64, "above": pl.Float64})
+
+
+_LABEL = pl.Enum(FIDELITY)
+_NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}
+
+
+def _numbers(one: Interval) -> dict[str, float | int | None]:
+    """An interval as cells of a table, null for what is not known."""
+    ends = {"mean": one.mean, "low": one.low, "high": one.high}
+    return {name: None if np.isnan(x) else x for name, x in ends.items()} | {"n": one.n}
