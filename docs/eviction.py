@@ -34,9 +34,10 @@ from transformers.utils import logging
 
 import kvsim
 from kvsim import Policy, Record, Trace, policy
+from kvsim.proportion import wilson
 from kvsim.runner.masked import masked_logits
 from kvsim.tiny import PATH
-from kvsim.tiny.card import fill, proportion, table, wilson
+from kvsim.tiny.card import fill, proportion, table
 from kvsim.tiny.curriculum import collate
 from kvsim.tiny.evaluate import Results, digest
 from kvsim.tiny.tasks import TASKS, Sample, prompts

@@ -10,8 +10,8 @@ import torch
 import eviction
 from kvsim.errors import BudgetError
 from kvsim.policies import names
+from kvsim.proportion import wilson
 from kvsim.recorder import capture
-from kvsim.tiny.card import wilson
 from kvsim.tiny.curriculum import collate
 from kvsim.tiny.model import MAX_TOKENS, build
 from kvsim.tiny.tasks import prompts

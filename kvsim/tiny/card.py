@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from kvsim.proportion import wilson
 from kvsim.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
 from kvsim.tiny.model import SHAPES
 from kvsim.tiny.probes import FIGURES, FIRST, LAST
@@ -67,14 +68,6 @@ def fill(card: str, texts: Mapping[str, str]) -> str:
             raise ValueError(f"the card lacks the markers {begin} and {end}")
         card = f"{before}{begin}\n{text}\n{end}{after}"
     return card
-
-
-def wilson(hits: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
-    z = 1.959964
-    centre = (hits + z * z / 2) / (n + z * z)
-    half = z / (n + z * z) * math.sqrt(hits * (n - hits) / n + z * z / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def proportion(hits: int, n: int) -> str:
