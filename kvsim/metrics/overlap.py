@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.errors import TraceError
+from kvsim.metrics.windows import row_blocks, window_scores
 from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -67,7 +68,8 @@ def window_overlap(
             f"{trace.name} has {trace.n_pos} rows: four windows of {width} leave no keys before "
             "them; give a smaller window or a longer trace"
         )
-    scores = np.stack([_score(trace, layer, domain, block, width) for block in range(4)])
+    blocks = row_blocks(domain, trace.n_pos, width)
+    scores = np.stack(list(window_scores(trace, layer, blocks, domain)))  # [4, H, D]
     each = np.asarray(shares, dtype=np.float64)
     top = np.ceil(each * domain - 1e-9).astype(np.int64)  # 0.1 * 30 is a little above 3
     rank = _rank(scores)  # [4, H, D]
@@ -84,14 +86,6 @@ def window_overlap(
         chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )
-
-
-def _score(trace: Trace, layer: int, domain: int, block: int, width: int) -> Floats:
-    rows = slice(domain + block * width, domain + (block + 1) * width)
-    attention = trace.attention(layer, rows, slice(0, domain)).double()  # [qhead, w, D]
-    by_group = attention.unflatten(0, (trace.n_heads, -1)).amax(1)  # [H, w, D]
-    out: Floats = by_group.mean(1).cpu().numpy()
-    return out
 
 
 def _rank(score: Floats) -> NDArray[np.int64]:
