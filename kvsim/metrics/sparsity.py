@@ -46,7 +46,7 @@ class Sparsity:
     domain: Floats
 
 
-def sparsity(
+def attention_sparsity(
     trace: Trace,
     layer: int,
     *,
@@ -67,7 +67,7 @@ def sparsity(
     return _sparsity(scores, np.ones_like(counted), counted, shares, sink)
 
 
-def sparsity_seen(
+def compressed_sparsity(
     trace: Trace,
     records: Sequence[Record],
     device: str = "cpu",
