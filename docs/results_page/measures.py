@@ -74,7 +74,8 @@ def replayed(
     if run.failures:
         raise SystemExit(f"a replay failed: {run.failures[0]}")
     keys = ["policy", "budget", "metric"]
-    means = run.table.group_by(keys).agg(pl.col("value").mean(), pl.col("chance").mean())
+    main = run.table.filter(pl.col("variant") == "")
+    means = main.group_by(keys).agg(pl.col("value").mean(), pl.col("chance").mean())
     out: Numbers = {}
     for label, budget, metric, value, chance in means.iter_rows():
         out[label, budget, _SHORT.get(metric, metric)] = _number(value)

@@ -356,3 +356,16 @@ def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(reference.R
         sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
         least = max(least, min(sink + 1, case.n))
     return Setup(name, params, draw(budgets(least, last)), interval, prefill)
+
+
+@st.composite
+def evictions(draw: st.DrawFn, heads: int = 2, most: int = 40) -> npt.NDArray[np.int32]:
+    """`evicted_at` [heads, T] of one layer: a few rows evict, what leaves when is anything."""
+    total = draw(st.integers(1, most))
+    rows = draw(st.lists(st.integers(0, total - 1), max_size=8, unique=True))
+    choices = np.array([*sorted(rows), reference.NEVER], np.int32)
+    first = np.searchsorted(choices, np.arange(total))  # nothing leaves before it came
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    stays = draw(st.sampled_from((0.0, 0.2, 0.8)))
+    at = rng.integers(first, len(choices), size=(heads, total))
+    return choices[np.where(rng.random(at.shape) < stays, len(rows), at)]
