@@ -2,12 +2,15 @@
 
 import itertools
 import json
+from fractions import Fraction
 from math import comb
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvsim
 from kvsim.errors import PolicyError, TraceError
@@ -18,12 +21,15 @@ from kvsim.metrics import (
     fidelity,
     output_error,
     retained_iou,
+    steps,
     window_overlap,
     wipeout,
 )
 from kvsim.metrics import output as output_module
+from kvsim.metrics.retention import event_rows
 from kvsim.schema import NEVER
 from kvsim.testing import reference
+from kvsim.testing.strategies import evictions
 
 
 def make_trace(
@@ -205,6 +211,94 @@ def test_wipe_out_of_a_random_policy_follows_the_hypergeometric_law():
     assert abs(np.mean(shares) - expected) < 4 * error
 
 
+@pytest.mark.parametrize(("length", "threshold"), [(16, 0.0), (32, 0.1), (128, 0.1)])
+def test_chance_of_a_wipe_out_is_hypergeometric(length, threshold):
+    """At the first event, sum of C(length, s) C(N - length, K - s) / C(N, K), in whole numbers."""
+    total, kept = 5000, 700
+    last = np.full((1, total), total - 1, np.int32)
+    last[0, ::7] = NEVER
+    last[0, 700 * 7 :: 7] = total - 1
+
+    found = wipeout(last, length, threshold)
+
+    few = range(int(threshold * length) + 1)
+    ways = sum(comb(length, s) * comb(total - length, kept - s) for s in few)
+    chance = float(Fraction(ways, comb(total, kept)))
+    assert found.hazard_chance[0, 0] == pytest.approx(chance, rel=1e-9)
+    assert found.cumulative_chance[0, 0] == pytest.approx(chance, rel=1e-9)
+
+
+@st.composite
+def regions_of(draw, total):
+    """Regions [R, 2] of any lengths, some touching, some apart."""
+    cuts = draw(st.lists(st.integers(0, total), max_size=12, unique=True).map(sorted))
+    spans = list(itertools.pairwise(cuts))
+    chosen = [span for span in spans if draw(st.integers(0, 3))]
+    return np.array(chosen, np.int64).reshape(-1, 2)
+
+
+@given(evictions(), st.data(), st.sampled_from([0.0, 0.1, 0.34, 0.5]), st.integers(0, 5))
+def test_wipe_out_of_any_regions_equals_a_loop(last, data, threshold, recent):
+    """Counts, and what chance would wipe out of the same entries, by the definition."""
+    spans = data.draw(regions_of(last.shape[1]))
+
+    found = wipeout(last, threshold=threshold, sink=2, recent=recent, regions=spans)
+
+    for j, row in enumerate(event_rows(last).tolist()):
+        inside = [(a, b) for a, b in spans.tolist() if a >= 2 and b <= row + 1 - recent]
+        assert found.regions[j] == len(inside)
+        for head, leaves in enumerate(last):
+            live, kept = (leaves[: row + 1] >= row).sum(), (leaves[: row + 1] > row).sum()
+            wiped = alive = now = expected = 0
+            for a, b in inside:
+                few = int(threshold * (b - a) + 1e-9)
+                before, after = (leaves[a:b] >= row).sum(), (leaves[a:b] > row).sum()
+                wiped += after <= few
+                alive += before > few
+                now += before > few >= after
+                if before > few:
+                    ways = [
+                        comb(before, s) * comb(live - before, kept - s)
+                        for s in range(min(few, kept) + 1)
+                    ]
+                    expected += sum(ways) / comb(live, kept)
+            at = head, j
+            assert (found.wiped[at], found.alive[at], found.now[at]) == (wiped, alive, now)
+            assert found.expected[at] == pytest.approx(expected, abs=1e-9)
+            assert found.first[at] == (leaves >= row).all()
+            known = found.first[at] and inside
+            chance = expected / len(inside) if known else np.nan
+            np.testing.assert_allclose(found.cumulative_chance[at], chance, atol=1e-9)
+
+
+def test_a_random_policy_wipes_out_what_chance_says_at_every_event():
+    """The mean over many heads of the hazard and of its chance agree, first and later events."""
+    trace = make_trace(layers=1, heads=64, group=1, tokens=600, prompt=200, dim=4)
+    record = kvsim.replay(trace, kvsim.policy("random"), budget=100, interval=50)
+
+    found = wipeout(record.evicted_at[0], 8, recent=0)
+
+    assert np.isfinite(found.cumulative_chance).any(0).tolist() == [True] + [False] * 8
+    by_chance = found.expected.sum(0)
+    assert (by_chance > 5).all()
+    # counts of rare, hardly dependent losses: within five standard errors of a Poisson number
+    assert (abs(found.now.sum(0) - by_chance) < 5 * np.sqrt(by_chance)).all()
+
+
+def test_steps_end_at_newlines_or_else_at_sentences():
+    """Short ones are joined with the next, and what has no end is none."""
+    lines = ["a"] * 9 + [".\n\n"] + ["b", "\n"] + ["c"] * 8 + ["\n", "d", "d"]
+    sentences = ["a"] * 7 + [";"] + ["b"] * 3 + [" ."] + ["c"] * 9 + ["?", "d"]
+
+    assert steps(lines, 0).tolist() == [[0, 10], [10, 21]]
+    assert steps(lines, 0, least=2).tolist() == [[0, 10], [10, 12], [12, 21]]
+    assert steps(sentences, 0).tolist() == [[0, 8], [8, 22]]
+    assert steps(sentences, 0, least=1).tolist() == [[0, 8], [8, 12], [12, 22]]
+    # a newline in the prompt alone says nothing about the response
+    assert steps(["\n", *sentences], 1, least=1).tolist() == [[0, 9], [9, 13], [13, 23]]
+    assert steps(["a"] * 20, 5).shape == (0, 2)
+
+
 def test_wipe_out_grows_with_the_threshold_and_with_time():
     """At threshold 0 the wiped regions only become more; a higher threshold never wipes fewer."""
     trace = make_trace(tokens=300, prompt=60)
@@ -226,6 +320,39 @@ def test_iou_and_survival_obey_their_identity():
 
     np.testing.assert_allclose(found.iou, found.survival / (2 - found.survival))
     np.testing.assert_allclose(found.chance, 40 / (40 + 2 * 20))
+
+
+@given(evictions(), st.integers(0, 5), st.integers(0, 9))
+def test_iou_over_part_of_the_text_equals_a_loop(last, sink, recent):
+    """Over the positions there before, and over their middle; chance keeps any of them alike."""
+    found = retained_iou(last, sink, recent)
+
+    for j, (row, then) in enumerate(itertools.pairwise(event_rows(last).tolist())):
+        for head, leaves in enumerate(last):
+            held = {p for p in range(row + 1) if leaves[p] > row}
+            held_then = {p for p in range(then + 1) if leaves[p] > then}
+            part = held & set(range(sink, row + 1 - recent))
+            both = len(part & held_then) / len(part) if part else np.nan
+            np.testing.assert_allclose(found.middle[head, j], both)
+            old = held_then & set(range(row + 1))
+            survival = len(held & old) / len(held | old) if held else np.nan
+            np.testing.assert_allclose(found.survival[head, j], survival)
+            chance = len(held_then) / (len(held) + then - row)
+            assert found.survival_chance[head, j] == pytest.approx(chance)
+
+
+def test_survival_under_streaming_llm_has_a_closed_form():
+    """(sinks + what of the window is still in it) / budget, and nothing of the middle."""
+    trace = make_trace(layers=1, tokens=400, prompt=100)
+    for budget, interval in ((64, 50), (64, 80), (40, 7)):
+        last = kvsim.replay(
+            trace, kvsim.policy("streaming_llm"), budget=budget, interval=interval
+        ).evicted_at[0]
+
+        found = retained_iou(last, recent=budget)
+
+        np.testing.assert_allclose(found.survival, (4 + max(0, budget - 4 - interval)) / budget)
+        assert np.isnan(found.middle).all()
 
 
 def test_random_eviction_has_the_iou_of_chance():
