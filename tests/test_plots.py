@@ -321,7 +321,7 @@ def test_the_legend_of_gold_recall_hides_no_line():
     """For one line, and for as many as have names, the legend lies below the axes."""
     trace = deep()
     ranked = diagnostics.ranking(trace, ASL(window=16))
-    found = [diagnostics.diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(10)]
+    found = [diagnostics.diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(7)]
 
     for some in (found[:1], found):
         figure = plots.gold_recall(some)

@@ -2,6 +2,7 @@
 
     records   what was kept, what was lost, how far the output moved
     layers    how the layers rank the tokens of a prompt, and where ASL selects
+    summary   policies against each other over budgets
 
 Every function returns a matplotlib Figure and touches no global state; `save` writes it.
 """
@@ -18,6 +19,7 @@ from kvsim.plots.layers import (
 )
 from kvsim.plots.records import NEEDED, error_over_rows, retention_map
 from kvsim.plots.saving import save
+from kvsim.plots.summary import over_budgets, pareto
 
 __all__ = [
     "NEEDED",
@@ -25,6 +27,8 @@ __all__ = [
     "gold_recall",
     "layer_attention",
     "layer_overlap",
+    "over_budgets",
+    "pareto",
     "rank_bumps",
     "rank_pattern",
     "retention_map",

@@ -14,6 +14,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from kvsim.plots.style import COLOURS
 from kvsim.tiny.ledger import Purpose
 from kvsim.tiny.results import Row, best, heads
 from kvsim.tiny.tasks import TASKS
@@ -21,8 +22,6 @@ from kvsim.tiny.tasks import TASKS
 Floats = NDArray[np.float64]
 
 MAP = "viridis"
-#: Okabe and Ito's colours, which readers without red or green tell apart; black is for means.
-COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7", "#999999")
 
 
 def head_maps(maps: Any, *, prompt: int) -> Figure:

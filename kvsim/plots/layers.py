@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -21,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from kvsim.diagnostics import Diagnosis, Grid, window_attention
+from kvsim.plots.style import COLOURS, palette
 from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -31,7 +33,7 @@ LINE, OTHER, SELECTED, NEVER = "#33608c", "#9aa5b1", "#c8102e", "#e4e1da"
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 #: Traces with a line and a name of their own; more are drawn alike.
-_NAMED = 10
+_NAMED = len(COLOURS)
 #: Columns of a picture; more tokens are pooled.
 _PIXELS = 1024
 #: Attention below this share is drawn as if it were this much.
@@ -47,11 +49,11 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     figure, axis = _one(7.2, 4.0)
     taus = sorted({one.curve.rule.tau for one in diagnoses})
     named = len(diagnoses) <= _NAMED
-    colours = mpl.colormaps["tab10"](np.arange(len(diagnoses)) % 10)
+    colours = palette(len(diagnoses))
     for one, colour in zip(diagnoses, colours, strict=True):
         curve, at = one.curve, one.layer
         layers = np.arange(curve.first_layer, curve.n_layers)
-        style = {"color": colour, "lw": 1.6} if named else {"color": OTHER, "lw": 0.8}
+        style: dict[str, Any] = {"color": colour if named else OTHER, "lw": 1.6 if named else 0.8}
         end = f"layer {at}" if at is not None else "never"
         label = f"{_label(one, diagnoses)} ({'fits the budget' if curve.fits else end})"
         axis.plot(layers, curve.relative[layers], ".-", ms=4, label=label, **style)
@@ -281,7 +283,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     tasks = list(dict.fromkeys(distribution["task"]))
     figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150)
     axes = figure.subplots(len(tasks), 1, squeeze=False, sharex=True)[:, 0]
-    colours = mpl.colormaps["tab10"](np.arange(len(budgets)) % 10)
+    colours = palette(len(budgets))
     width = 0.8 / len(budgets)
     for axis, task in zip(axes, tasks, strict=True):
         for place, (budget, colour) in enumerate(zip(budgets, colours, strict=True)):
@@ -328,7 +330,7 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
     known = [one for one in diagnoses if one.recall is not None]
     named = 0 < len(known) <= _NAMED
     figure, axis = _one(7.2, 3.6 + 0.17 * len(known) * named)
-    colours = mpl.colormaps["tab10"](np.arange(len(known)) % 10)
+    colours = palette(len(known))
     for one, colour in zip(known, colours, strict=True):
         if one.recall is None:
             continue
@@ -363,7 +365,7 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     """
     figure = Figure(figsize=(7.2, 5.0), dpi=150)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    colours = mpl.colormaps["tab10"](np.arange(len(diagnoses)) % 10)
+    colours = palette(len(diagnoses))
     for one, colour in zip(diagnoses, colours, strict=True):
         layers = np.arange(1, one.curve.n_layers)
         name = f"budget {one.asked} (k = {one.curve.k})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -12,6 +11,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from kvsim.metrics import fidelity, output_error
+from kvsim.plots.style import series
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -106,13 +106,13 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
     figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
     axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     names = list(dict.fromkeys(record.policy for record in records))
-    colours = mpl.colormaps["tab10"](np.arange(len(names)) % 10)
+    styles = series(names)
     for record, result in zip(records, output_error(trace, records), strict=True):
         error = result.error.mean((0, 1), dtype=np.float64)[trace.prompt_len :]
         rows = np.arange(trace.prompt_len, trace.n_pos)
         axis = axes[budgets.index(record.budget)]
-        colour = colours[names.index(record.policy)]
-        axis.plot(rows, _running_mean(error, smooth), label=record.policy, color=colour, lw=1.3)
+        style = {**styles[record.policy], "marker": "none"}
+        axis.plot(rows, _running_mean(error, smooth), label=record.policy, lw=1.3, **style)
     labels = {
         fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
     }

@@ -1,0 +1,141 @@
+"""Figures of a whole Table: policies against each other over budgets, with their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from kvsim.errors import PolicyError
+from kvsim.metrics import METRICS
+from kvsim.plots.style import asked_order, caption, legend_below, plain, series
+from kvsim.statistics import averages
+
+#: What `over_budgets` shows if nothing else is asked for.
+SHOWN = ("output_error", "retained_mass", "wipeout")
+
+
+def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
+    """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
+
+    Args:
+        table: of a sweep over at least one budget.
+        metrics: a panel each, their main variants; those that the table lacks are left out.
+
+    Raises:
+        PolicyError: the table has none of the metrics.
+    """
+    found = _means(table, metrics)
+    shown = [name for name in metrics if name in set(found["metric"])]
+    budgets = asked_order(found["asked"].to_list())
+    styles = series(found["policy"].unique(maintain_order=True))
+    figure = Figure(figsize=(3.3 * len(shown) + 0.4, 3.6 + 0.05 * len(styles)), dpi=150)
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axis, name in zip(axes, shown, strict=True):
+        of_metric = found.filter(metric=name)
+        for policy, style in styles.items():
+            part = of_metric.filter(policy=policy)
+            at = np.array([budgets.index(asked) for asked in part["asked"]])
+            low, mean, high = (part[end].to_numpy() for end in ("low", "mean", "high"))
+            axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
+            axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
+        axis.set_xticks(range(len(budgets)), budgets)
+        axis.set_xlabel(_budget_label(budgets), fontsize=8)
+        axis.set_ylabel(_label(name), fontsize=8)
+        plain(axis)
+    caption(figure, f"Mean over {_prompts(found)}", found["fidelity"])
+    height = legend_below(figure, axes[0], columns=6)
+    figure.tight_layout(rect=(0, height, 1, 1))
+    return figure
+
+
+def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeout")) -> Figure:
+    """Each metric against the entries that rows really saw; policies on the front are drawn bold.
+
+    A policy is on the front at a budget if none is at most as large and better. Budgets bind
+    policies differently, so the axis is `entries_seen` and not what was asked for.
+
+    Args:
+        table: of a sweep with the metrics and `entries_seen`.
+        metrics: a panel each, their main variants; those that the table lacks are left out.
+
+    Raises:
+        PolicyError: the table has none of the metrics, or not `entries_seen`.
+    """
+    found = _means(table, [*metrics, "entries_seen"])
+    known = set(found["metric"])
+    shown = [name for name in metrics if name in known]
+    if not shown or "entries_seen" not in known:
+        raise PolicyError(
+            f"a Pareto figure needs entries_seen and one of {', '.join(metrics)}; the table has "
+            f"{', '.join(sorted(known))}"
+        )
+    key = ["policy", "params", "asked", "interval", "prefill"]
+    sizes = found.filter(metric="entries_seen").select(*key, seen="mean")
+    styles = series(found["policy"].unique(maintain_order=True))
+    figure = Figure(figsize=(4.2 * len(shown) + 0.4, 3.8 + 0.05 * len(styles)), dpi=150)
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axis, name in zip(axes, shown, strict=True):
+        of_metric = found.filter(metric=name).join(sizes, on=key, nulls_equal=True)
+        best = front(of_metric, higher=METRICS[name].better == "higher")
+        for policy, style in styles.items():
+            part = of_metric.with_columns(best=best).filter(policy=policy).sort("seen")
+            at, mean = part["seen"].to_numpy(), part["mean"].to_numpy()
+            ends = np.abs(part.select("low", "high").to_numpy().T - mean)
+            whisker = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.7}
+            axis.errorbar(at, mean, np.nan_to_num(ends), **whisker)
+            axis.plot(at, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
+            on = part["best"].to_numpy()
+            axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
+        axis.set_xlabel("entries that a row sees, mean", fontsize=8)
+        axis.set_ylabel(_label(name), fontsize=8)
+        plain(axis)
+    caption(figure, f"Mean over {_prompts(found)}; filled: on the front", found["fidelity"])
+    height = legend_below(figure, axes[0], columns=6)
+    figure.tight_layout(rect=(0, height, 1, 1))
+    return figure
+
+
+def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
+    """Which points (`seen`, `mean`) no other one beats in one and matches in the other; bool.
+
+    higher: a larger mean is better.
+    """
+    seen = points["seen"].to_numpy()
+    loss = points["mean"].to_numpy() * (-1 if higher else 1)
+    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
+    better = (seen[:, None] < seen) | (loss[:, None] < loss)
+    return pl.Series(~(as_good & better).any(0))
+
+
+def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
+    """Averages of the main variants of what belongs to a policy."""
+    wanted = [
+        (pl.col("metric") == name) & (pl.col("variant") == METRICS[name].main) for name in metrics
+    ]
+    found = averages(table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted)))
+    found = found.filter(pl.col("mean").is_not_null())
+    if not found.height:
+        had = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
+        raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {had}")
+    return found
+
+
+def _label(name: str) -> str:
+    what = METRICS[name]
+    better = f", {what.better} is better" if what.better else ""
+    return f"{name.replace('_', ' ')} ({what.unit}{better})"
+
+
+def _budget_label(budgets: Sequence[str]) -> str:
+    shares = [one.endswith("%") for one in budgets]
+    unit = "entries or share of the trace" if any(shares) else "entries"
+    return f"budget per KV head ({'share of the trace' if all(shares) else unit})"
+
+
+def _prompts(found: pl.DataFrame) -> str:
+    counts = sorted(set(found["n"].to_list()))
+    count = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return "one prompt" if counts == [1] else f"{count} prompts, with 95 % interval"
