@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.errors import PolicyError, suggest
+from kvsim.metrics.bursts import Bursts, dense_share, dropped_bursts
+from kvsim.metrics.coverage import kept_coverage, retained_positions
+from kvsim.metrics.intermittence import SHARE, Gaps, attention_gaps, default_width
 from kvsim.metrics.output import OutputError
 from kvsim.metrics.overlap import default_window, window_overlap
-from kvsim.metrics.retention import entries_seen, retained_iou, wipeout
+from kvsim.metrics.recall import TOP, attended
+from kvsim.metrics.regions import steps
+from kvsim.metrics.retention import (
+    LENGTHS,
+    THRESHOLDS,
+    Wipeout,
+    entries_seen,
+    event_rows,
+    retained_iou,
+    retention_ratio,
+    wipeout,
+)
+from kvsim.metrics.sparsity import Sparsity, attention_sparsity, compressed_sparsity
+from kvsim.metrics.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
+from kvsim.metrics.values import value_norm_overlaps
 from kvsim.record import Record
 from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
-
-#: Regions of the wipe-out rate: lengths in tokens and survival thresholds.
-LENGTHS = (16, 32, 64, 128)
-THRESHOLDS = (0.0, 0.1)
 
 
 @dataclass(frozen=True)
 class Cells:
     """Values of one metric for one layer: [m], or [m, E] where `events` [E] names the rows.
 
-    heads: the axis that m runs over; chance: what chance alone would give, like values.
+    layer: None for what a trace has as a whole, such as its text. heads: the axis that m runs over;
+    chance: what chance alone would give, like values.
     """
 
-    layer: int
+    layer: int | None
     values: Floats
     heads: Literal["head", "qhead"] | None = None
     variant: str = ""
@@ -39,22 +53,68 @@ class Cells:
     events: NDArray[np.int64] | None = None
 
 
+T = TypeVar("T")
+
+#: A walk over a trace that answers for all of its records at once, on a device.
+Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
+
+
+class Walks(Protocol):
+    """Gives the answer of a walk for one record; the walk is done once for all of them."""
+
+    def __call__(self, walk: Walk[T]) -> T:
+        """What `walk` says of the record."""
+        ...
+
+
 @dataclass
 class Subject:
     """What a metric measures: a trace, and a record of it with its output error.
 
-    oracle: the output error of the record that the mass oracle gives under the same conditions.
+    walk: what a walk over the trace that all records share says of this one. oracle: the output
+    error of the record that the mass oracle gives under the same conditions.
     """
 
     trace: Trace
     record: Record
     output: Callable[[], OutputError]
+    walk: Walks
     oracle: Callable[[], OutputError] | None = None
 
     @cached_property
     def rows(self) -> slice:
         """Rows after the prompt, over which row metrics average."""
         return slice(self.trace.prompt_len, None)
+
+    @cached_property
+    def gaps(self) -> dict[int, Gaps]:
+        """Gaps of attention by layer, nothing where the trace is too short."""
+        if not default_width(self.trace):
+            return {}
+        return {layer: attention_gaps(self.trace, layer) for layer in self.record.layers}
+
+    @property
+    def gaps_variant(self) -> str:
+        """Width of the windows and share that is a top."""
+        return f"window={default_width(self.trace)},share={SHARE:g}"
+
+    @cached_property
+    def wipeouts(self) -> list[tuple[int, str, Wipeout]]:
+        """(layer, variant, wipe-out) for regions of each length and for the steps of the text."""
+        texts = self.trace.token_text
+        spaces = [(f"length={length}", length, None) for length in LENGTHS]
+        by_step = [] if texts is None else [steps(texts, self.trace.prompt_len)]
+        return [
+            (layer, f"{space},threshold={least:g}", wipeout(evicted_at, n, least, regions=regions))
+            for layer, evicted_at in self.layers()
+            for space, n, regions in [*spaces, *(("space=steps", 0, found) for found in by_step)]
+            for least in THRESHOLDS
+        ]
+
+    @cached_property
+    def bursts(self) -> list[tuple[int, Bursts]]:
+        """(layer, runs of all that is dropped) of the record."""
+        return [(layer, dropped_bursts(evicted_at)) for layer, evicted_at in self.layers()]
 
     def layers(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
         """(layer, the rows [H, T] after which entries are gone) of the record."""
@@ -85,13 +145,9 @@ class Metric:
 
 def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
-        for layer, evicted_at in subject.layers():
-            for length in LENGTHS:
-                for threshold in THRESHOLDS:
-                    found = wipeout(evicted_at, length, threshold)
-                    variant = f"length={length},threshold={threshold:g}"
-                    rates = getattr(found, kind)
-                    yield Cells(layer, rates, "head", variant, events=found.rows)
+        for layer, variant, found in subject.wipeouts:
+            rates, chance = getattr(found, kind), getattr(found, f"{kind}_chance")
+            yield Cells(layer, rates, "head", variant, chance, found.rows)
 
     return cells
 
@@ -99,7 +155,63 @@ def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Itera
 def _iou(subject: Subject) -> Iterator[Cells]:
     for layer, evicted_at in subject.layers():
         found = retained_iou(evicted_at)
-        yield Cells(layer, found.iou, "head", chance=found.chance, events=found.rows)
+        yield Cells(layer, found.iou, "head", "", found.chance, found.rows)
+        for universe, values in (("old", found.survival), ("middle", found.middle)):
+            variant = f"universe={universe}"
+            yield Cells(layer, values, "head", variant, found.survival_chance, found.rows)
+
+
+def _coverage(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        found = kept_coverage(evicted_at)
+        flat, rows = found.overall, found.rows
+        yield Cells(layer, found.middle, "head", "", flat, rows)
+        yield Cells(layer, found.edges, "head", "edges", flat, rows)
+        yield Cells(layer, found.ratio, "head", "ratio", np.ones_like(flat), rows)
+
+
+def _burst_length(subject: Subject) -> Iterator[Cells]:
+    for layer, found in subject.bursts:
+        yield Cells(layer, found.mean, "head", "", found.mean_chance, found.rows)
+        for name in ("p95", "longest"):
+            values = getattr(found, name).astype(np.float64)
+            yield Cells(layer, values, "head", name, events=found.rows)
+
+
+def _burst_share(subject: Subject) -> Iterator[Cells]:
+    for layer, found in subject.bursts:
+        each = zip(found.lengths, found.shares, found.shares_chance, strict=True)
+        for length, values, chance in each:
+            yield Cells(layer, values, "head", f"length={length}", chance, found.rows)
+
+
+def _burst_count(subject: Subject) -> Iterator[Cells]:
+    for layer, found in subject.bursts:
+        yield Cells(layer, found.per_1000, "head", "", found.per_1000_chance, found.rows)
+
+
+def _dense(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        yield Cells(layer, dense_share(evicted_at), "head", events=event_rows(evicted_at))
+
+
+def _position(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        found = retained_positions(evicted_at)
+        if found is None:
+            continue
+        yield Cells(layer, found.mean, "head", chance=np.full_like(found.mean, 0.5))
+        yield Cells(layer, found.tail, "head", "tail")
+
+
+def _ratio(subject: Subject) -> Iterator[Cells]:
+    trace = subject.trace
+    nominal = np.array([min(1.0, subject.record.budget / trace.n_pos)])
+    for layer, evicted_at in subject.layers():
+        found = retention_ratio(evicted_at, trace.prompt_len)
+        yield Cells(layer, found.rows, "head", "rows")
+        yield Cells(layer, found.final, "head", "final")
+        yield Cells(layer, nominal, variant="nominal")
 
 
 def _entries(subject: Subject) -> Iterator[Cells]:
@@ -136,6 +248,92 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     return cells
 
 
+def _norms(subject: Subject) -> Iterator[Cells]:
+    found = subject.walk(value_norm_overlaps)
+    for layer, of_layer in zip(subject.record.layers, found, strict=True):
+        yield Cells(layer, of_layer.overlap, "head", chance=of_layer.chance)
+
+
+def _punctuation(subject: Subject) -> Iterator[Cells]:
+    text = subject.trace.token_text
+    if text is None:
+        return
+    marks = is_punctuation(text)
+    for layer, evicted_at in subject.layers():
+        yield Cells(layer, punctuation_lift(evicted_at, marks), "head")
+
+
+def _gap(subject: Subject) -> Iterator[Cells]:
+    for layer, found in subject.gaps.items():
+        yield Cells(
+            layer, found.mean_gap, "head", subject.gaps_variant, chance=found.chance_mean_gap
+        )
+
+
+def _return(subject: Subject) -> Iterator[Cells]:
+    for layer, found in subject.gaps.items():
+        name = subject.gaps_variant
+        yield Cells(
+            layer, found.after_gap, "head", f"{name},returns", chance=found.chance_after_gap
+        )
+        yield Cells(layer, found.keys_back, "head", f"{name},keys", chance=found.chance_keys_back)
+
+
+def _sparsity(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        found = attention_sparsity(subject.trace, layer)
+        yield from _sparsities(layer, found, ("sequence", "behind_sink", "domain"))
+
+
+def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
+    for layer, found in zip(subject.record.layers, subject.walk(compressed_sparsity), strict=True):
+        yield from _sparsities(layer, found, ("sequence", "behind_sink"))
+
+
+def _sparsities(layer: int, found: Sparsity, names: Sequence[str]) -> Iterator[Cells]:
+    for i, share in enumerate(found.shares):
+        for name in names:
+            yield Cells(layer, getattr(found, name)[i], "head", f"p={share:g},max={name}")
+
+
+def _lost_mass(subject: Subject) -> Iterator[Cells]:
+    found = subject.walk(attended)
+    for layer, rows, wiped in zip(subject.record.layers, found.events, found.wiped, strict=True):
+        for (length, threshold), shares in wiped.items():
+            variant = f"length={length},threshold={threshold:g}"
+            yield Cells(layer, shares, "head", variant, events=rows)
+
+
+def _recall(subject: Subject) -> Iterator[Cells]:
+    found = subject.walk(attended)
+    if not found.recall.shape[-1]:
+        return
+    recall, seen = found.recall.mean(-1, np.float64), found.seen.mean(-1, np.float64)
+    chance = seen.repeat(recall.shape[1] // seen.shape[1], axis=1)
+    for layer, values, random in zip(subject.record.layers, recall, chance, strict=True):
+        yield Cells(layer, values, "qhead", f"k={TOP}", chance=random)
+
+
+def _repetition(subject: Subject) -> Iterator[Cells]:
+    tokens = _response(subject.trace)
+    if tokens is None:
+        return
+    for n in NGRAMS:
+        yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
+
+
+def _max_loop(subject: Subject) -> Iterator[Cells]:
+    tokens = _response(subject.trace)
+    if tokens is not None:
+        yield Cells(None, np.array([max_loop(tokens)]))
+
+
+def _response(trace: Trace) -> NDArray[np.int64] | None:
+    """Token ids after the prompt, None where they are not known."""
+    tokens = trace.tokens
+    return None if tokens is None else tokens[trace.prompt_len :].numpy()
+
+
 def _regret(subject: Subject) -> Iterator[Cells]:
     if subject.oracle is None:  # no budget binds the policy, so no oracle is comparable
         return
@@ -163,6 +361,34 @@ METRICS: Mapping[str, Metric] = {
         "intersection over union of the sets kept after consecutive events, beside chance",
         "sets", "share", None, "AMS, Table 14", _iou,
     ),
+    "middle_coverage": Metric(
+        "share kept of the middle third of the text, beside that of the whole",
+        "sets", "share", None, "AMS, Fig. 4", _coverage,
+    ),
+    "burst_length": Metric(
+        "mean length of a run of dropped positions, beside chance",
+        "sets", "entries", None, "AMS, Fig. 2", _burst_length,
+    ),
+    "burst_share": Metric(
+        "share of the dropped positions that lie in long runs, beside chance",
+        "sets", "share", None, "as burst_length", _burst_share, main="length=32",
+    ),
+    "burst_count": Metric(
+        "runs of dropped positions per 1,000 positions, beside chance",
+        "sets", "per 1,000", None, "as burst_length", _burst_count,
+    ),
+    "dense_drops": Metric(
+        "share of the text in windows of 64 positions of which at least 95% are dropped",
+        "sets", "share", None, "as burst_length", _dense,
+    ),
+    "retained_position": Metric(
+        "mean relative position of what the last event keeps, beside 1/2 for uniform sets",
+        "sets", "relative", None, "G-KV, Fig. 7", _position,
+    ),
+    "retention_ratio": Metric(
+        "share of the full cache that is used: by rows after the prompt, in the end, nominally",
+        "sets", "share", None, "G-KV, Fig. 6", _ratio, main="rows",
+    ),
     "entries_seen": Metric(
         "entries that a row sees, mean over rows after the prompt: the cache a policy really used",
         "sets", "entries", None, "kvsim", _entries,
@@ -170,6 +396,35 @@ METRICS: Mapping[str, Metric] = {
     "window_overlap": Metric(
         "share of the last rows' top keys that were top keys of earlier rows, beside chance",
         "trace", "share", None, "G-KV, Fig. 1", _overlap,
+    ),
+    "sparsity": Metric(
+        "share of the last 512 keys that score below p x maximum in the last 16 rows",
+        "trace", "share", None, "G-KV, Fig. 9", _sparsity,
+    ),
+    "attention_gap": Metric(
+        "windows without a key between two that have it in their top tenth, beside chance",
+        "trace", "windows", None, "G-KV; defined here", _gap,
+    ),
+    "attention_return": Metric(
+        "share of the returns to a top, and of the keys, that come after such a gap, beside chance",
+        "trace", "share", None, "as attention_gap", _return,
+    ),
+    "repetition": Metric(
+        "n-gram repetition rate of the response: 1 - distinct / all n-grams",
+        "trace", "share", None, "AMS, without an n", _repetition,
+    ),
+    "max_loop": Metric(
+        "longest ending of the response that repeats up to 64 tokens at least twice",
+        "trace", "tokens", None, "kvsim", _max_loop,
+    ),
+    "value_norm_overlap": Metric(
+        "share of the entries kept behind the sinks that the largest values would keep too, "
+        "after the last event, beside chance",
+        "sets", "share", None, "after Expected Attention", _norms,
+    ),
+    "punctuation_lift": Metric(
+        "share kept of punctuation over the share kept of all tokens, after the last event",
+        "sets", "ratio", None, "G-KV, App. I", _punctuation,
     ),
     "output_error": Metric(
         "|o_full - o_seen| / |o_full| of the attention output, mean over rows after the prompt",
@@ -186,6 +441,22 @@ METRICS: Mapping[str, Metric] = {
     "error_distance": Metric(
         "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-5 is missing",
         "rows", "relative", None, "as missing_mass", _rows("distance"),
+    ),
+    "sparsity_compressed": Metric(
+        "sparsity over the entries that the last row still sees, attention over what rows see",
+        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed,
+        main="p=0.01,max=sequence",
+    ),
+    "wipeout_mass": Metric(
+        "share of later rows' attention on regions that lay in wiped out ones, mean over events",
+        "rows", "share", "lower", "as wipeout", _lost_mass,
+        main="length=32,threshold=0",
+    ),
+    "topk_recall": Metric(
+        "share of the ten entries with the most full attention that a row still sees, mean over "
+        "rows after the prompt, beside chance",
+        "rows", "share", "higher", "kvsim", _recall,
+        main="k=10",
     ),
     "regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",

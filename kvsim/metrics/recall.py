@@ -17,17 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsim.metrics.retention import RECENT, SINK, event_rows
+from kvsim.metrics.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows
 from kvsim.metrics.windows import log_attention, row_blocks
 from kvsim.record import Record
 from kvsim.trace import Trace
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-#: Regions as in the wipe-out rate: lengths in tokens and survival thresholds.
-LENGTHS = (16, 32, 64, 128)
-THRESHOLDS = (0.0, 0.1)
 
 #: Entries of a row that recall asks for: more than a sink and the row's neighbours, which every
 #: policy keeps, and fewer than any budget in use, so that all of them could have been kept.
@@ -142,7 +138,8 @@ class _Walk:
         regions = self._regions[-1]
         if len(regions.deaths[0][0]) == len(later):
             later = later.sum(1, keepdims=True)
-        regions.add(rows, later.reshape(-1, *later.shape[2:]), unit)
+        heads, group, *shape = later.shape
+        regions.add(rows, later.reshape(heads * group, *shape), unit)
 
     def done(self) -> Attended:
         """What was found, layers in the order of the record."""

@@ -21,6 +21,10 @@ Floats = NDArray[np.float64]
 #: First and last positions left out of every region, the same for all policies.
 SINK, RECENT = 4, 32
 
+#: Regions of the wipe-out rate: lengths in tokens and survival thresholds.
+LENGTHS = (16, 32, 64, 128)
+THRESHOLDS = (0.0, 0.1)
+
 
 def event_rows(evicted_at: NDArray[np.int32]) -> Ints:
     """Rows after which at least one entry of the layer left, ascending; [E]."""

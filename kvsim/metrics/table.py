@@ -11,7 +11,16 @@ import numpy as np
 import polars as pl
 
 from kvsim.errors import PolicyError
-from kvsim.metrics.catalogue import METRICS, Cells, Metric, Subject, mean_known, metric
+from kvsim.metrics.catalogue import (
+    METRICS,
+    Cells,
+    Metric,
+    Subject,
+    Walk,
+    Walks,
+    mean_known,
+    metric,
+)
 from kvsim.metrics.output import OutputError, check_record, output_error
 from kvsim.record import Record
 from kvsim.schema import FIDELITY, LABELS
@@ -75,9 +84,19 @@ def measure(
     def output(one: Record) -> Callable[[], OutputError]:
         return lambda: outputs()[id(one)]
 
+    different = list({id(one): one for one in records}.values())
+
+    @cache
+    def answers(walk: Walk[Any]) -> dict[int, Any]:
+        return dict(zip(map(id, different), walk(trace, different, device), strict=True))
+
+    def walks(one: Record) -> Walks:
+        return lambda walk: answers(walk)[id(one)]
+
     frames = []
     for i, (one, best) in enumerate(zip(records, beside, strict=True)):
-        subject = Subject(trace, one, output(one), None if best is None else output(best))
+        oracle = None if best is None else output(best)
+        subject = Subject(trace, one, output(one), walks(one), oracle)
         for name, what in chosen.items():
             if what.kind == "trace" and i:
                 continue  # the same for every record
@@ -156,7 +175,7 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
     return {name: pl.lit(value) for name, value in {"trace": trace.name, **values}.items()}
 
 
-def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
+def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     """Whether a live run that is fed the recorded tokens would show the value: "exact" if so.
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
@@ -171,7 +190,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int) -> str:
     """
     across = record.selection is not None and record.selection.layer is not None
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
-    if kind == "trace" or alone or trace.layer_ids[layer] == 0:
+    if kind == "trace" or layer is None or alone or trace.layer_ids[layer] == 0:
         return "exact"
     once = record.events == [record.prompt_len - 1]
     if not record.events:

@@ -114,7 +114,7 @@ def retention_lift(
         )
     held = _held(record, layer, row)
     held = held if heads is None else held[list(heads)]
-    last = held.shape[-1] - recent
+    last = max(sink, held.shape[-1] - recent)
     names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
     kept = held[:, sink:last].sum(0)  # heads that keep the position
     count = np.bincount(of, minlength=len(names))

@@ -49,3 +49,15 @@ def test_layer_benchmark_prints_its_ratios(capsys):
         print("", *lines, sep="\n")
     assert set(ratios) == {"all layers", "one layer", "of all attention"}
     assert all(value > 0 for value in ratios.values())
+
+
+def test_metric_benchmark_prints_its_ratios(capsys):
+    """Every kind of metric is measured against one replay, for one record and for twelve."""
+    metrics = load("metrics")
+
+    ratios, lines = metrics.run(metrics.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == set(metrics.PARTS)
+    assert all(value > 0 for value in ratios.values())
