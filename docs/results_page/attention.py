@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Trace, policy
-from kvsim.metrics import window_overlap
+from kvsim.metrics import attention_gaps, attention_sparsity, window_overlap
+from kvsim.metrics.windows import row_blocks, window_scores
 from results_page.quantities import Floats
 
 #: Rows of a window of the trace's own attention, and the share of keys that are its top.
@@ -31,12 +32,13 @@ def of_trace(trace: Trace) -> dict[str, float]:
             out[f"union {name}"] = float(found.union[i])
             out[f"union chance {name}"] = float(found.chance_union[i])
             out[f"merged {name}"] = float(found.equal_budget[i])
+        few = attention_sparsity(trace, layer, shares=(0.01,), window=WINDOW)
+        out[f"sparsity {layer} 0"] = float(few.sequence.mean())
+        out[f"sparsity {layer} 4"] = float(few.behind_sink.mean())
+        gaps = attention_gaps(trace, layer, start=trace.prompt_len, window=WINDOW, share=TOP)
+        out[f"back {layer}"] = _after_gap(gaps.gaps)
+        out[f"back shuffled {layer}"] = _after_gap(gaps.chance_gaps)
         scores = _window_scores(trace, layer)  # [window, head, key]
-        last = _local(trace, layer, trace.n_pos - WINDOW, trace.n_pos - WINDOW)
-        for sinks in (0, 4):
-            peak = last[:, sinks:].max(-1, keepdims=True)
-            out[f"sparsity {layer} {sinks}"] = float((last[:, sinks:] < 0.01 * peak).mean())
-        out[f"back {layer}"], out[f"back shuffled {layer}"] = _come_back(scores)
         out[f"size {layer}"] = float(
             np.mean([_spearman(np.arange(len(scores)), x) for x in scores.max(-1).T])
         )
@@ -46,37 +48,15 @@ def of_trace(trace: Trace) -> dict[str, float]:
 
 def _window_scores(trace: Trace, layer: int) -> Floats:
     """Local scores of the prompt's keys in every whole window after it; [window, head, key]."""
-    starts = range(trace.prompt_len, trace.n_pos - WINDOW + 1, WINDOW)
-    return np.stack([_local(trace, layer, start, trace.prompt_len) for start in starts])
+    first = trace.prompt_len
+    whole = (trace.n_pos - first) // WINDOW * WINDOW
+    windows = row_blocks(first, first + whole, WINDOW)
+    return np.stack(list(window_scores(trace, layer, windows, first)))
 
 
-def _local(trace: Trace, layer: int, start: int, keys: int) -> Floats:
-    """G-KV's local score of the first keys in the window from row `start`; [head, key]."""
-    attention = trace.attention(layer, slice(start, start + WINDOW), slice(0, keys))
-    by_group = attention.unflatten(0, (trace.n_heads, -1)).amax(1)
-    found: Floats = by_group.mean(1).double().numpy()
-    return found
-
-
-def _come_back(scores: Floats) -> tuple[float, float]:
-    """Share of the top keys of a window, seen in a top before, that the last window did without.
-
-    The second number is the same with the windows in random orders.
-    """
-    count = max(1, round(TOP * scores.shape[-1]))
-    best = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
-    top = np.zeros(scores.shape, bool)
-    np.put_along_axis(top, best, values=True, axis=-1)
-
-    def share(order: NDArray[np.int64]) -> float:
-        seen = top[order]
-        before = np.cumsum(seen, 0)[:-1] > 0
-        again = seen[1:] & before
-        return float((again & ~seen[:-1]).sum() / max(1, again.sum()))
-
-    rng = np.random.default_rng(0)
-    shuffled = [share(rng.permutation(len(top))) for _ in range(20)]
-    return share(np.arange(len(top))), float(np.mean(shuffled))
+def _after_gap(gaps: NDArray[Any]) -> float:
+    """Share of the returns of all heads that the window before did without; gaps [head, gap]."""
+    return float(gaps[:, 1:].sum() / max(1, gaps.sum()))
 
 
 def _expectation(trace: Trace, layer: int) -> float:

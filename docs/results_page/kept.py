@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 
 from kvsim import Record, Trace
-from kvsim.metrics import retained_iou, wipeout
+from kvsim.metrics import retained_iou, retention_lift, wipeout
 from kvsim.metrics.catalogue import mean_known
+from kvsim.metrics.values import value_norm_overlaps
 from results_page.policies import LARGEST
 
 LENGTHS, THRESHOLDS = (8, 16, 32, 64), (0.0, 0.1)
@@ -43,8 +45,8 @@ def of_record(trace: Trace, one: Record) -> Iterator[tuple[str, float]]:
     heavy = np.nonzero(held[..., :old])[2]
     yield "mean place of older", float(heavy.mean() / (old - 1)) if len(heavy) else np.nan
     yield "similarity", _similarity(trace, held)
-    yield "punctuation", _punctuation(trace, held)
-    yield "norm overlap", _norm_overlap(trace, held, one.budget)
+    yield "punctuation", _punctuation(trace, one, last)
+    yield "norm overlap", _norm_overlap(trace, one)
 
 
 def _similarity(trace: Trace, held: NDArray[np.bool_]) -> float:
@@ -57,20 +59,21 @@ def _similarity(trace: Trace, held: NDArray[np.bool_]) -> float:
     return float((((total**2).sum(-1) - count) / (count * (count - 1)).clip(1)).mean())
 
 
-def _punctuation(trace: Trace, held: NDArray[np.bool_]) -> float:
+def _punctuation(trace: Trace, one: Record, row: int) -> float:
     """Share of punctuation kept in the last layer over the share of everything, less 1."""
-    old = held.shape[-1] - LARGEST["window"]  # windows are kept whatever is in them
-    mark = np.isin(np.array((trace.token_text or [])[:old]), [".", ",", ";", ":"])
-    last = held[-1, :, :old]
-    known = mark.any() and last.any()
-    return float(last[:, mark].mean() / last.mean() - 1) if known else np.nan
-
-
-def _norm_overlap(trace: Trace, held: NDArray[np.bool_], budget: int) -> float:
-    """Share of the kept entries behind the sinks that the norm of the value alone would keep."""
-    n, sink, count = held.shape[-1], 4, budget - 4
-    if held.shape[1] != trace.n_heads or n - sink <= count:
+    if trace.token_text is None:
         return np.nan
-    size = trace.v[:, :, sink:n].norm(dim=-1).numpy()
-    best = np.argsort(-size, axis=-1, kind="stable")[..., :count]
-    return float(np.take_along_axis(held[..., sink:], best, -1).mean())
+    # windows are kept whatever is in them
+    found = retention_lift(trace, one, one.layers[-1], row, recent=LARGEST["window"])
+    heads = one.evicted_at.shape[1]
+    marks = found.filter(pl.col("token").is_in([".", ",", ";", ":"]))
+    if not marks["count"].sum() or not found["retained"].sum():
+        return np.nan
+    rates = [x["retained"].sum() / (x["count"].sum() * heads) for x in (marks, found)]
+    return float(rates[0] / rates[1] - 1)
+
+
+def _norm_overlap(trace: Trace, one: Record) -> float:
+    """Share of the kept entries behind the sinks that the norm of the value alone would keep."""
+    (found,) = value_norm_overlaps(trace, [one])
+    return float(np.mean([of_layer.overlap for of_layer in found]))
