@@ -78,6 +78,7 @@ class Run:
             **self.parameters,
             "traces": traces,
             "failures": [vars(failure) for failure in self.failures],
+            "remarks": list(dict.fromkeys(one.remark for one in self.records if one.remark)),
             "interrupted": self.interrupted,
             "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
             | {"python": platform.python_version()},

@@ -5,6 +5,7 @@
     prompting   prompts
     recording   capture, info, verify
     replaying   replay
+    reporting   report
     recomputing recompute
     costing     cost
     layers      layers
@@ -28,7 +29,17 @@ from typing import Annotated, NoReturn
 import typer
 
 import kvsim
-from kvsim.cli import costing, demo, layers, listing, prompting, recomputing, recording, replaying
+from kvsim.cli import (
+    costing,
+    demo,
+    layers,
+    listing,
+    prompting,
+    recomputing,
+    recording,
+    replaying,
+    reporting,
+)
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
@@ -46,6 +57,7 @@ app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)
 app.command()(replaying.replay)
+app.command()(reporting.report)
 app.command()(recomputing.recompute)
 app.command()(costing.cost)
 app.command()(layers.layers)

@@ -1,7 +1,9 @@
-"""Figures as files."""
+"""Figures as files, and as part of a page."""
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,3 +14,10 @@ def save(figure: Figure, path: str | Path) -> Path:
     out = Path(path)
     figure.savefig(out, metadata={"Software": None})
     return out
+
+
+def data_url(figure: Figure) -> str:
+    """A figure as an SVG that lies in the page itself."""
+    image = io.BytesIO()
+    figure.savefig(image, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode("ascii")
