@@ -1,6 +1,6 @@
 """What measuring costs beside replaying: twelve records of one trace, measured in one process.
 
-    python tests/benchmarks/metrics.py            # 4,096 tokens, one layer: about a minute
+    python tests/benchmarks/metrics.py            # 2,048 tokens, one layer: a minute or two
     python tests/benchmarks/metrics.py --smallest # seconds; what the test suite runs
 
 Prints the time of one replay and output error (`snapkv` at the first budget), then for each kind of
@@ -25,7 +25,7 @@ from kvsim.metrics import METRICS, output_error
 sys.path.append(str(Path(__file__).parent))
 from replay import Size, arrays, best, fresh
 
-AIM = Size(1, 4, 7, 128, tokens=4096, prompt=512, budget=512, interval=512, repeats=2)
+AIM = Size(1, 4, 7, 128, tokens=2048, prompt=512, budget=512, interval=256, repeats=1)
 SMALLEST = Size(1, 2, 2, 32, tokens=512, prompt=128, budget=64, interval=64, repeats=1)
 
 POLICIES = ("snapkv", "tova", "streaming_llm", "knorm", "keydiff", "random")
