@@ -4,12 +4,39 @@
     gold      the tokens that an answer needs
     report    both together as tables: one row per layer, one per trace, one per selection layer
 
-Everything here is a property of full attention over recorded queries and keys, so every number is
-`exact`: a live run that has not selected yet has the same.
+What Expected Attention expects, and why it may be wrong:
+
+    expectation     expected beside observed attention, and the steps in which they part
+    normality       how each dimension of the queries is distributed; `fit` has the effect sizes
+    projections     what the method needs of that, key by key
+    reconstruction  how far outputs move if a policy evicts once
+
+Everything here but the last is a property of full attention over recorded queries and keys, so
+every number is `exact`: a live run that has not selected yet has the same. Reconstruction is open
+loop behind the first layer, and its table says so.
 """
 
+from kvsim.diagnostics.expectation import (
+    Expectation,
+    expectation_table,
+    expected_and_observed,
+    key_table,
+    loss_table,
+)
+from kvsim.diagnostics.fit import NormalFit, fit_normal
 from kvsim.diagnostics.gold import answer_facts, check_positions, find_text
+from kvsim.diagnostics.normality import (
+    Histogram,
+    Normality,
+    histogram,
+    normality_table,
+    quantiles,
+    state_normality,
+    states,
+)
+from kvsim.diagnostics.projections import Projections, key_projections, projection_table
 from kvsim.diagnostics.ranking import Curve, Grid, Ranking, ranking, window_attention
+from kvsim.diagnostics.reconstruction import reconstruction_table
 from kvsim.diagnostics.report import (
     Diagnosis,
     diagnose,
@@ -22,16 +49,34 @@ from kvsim.diagnostics.report import (
 __all__ = [
     "Curve",
     "Diagnosis",
+    "Expectation",
     "Grid",
+    "Histogram",
+    "NormalFit",
+    "Normality",
+    "Projections",
     "Ranking",
     "answer_facts",
     "check_positions",
     "diagnose",
     "distribution",
+    "expectation_table",
+    "expected_and_observed",
     "find_text",
+    "fit_normal",
+    "histogram",
+    "key_projections",
+    "key_table",
     "layer_table",
+    "loss_table",
+    "normality_table",
+    "projection_table",
+    "quantiles",
     "ranking",
+    "reconstruction_table",
     "selection_table",
+    "state_normality",
+    "states",
     "task_of",
     "window_attention",
 ]
