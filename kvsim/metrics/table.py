@@ -11,17 +11,9 @@ import numpy as np
 import polars as pl
 
 from kvsim.errors import PolicyError
-from kvsim.metrics.catalogue import (
-    METRICS,
-    Cells,
-    Metric,
-    Subject,
-    Walk,
-    Walks,
-    mean_known,
-    metric,
-)
+from kvsim.metrics.catalogue import METRICS, Metric, mean_known, metric
 from kvsim.metrics.output import OutputError, check_record, output_error
+from kvsim.metrics.subject import Cells, Subject, Walk, Walks
 from kvsim.record import Record
 from kvsim.schema import FIDELITY, LABELS
 from kvsim.trace import Trace
