@@ -3,6 +3,7 @@
     records   what was kept, what was lost, how far the output moved
     layers    how the layers rank the tokens of a prompt, and where ASL selects
     summary   policies against each other over budgets
+    sets      where in the text kept entries lie, and how much of them stays
 
 Every function returns a matplotlib Figure and touches no global state; `save` writes it.
 """
@@ -19,6 +20,7 @@ from kvsim.plots.layers import (
 )
 from kvsim.plots.records import NEEDED, error_over_rows, retention_map
 from kvsim.plots.saving import save
+from kvsim.plots.sets import middle_coverage
 from kvsim.plots.summary import over_budgets, pareto
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "gold_recall",
     "layer_attention",
     "layer_overlap",
+    "middle_coverage",
     "over_budgets",
     "pareto",
     "rank_bumps",
