@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Trace, policy
+from kvsim.diagnostics import key_projections
 from kvsim.metrics import attention_gaps, attention_sparsity, window_overlap
 from kvsim.metrics.windows import row_blocks, window_scores
 from results_page.quantities import Floats
@@ -20,7 +21,7 @@ SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
 
 
 def of_trace(trace: Trace) -> dict[str, float]:
-    """What full attention says: overlap of windows, sparsity, gaps, size of scores, expectation."""
+    """What full attention says: windows, sparsity, gaps, size of scores, what was expected."""
     out = {"tokens": float(trace.n_pos), "prompt": float(trace.prompt_len)}
     for layer in range(trace.n_layers):
         found = window_overlap(trace, layer, shares=SHARES)
@@ -43,6 +44,10 @@ def of_trace(trace: Trace) -> dict[str, float]:
             np.mean([_spearman(np.arange(len(scores)), x) for x in scores.max(-1).T])
         )
         out[f"expectation {layer}"] = _expectation(trace, layer)
+    for skip in (0, 4):
+        found = key_projections(trace, skip=skip)
+        off = np.abs(np.median(found.gap - found.normal_gap, axis=(1, 2)))
+        out |= {f"projections {layer} from {skip}": float(x) for layer, x in enumerate(off)}
     return out
 
 
