@@ -56,9 +56,7 @@ def expected_claims(r: Results) -> Iterator[Claim]:
     for name in ("knorm", "keydiff", "snapkv", "tova", "streaming_llm"):
         says = f"Expected Attention is better than {name}"
         yield compared(r, "E6", says, f"prompt: {name}", made)
-    said = (
-        "|log mean exp(x) - that of normal samples of the same mean and variance|, median of keys"
-    )
+    said = "distance of log mean exp(x) from that of normal samples, median over keys"
     yield Claim(
         "E7",
         "Projections of queries are nearly normal: their mean exponential is within a factor of 2",
