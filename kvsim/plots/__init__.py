@@ -20,18 +20,20 @@ from kvsim.plots.layers import (
 )
 from kvsim.plots.records import NEEDED, error_over_rows, retention_map
 from kvsim.plots.saving import save
-from kvsim.plots.sets import middle_coverage
+from kvsim.plots.sets import iou_by, middle_coverage, position_density
 from kvsim.plots.summary import over_budgets, pareto
 
 __all__ = [
     "NEEDED",
     "error_over_rows",
     "gold_recall",
+    "iou_by",
     "layer_attention",
     "layer_overlap",
     "middle_coverage",
     "over_budgets",
     "pareto",
+    "position_density",
     "rank_bumps",
     "rank_pattern",
     "retention_map",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -108,11 +109,16 @@ class Prompts:
     @property
     def counted(self) -> str:
         """Over how many prompts the means are."""
-        counts = sorted({len(found) for found in self.values.values()})
-        if counts == [1]:
-            return "one prompt"
-        count = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        return f"mean over {count} prompts, with 95 % interval"
+        return counted(len(found) for found in self.values.values())
+
+
+def counted(counts: Iterable[int]) -> str:
+    """The prompts that means are over, in words, where each mean has a count."""
+    known = sorted(set(counts))
+    if known == [1]:
+        return "one prompt"
+    count = str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    return f"{count} prompts, with 95 % interval"
 
 
 def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object) -> Floats:
@@ -122,5 +128,6 @@ def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object)
         np.array([getattr(one, end) for one in ends]) for end in ("mean", "low", "high")
     )
     (line,) = axis.plot(at, mean, **style)  # type: ignore[arg-type]  # what style.series holds
-    axis.fill_between(at, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    step: Literal["post"] | None = "post" if line.get_drawstyle() == "steps-post" else None
+    axis.fill_between(at, low, high, color=line.get_color(), alpha=0.15, lw=0, step=step)
     return mean

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from kvsim.errors import PolicyError
 from kvsim.metrics import METRICS
+from kvsim.plots.prompts import counted
 from kvsim.plots.style import asked_order, caption, legend_below, plain, series
 from kvsim.statistics import averages
 
@@ -45,7 +46,7 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
         axis.set_xlabel(_budget_label(budgets), fontsize=8)
         axis.set_ylabel(_label(name), fontsize=8)
         plain(axis)
-    caption(figure, f"Mean over {_prompts(found)}", found["fidelity"])
+    caption(figure, f"Mean over {counted(found['n'])}", found["fidelity"])
     height = legend_below(figure, axes[0], columns=6)
     figure.tight_layout(rect=(0, height, 1, 1))
     return figure
@@ -92,7 +93,7 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
         axis.set_xlabel("entries that a row sees, mean", fontsize=8)
         axis.set_ylabel(_label(name), fontsize=8)
         plain(axis)
-    caption(figure, f"Mean over {_prompts(found)}; filled: on the front", found["fidelity"])
+    caption(figure, f"Mean over {counted(found['n'])}; filled: on the front", found["fidelity"])
     height = legend_below(figure, axes[0], columns=6)
     figure.tight_layout(rect=(0, height, 1, 1))
     return figure
@@ -133,9 +134,3 @@ def _budget_label(budgets: Sequence[str]) -> str:
     shares = [one.endswith("%") for one in budgets]
     unit = "entries or share of the trace" if any(shares) else "entries"
     return f"budget per KV head ({'share of the trace' if all(shares) else unit})"
-
-
-def _prompts(found: pl.DataFrame) -> str:
-    counts = sorted(set(found["n"].to_list()))
-    count = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    return "one prompt" if counts == [1] else f"{count} prompts, with 95 % interval"
