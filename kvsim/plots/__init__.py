@@ -3,11 +3,20 @@
     records   what was kept, what was lost, how far the output moved
     layers    how the layers rank the tokens of a prompt, and where ASL selects
     summary   policies against each other over budgets
+    attention whether attention comes back to its keys, and how sparse it is
     sets      where in the text kept entries lie, and how much of them stays
+    expectation  what Expected Attention expects beside what happens, and what its errors cost
 
 Every function returns a matplotlib Figure and touches no global state; `save` writes it.
 """
 
+from kvsim.plots.expectation import (
+    agreement_steps,
+    attention_loss,
+    expected_observed,
+    reconstruction_error,
+)
+from kvsim.plots.attention import overlap_curves, sparsity_by_layer
 from kvsim.plots.layers import (
     gold_recall,
     layer_attention,
@@ -25,20 +34,26 @@ from kvsim.plots.summary import over_budgets, pareto
 
 __all__ = [
     "NEEDED",
+    "agreement_steps",
+    "attention_loss",
     "error_over_rows",
+    "expected_observed",
     "gold_recall",
     "iou_by",
     "layer_attention",
     "layer_overlap",
     "middle_coverage",
     "over_budgets",
+    "overlap_curves",
     "pareto",
     "position_density",
     "rank_bumps",
     "rank_pattern",
+    "reconstruction_error",
     "retention_map",
     "save",
     "selection_grid",
     "selection_histogram",
+    "sparsity_by_layer",
     "variance_curves",
 ]
