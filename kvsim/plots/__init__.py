@@ -5,11 +5,18 @@
     summary   policies against each other over budgets
     attention whether attention comes back to its keys, and how sparse it is
     sets      where in the text kept entries lie, and how much of them stays
+    expectation  what Expected Attention expects beside what happens, and what its errors cost
 
 Every function returns a matplotlib Figure and touches no global state; `save` writes it.
 """
 
 from kvsim.plots.attention import overlap_curves, sparsity_by_layer
+from kvsim.plots.expectation import (
+    agreement_steps,
+    attention_loss,
+    expected_observed,
+    reconstruction_error,
+)
 from kvsim.plots.layers import (
     gold_recall,
     layer_attention,
@@ -27,7 +34,10 @@ from kvsim.plots.summary import over_budgets, pareto
 
 __all__ = [
     "NEEDED",
+    "agreement_steps",
+    "attention_loss",
     "error_over_rows",
+    "expected_observed",
     "gold_recall",
     "iou_by",
     "layer_attention",
@@ -39,6 +49,7 @@ __all__ = [
     "position_density",
     "rank_bumps",
     "rank_pattern",
+    "reconstruction_error",
     "retention_map",
     "save",
     "selection_grid",

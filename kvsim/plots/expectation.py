@@ -1,0 +1,348 @@
+"""Figures of Expected Attention: what it expects beside what happens, and what its errors cost.
+
+All numbers come from `kvsim.diagnostics`. Those of expected and observed attention are `exact`, the
+error of a layer's output is open loop behind the first layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+import polars as pl
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from kvsim.diagnostics import Expectation
+from kvsim.diagnostics.expectation import ORDERS, STEPS
+from kvsim.errors import PolicyError
+from kvsim.metrics.catalogue import mean_known
+from kvsim.plots.panels import Panels, known, legend_outside
+from kvsim.plots.prompts import mean_line
+from kvsim.plots.style import COLOURS, caption, plain, series
+
+Floats = NDArray[np.float64]
+
+#: Attention below this is drawn as if it were this much: logits of some heads go down by hundreds.
+FLOOR: Final = 1e-12
+
+_STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
+_ORDER_NAMES = {"past": "past (Expected Attention)", "random": "chance"}
+_MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
+_MEASURES = {
+    "spearman": "rank correlation with observed",
+    "log_pearson": "correlation of logarithms with observed",
+    "recall_10": "share found of the top 10 % of keys",
+    "recall_25": "share found of the top 25 % of keys",
+    "recall_50": "share found of the top 50 % of keys",
+}
+
+
+def expected_observed(
+    found: Expectation, *, layers: Sequence[int] | None = None, qhead: int | None = None
+) -> Figure:
+    """Expected against observed attention on each key, of one query head: a panel per layer, step.
+
+    arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
+    expected attention sums to 1 over the keys, observed attention to the share that they get.
+
+    Args:
+        found: of one trace.
+        layers: indices in the trace, all by default.
+        qhead: by default in each layer the head that is in the middle by the Spearman correlation
+            of the last step, of an even number the lower one.
+
+    Raises:
+        PolicyError: a layer or head that the trace does not have.
+    """
+    count, heads, keys = found.observed.shape
+    shown = range(count) if layers is None else layers
+    wrong = [one for one in shown if not 0 <= one < count]
+    if wrong or (qhead is not None and not 0 <= qhead < heads):
+        raise PolicyError(
+            f"layers {wrong} and query head {qhead} were asked for; {found.trace} has layers 0 to "
+            f"{count - 1} and query heads 0 to {heads - 1}"
+        )
+    grid = Panels(len(shown) * len(STEPS), columns=len(STEPS), size=(2.1, 2.0), share="row")
+    at = np.arange(found.sink, found.cut)
+    scale = Normalize(found.sink, found.cut - 1)
+    lowest = 1.0
+    for place, axis in enumerate(grid.axes):
+        row, step = divmod(place, len(STEPS))
+        layer = shown[row]
+        head = _middle(found.spearman[-1, layer]) if qhead is None else qhead
+        observed = np.exp(found.observed[layer, head])
+        expected = np.exp(found.expected[:, layer, head])
+        axis.scatter(
+            observed.clip(FLOOR),
+            expected[step].clip(FLOOR),
+            c=at,
+            s=7,
+            lw=0,
+            cmap="viridis",
+            norm=scale,
+            zorder=3,
+        )
+        ends = np.array([FLOOR, 1.0])
+        axis.plot(ends, ends / observed.sum(), ":", color="black", lw=0.8)
+        axis.set(xscale="log", yscale="log", xlim=_around(observed), ylim=_around(expected))
+        lowest = min(lowest, observed.min(), expected.min())
+        rank, logs = found.spearman[step, layer, head], found.log_pearson[step, layer, head]
+        name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
+        axis.set_title(f"{name}Spearman {rank:.2f}, log-Pearson {logs:.2f}", fontsize=7)
+        if step == 0:
+            axis.annotate(
+                f"layer {layer}, head {head}",
+                (0.03, 0.97),
+                xycoords="axes fraction",
+                fontsize=7,
+                va="top",
+            )
+    grid.label("observed attention (share)", "expected (share of the keys)")
+    bar = grid.figure.colorbar(
+        ScalarMappable(scale, "viridis"), ax=grid.axes, pad=0.01, aspect=40, shrink=0.9
+    )
+    bar.set_label("position of the key", fontsize=7.5)
+    bar.ax.tick_params(labelsize=7)
+    edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
+    caption(
+        grid.figure,
+        f"{found.trace}: {keys} keys before position {found.cut}, mean over {found.rows} later "
+        f"rows\ndotted: equal shares{edge}",
+        ["exact"],
+    )
+    return grid.figure
+
+
+def agreement_steps(
+    table: pl.DataFrame, *, measure: str = "spearman", layers: Sequence[int] | None = None
+) -> Figure:
+    """Where expected and observed attention part: agreement by step, a panel per layer.
+
+    A point and a thin line per trace and query head, black their mean.
+
+    Args:
+        table: of `diagnostics.expectation_table`.
+        measure: a column of it: spearman, log_pearson, recall_10, recall_25 or recall_50.
+        layers: indices in the trace, all by default.
+
+    Raises:
+        PolicyError: no such measure, or no row of these layers.
+    """
+    if measure not in _MEASURES:
+        raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
+    panels, shown = _by_layer(table, layers)
+    at = np.arange(len(STEPS))
+    for axis, layer in zip(panels.axes, shown, strict=True):
+        part = table.filter(pl.col("layer") == layer)
+        values = _cells(part, ["trace", "qhead"], "step", STEPS, measure)
+        # beside each other, so that equal ones are seen
+        places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
+        axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
+        mean = mean_known(values.T)
+        axis.plot(at, mean, "D-", color="black", ms=4.5, lw=1.4, mfc="white", label="mean")
+        axis.set_title(f"layer {layer}", fontsize=8)
+        axis.set_xticks(at, _STEP_NAMES)
+        axis.set_xlim(-0.4, len(STEPS) - 0.6)
+        if measure in ("spearman", "log_pearson"):
+            axis.axhline(0, color="black", lw=0.7, ls=":")
+    panels.label("step (the last: Expected Attention)", _MEASURES[measure])
+    caption(
+        panels.figure,
+        f"{known(table['trace'])}: where expected attention leaves observed\n"
+        "blue: query heads; black: their mean",
+        table["fidelity"],
+    )
+    return panels.figure
+
+
+def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) -> Figure:
+    """Share of observed attention lost against the share of keys removed, a line per order.
+
+    A panel of the mean over layers and one per layer; means over query heads, then over traces with
+    the 95 % interval. No order is below the oracle; chance is the diagonal.
+
+    Args:
+        table: of `diagnostics.loss_table`.
+        layers: indices in the trace, all by default.
+
+    Raises:
+        PolicyError: no row of these layers.
+    """
+    panels, shown = _by_layer(table, layers, more=1)
+    part = table.filter(pl.col("layer").is_in(shown))
+    removed = sorted(part["removed"].unique())
+    styles = _order_styles()
+    views = {"mean over layers": part}
+    views |= {f"layer {layer}": part.filter(pl.col("layer") == layer) for layer in shown}
+    for axis, (name, view) in zip(panels.axes, views.items(), strict=True):
+        for place, order in enumerate(ORDERS):
+            values = _cells(view.filter(order=order), ["trace"], "removed", removed, "loss")
+            # markers at other places than those of the line before
+            marked = (place % 3, 3)
+            look: dict[str, Any] = {"ms": 3, "lw": 1.2, "markevery": marked, **styles[order]}
+            mean_line(
+                axis,
+                np.array(removed),
+                list(values),
+                label=_ORDER_NAMES.get(order, order.replace("_", " ")),
+                **look,
+            )
+        axis.set_title(name, fontsize=8)
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    panels.label("share of the keys removed", "share of attention lost")
+    panels.legend(columns=4)
+    caption(
+        panels.figure,
+        f"{known(part['trace'])}: observed attention lost with keys removed in the order of a "
+        "score\nmean over query heads",
+        part["fidelity"],
+    )
+    return panels.figure
+
+
+def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figure:
+    """The output error of a layer against the share evicted: means, and each policy by layer.
+
+    arXiv 2510.00636, Fig. 6. Left a line per policy, mean over layers, then over traces with the
+    95 % interval; right a map per policy of layers and shares, of the same colours.
+
+    Args:
+        table: of `diagnostics.reconstruction_table`.
+        relative: to the length of the full output; else in the trace's own units, which differ
+            between layers.
+
+    Raises:
+        PolicyError: the table has no error above 0.
+    """
+    value = "relative_head_error" if relative else "head_error"
+    table = table.with_columns(name=_policy_names(table))
+    positive = table.filter(pl.col(value) > 0)[value]
+    if positive.is_empty():
+        raise PolicyError("no policy moved any output, so there is nothing to show; evict more")
+    ratios, layers = sorted(table["ratio"].unique()), sorted(table["layer"].unique())
+    names = table["name"].unique(maintain_order=True).to_list()
+    unit = "relative to the full output" if relative else "units of the trace"
+    across = min(3, len(names))
+    down = -(-len(names) // across)
+    height = 0.9 + down * max(1.45, 0.6 + 0.1 * len(layers))
+    size = (4.6 + 1.8 * across, max(3.9, height))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    whole = figure.add_gridspec(1, 2, width_ratios=(3.8, 0.8 + 1.8 * across))
+    axis = figure.add_subplot(whole[0])
+    maps = whole[1].subgridspec(down, across).subplots(squeeze=False, sharex=True, sharey=True)
+    scale = LogNorm(float(positive.min()), float(positive.max()))  # type: ignore[arg-type]  # numbers
+    for axis_of, (name, style) in zip(maps.flat, series(names).items(), strict=False):
+        part = table.filter(name=name)
+        lines = _cells(part, ["trace"], "ratio", ratios, value)
+        mean_line(axis, np.array(ratios), list(lines), label=name, lw=1.3, ms=4, **style)
+        cells = _cells(part.sort("layer"), ["layer"], "ratio", ratios, value)
+        axis_of.imshow(
+            np.ma.masked_less_equal(cells, 0),
+            cmap=_MAP,
+            norm=scale,
+            aspect="auto",
+            interpolation="nearest",
+        )
+        axis_of.set_title(name, fontsize=7.5)
+        axis_of.tick_params(labelsize=7)
+    for axis_of in maps.flat[len(names) :]:
+        axis_of.set_axis_off()
+    places = np.unique(np.linspace(0, len(ratios) - 1, 5).round().astype(int))
+    for axis_of in maps.flat[: len(names)][-across:]:
+        axis_of.set_xticks(places, [f"{ratios[place]:g}" for place in places])
+        axis_of.set_xlabel("share evicted", fontsize=8)
+        axis_of.tick_params(labelbottom=True)
+    for axis_of in maps[:, 0]:
+        axis_of.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis_of.set_ylabel("layer", fontsize=8)
+    bar = figure.colorbar(ScalarMappable(scale, _MAP), ax=list(maps.flat), pad=0.02, aspect=30)
+    bar.set_label(f"error ({unit})", fontsize=7.5)
+    bar.ax.tick_params(labelsize=7)
+
+    axis.set_yscale("log")
+    axis.set_xlabel("share of the entries evicted", fontsize=8)
+    axis.set_ylabel(f"error of the layer's output ({unit})", fontsize=8)
+    axis.set_title("mean over layers", fontsize=8)
+    plain(axis)
+    legend_outside(figure, axis, columns=6)
+    caption(
+        figure,
+        f"{known(table['trace'])}: output of all heads where a policy evicts once, then "
+        f"{_counts(table['rows'])} rows",
+        table["fidelity"],
+    )
+    return figure
+
+
+def _by_layer(
+    table: pl.DataFrame, layers: Sequence[int] | None, *, more: int = 0
+) -> tuple[Panels, list[int]]:
+    """A panel for each layer and some more; the layers."""
+    had = sorted(table["layer"].unique())
+    shown = had if layers is None else list(layers)
+    if not shown or not set(shown) <= set(had):
+        raise PolicyError(f"layers {shown} were asked for; the table has {had}")
+    return Panels(len(shown) + more), shown
+
+
+def _around(values: Floats) -> tuple[float, float]:
+    """Limits with room for the values, from the floor to 1."""
+    return 0.5 * max(float(values.min()), FLOOR), min(2.0, 2 * max(float(values.max()), FLOOR))
+
+
+def _middle(values: Floats) -> int:
+    """Where the median is, the lower one of two; NaN counts as highest."""
+    known_ones = int((~np.isnan(values)).sum())
+    return int(values.argsort(kind="stable")[max(0, known_ones - 1) // 2])
+
+
+def _cells(
+    table: pl.DataFrame, rows: Sequence[str], column: str, columns: Sequence[Any], value: str
+) -> Floats:
+    """Means of a column by some others, in their order, and by one; NaN where there is none."""
+    means = table.group_by(*rows, column, maintain_order=True).agg(pl.col(value).mean())
+    names = {name: place for place, name in enumerate(dict.fromkeys(means.select(rows).rows()))}
+    out = np.full((len(names), len(columns)), np.nan)
+    for *name, at, mean in means.iter_rows():
+        if mean is not None:
+            out[names[tuple(name)], columns.index(at)] = mean
+    return out
+
+
+def _order_styles() -> dict[str, Mapping[str, Any]]:
+    """Of each order; what bounds the others is black and grey."""
+    return {
+        **series((*STEPS, "key_norm")),
+        "random": {"color": "#777777", "linestyle": ":", "marker": ""},
+        "oracle": {"color": "black", "linestyle": "-", "marker": ""},
+    }
+
+
+def _policy_names(table: pl.DataFrame) -> pl.Series:
+    """The policy of each row, with the parameters in which those of one name differ."""
+    pairs = table.select("policy", "params").rows()
+    told: dict[str, list[dict[str, Any]]] = {}
+    for policy, params in dict.fromkeys(pairs):
+        told.setdefault(policy, []).append(json.loads(params))
+
+    def name(policy: str, params: str) -> str:
+        others = told[policy]
+        own = json.loads(params)
+        differ = [key for key in own if any(other.get(key) != own[key] for other in others)]
+        shown = ", ".join(f"{key}={own[key]}" for key in differ)
+        return f"{policy} ({shown})" if shown else policy
+
+    return pl.Series([name(*pair) for pair in pairs], dtype=pl.String)
+
+
+def _counts(values: Iterable[int]) -> str:
+    """One number, or the least and the largest."""
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
