@@ -4,6 +4,7 @@
     layers    how the layers rank the tokens of a prompt, and where ASL selects
     summary   policies against each other over budgets
     attention whether attention comes back to its keys, and how sparse it is
+    segments  how attention mass cuts the cache, and what each piece may keep
     sets      where in the text kept entries lie, and how much of them stays
     expectation  what Expected Attention expects beside what happens, and what its errors cost
 
@@ -29,6 +30,7 @@ from kvsim.plots.layers import (
 )
 from kvsim.plots.records import NEEDED, error_over_rows, retention_map
 from kvsim.plots.saving import save
+from kvsim.plots.segments import mass_curve
 from kvsim.plots.sets import iou_by, middle_coverage, position_density
 from kvsim.plots.summary import over_budgets, pareto
 
@@ -42,6 +44,7 @@ __all__ = [
     "iou_by",
     "layer_attention",
     "layer_overlap",
+    "mass_curve",
     "middle_coverage",
     "over_budgets",
     "overlap_curves",

@@ -1,0 +1,176 @@
+"""Figures of segments: how attention mass cuts the cache, and what each piece may keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+
+from kvsim.errors import PolicyError
+from kvsim.metrics import fidelity
+from kvsim.metrics.output import check_record
+from kvsim.plots.style import COLOURS, caption, plain
+from kvsim.record import Plans, Record
+from kvsim.trace import Trace
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_LINE, _QUOTA, _ROOM, _KEPT = COLOURS[0], COLOURS[4], "#e9e5dc", "black"
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """One head at one event, in order of position.
+
+    pos, mass, kept [n] of the live entries: position, share of the attention mass, whether it is
+    still there after the event; segment [n] of each. quota [S]: entries that each segment may keep.
+    """
+
+    row: int
+    pos: Ints
+    mass: Floats
+    kept: NDArray[np.bool_]
+    segment: Ints
+    quota: Ints
+
+
+def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
+    """The events at which a head of a layer was cut into segments of attention mass, ascending.
+
+    Raises:
+        PolicyError: the record has no masses of the layer, because it is not of `ams`, because
+            `replay` was not asked for internals, or because no event acted there.
+    """
+    gone = record.evicted_at[record.layers.index(layer), head]
+    found = []
+    for plans in sorted(record.internals, key=lambda one: one.row):
+        if layer not in plans.layers or "mass" not in plans.notes:
+            continue
+        at = plans.layers.index(layer), head
+        live = plans.pos[at] >= 0
+        pos = plans.pos[at][live]
+        if not (gone == plans.row).any():
+            continue
+        quotas, groups = _segments(plans)
+        mass, segment = plans.notes["mass"][at][live], groups[at][live]
+        quota = quotas[at][: segment.max() + 1]  # other heads may have more segments
+        found.append(Segmented(plans.row, pos, mass, gone[pos] > plans.row, segment, quota))
+    if not found:
+        raise PolicyError(
+            f"the record of {record.policy} has no segments of layer {layer}; replay ams with "
+            "internals=True at a budget that makes it evict"
+        )
+    return found
+
+
+def _segments(plans: Plans) -> tuple[Ints, Ints]:
+    """Quotas [L, H, S], and the segment of each entry [L, H, n].
+
+    The release's way of choosing leaves them among the notes, since its last cut is by head.
+    """
+    if plans.groups is None:
+        return plans.notes["quota"], plans.notes["segment"]
+    return plans.quotas, plans.groups
+
+
+def mass_curve(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = 0,
+    head: int = 0,
+    events: Sequence[int] | None = None,
+) -> Figure:
+    """Attention mass added up over the cache at some events, cut into segments with their quotas.
+
+    AMS (arXiv 2605.23200), Fig. 3. Above, the cumulative mass of the live entries over their
+    positions, a vertical line where a segment begins. Below, a bar for each segment: pale its
+    entries, full the quota that it may keep. Ticks between them are the entries that stay.
+
+    Args:
+        trace: of the record.
+        record: of a policy around `ams`, replayed with `internals=True`.
+        layer: index in the trace.
+        head: KV head, the same that the record counts.
+        events: rows of the events, a column each; the first and the last that act by default.
+
+    Raises:
+        TraceError: the record is of another trace.
+        PolicyError: the record has no segments of the layer, or none at one of the events.
+    """
+    check_record(trace, record)
+    known = {one.row: one for one in segmented(record, layer, head)}
+    rows = list(known)
+    wanted = list(dict.fromkeys([rows[0], rows[-1]])) if events is None else list(events)
+    missing = [row for row in wanted if row not in known]
+    if missing:
+        raise PolicyError(
+            f"no event after row {missing[0]} acts on layer {layer}, head {head}; events are after "
+            f"rows {', '.join(map(str, rows))}"
+        )
+    figure = Figure(figsize=(4.6 * len(wanted) + 0.6, 4.6), dpi=150)
+    grid = figure.subplots(
+        2, len(wanted), squeeze=False, sharex="col", sharey="row", height_ratios=[3, 2]
+    )
+    for (upper, lower), row in zip(grid.T, wanted, strict=True):
+        _mass(upper, known[row])
+        _quotas(lower, known[row])
+        upper.set_title(f"event after row {row}: {len(known[row].quota)} segments", fontsize=9)
+        lower.set_xlabel("position", fontsize=8)
+    grid[0, 0].set_ylabel("cumulative attention mass (share)", fontsize=8)
+    grid[1, 0].set_ylabel("entries of the segment", fontsize=8)
+    where = f"layer {trace.layer_ids[layer]}, KV head {head}, budget {record.budget}"
+    caption(
+        figure,
+        f"{trace.name}: {record.policy}, {where}",
+        {fidelity(trace, record, "sets", layer)},
+    )
+    figure.legend(
+        handles=[
+            Patch(color=_ROOM, label="entries"),
+            Patch(color=_QUOTA, label="quota"),
+            Patch(color=_KEPT, label="ticks: entries that stay"),
+        ],
+        loc="lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    return figure
+
+
+def _mass(axis: Axes, one: Segmented) -> None:
+    """The cumulative mass, where segments begin, and the entries that stay."""
+    for start in _starts(one)[1:]:
+        axis.axvline(start, color="#777777", lw=0.6, ls="--")
+    axis.plot(one.pos, one.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")
+    stay = one.pos[one.kept]
+    axis.plot(stay, np.full(len(stay), -0.045), "|", color=_KEPT, ms=6, mew=0.6)
+    axis.set_ylim(-0.09, 1.03)
+    plain(axis)
+
+
+def _quotas(axis: Axes, one: Segmented) -> None:
+    """A bar for each segment from its first position to the next one's: entries and quota."""
+    starts = _starts(one)
+    widths = np.diff(np.append(starts, one.pos[-1] + 1))
+    length = np.bincount(one.segment, minlength=len(starts))
+    edge: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": 0.6}
+    axis.bar(starts, length, widths, color=_ROOM, **edge)
+    axis.bar(starts, one.quota, widths, color=_QUOTA, **edge)
+    plain(axis)
+
+
+def _starts(one: Segmented) -> Ints:
+    """The first position of each segment, ascending."""
+    _, first = np.unique(one.segment, return_index=True)
+    starts: Ints = one.pos[first]
+    return starts

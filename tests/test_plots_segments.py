@@ -1,0 +1,116 @@
+"""The figure of segments: masses, cuts, quotas and kept entries beside loops over the Plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+from kvsim.errors import PolicyError, TraceError
+from kvsim.plots.segments import mass_curve
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Two layers, two KV heads of two query heads."""
+    torch.manual_seed(0)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, 120, 8) * 2,
+        torch.randn(2, 2, 120, 8),
+        torch.randn(2, 2, 120, 8),
+        prompt_len=60,
+        rope=kvsim.Rope.default(8),
+        name="small",
+    )
+
+
+def replayed(trace, **parameters):
+    """`ams` over `tova`, small enough for the trace, with what it decided."""
+    small = {"min_segment": 4, "max_segment": 16, "window": 8, "sink": 2, "recent": 4}
+    policy = kvsim.policy("ams+tova", **{**small, **parameters})
+    return kvsim.replay(trace, policy, budget=24, interval=20, internals=True)
+
+
+def by_hand(record, row, layer, head):
+    """(positions, cumulative mass, first positions, lengths, quotas, kept positions) by loops."""
+    (plans,) = (one for one in record.internals if one.row == row and layer in one.layers)
+    at = plans.layers.index(layer)
+    strict = plans.groups is not None
+    groups = plans.groups if strict else plans.notes["segment"]
+    quotas = plans.quotas if strict else plans.notes["quota"]
+    pos, total, sums, first, length = [], 0.0, [], {}, {}
+    for slot, p in enumerate(plans.pos[at, head].tolist()):
+        if p < 0:
+            continue
+        total += plans.notes["mass"][at, head, slot]
+        pos.append(p)
+        sums.append(total)
+        segment = int(groups[at, head, slot])
+        first.setdefault(segment, p)
+        length[segment] = length.get(segment, 0) + 1
+    kept = np.flatnonzero(record.retained(row)[layer, head])
+    quota = [int(quotas[at, head, segment]) for segment in first]
+    return pos, sums, list(first.values()), list(length.values()), quota, kept
+
+
+@pytest.mark.parametrize("mode", ["strict", "reference"])
+def test_masses_cuts_and_quotas_are_those_of_the_event(trace, mode):
+    """Two columns, the first and the last event; every number as loops over the Plans say."""
+    record = replayed(trace, mode=mode)
+
+    figure = mass_curve(trace, record, layer=1, head=1)
+
+    rows = record.events
+    assert len(rows) > 2
+    for column, row in enumerate((rows[0], rows[-1])):
+        upper, lower = figure.axes[column], figure.axes[2 + column]
+        pos, sums, first, length, quota, kept = by_hand(record, row, 1, 1)
+        *cuts, curve, ticks = upper.lines
+        np.testing.assert_array_equal(curve.get_xdata(), pos)
+        np.testing.assert_allclose(curve.get_ydata(), sums)
+        assert curve.get_ydata()[-1] == pytest.approx(1)
+        assert [line.get_xdata()[0] for line in cuts] == first[1:]
+        np.testing.assert_array_equal(ticks.get_xdata(), kept)
+        entries, quotas = lower.containers
+        assert [bar.get_x() for bar in quotas] == first
+        assert [bar.get_height() for bar in entries] == length
+        assert [bar.get_height() for bar in quotas] == quota
+        assert upper.get_title() == f"event after row {row}: {len(first)} segments"
+        if mode == "strict":
+            assert sum(quota) == len(kept) == 24
+
+
+def test_axes_and_caption_say_what_is_shown(trace):
+    """Units, layer, head, budget and fidelity."""
+    record = replayed(trace)
+
+    figure = mass_curve(trace, record, layer=1, head=0, events=record.events[1:2])
+
+    upper, lower = figure.axes
+    assert upper.get_ylabel() == "cumulative attention mass (share)"
+    assert lower.get_ylabel() == "entries of the segment"
+    assert lower.get_xlabel() == "position"
+    expected = "small: ams+tova, layer 1, KV head 0, budget 24 (fidelity: open)"
+    assert figure.get_suptitle() == expected
+    assert len(figure.legends[0].get_texts()) == 3
+
+
+def test_what_cannot_be_shown_is_an_error(trace):
+    """Another policy, no internals, an event that is none, another trace."""
+    record = replayed(trace)
+    plain = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=20, internals=True)
+    other = kvsim.Trace.from_arrays(
+        trace.q[:, :, :80],
+        trace.k[:, :, :80],
+        trace.v[:, :, :80],
+        prompt_len=60,
+        rope=kvsim.Rope.default(8),
+    )
+
+    with pytest.raises(PolicyError, match="the record of tova has no segments of layer 0"):
+        mass_curve(trace, plain)
+    with pytest.raises(PolicyError, match="row 7 acts on layer 0, head 0; events are after"):
+        mass_curve(trace, record, events=[7])
+    with pytest.raises(TraceError, match="replayed from"):
+        mass_curve(other, record)
