@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
@@ -46,6 +47,9 @@ def head_maps(maps: Any, *, prompt: int) -> Figure:
         )
         for draw in (axis.axhline, axis.axvline):
             draw(prompt, color="white", lw=0.5, ls=":")
+        # room on the left, so that the frame does not hide the first token, where sinks are
+        axis.set_xlim(-0.03 * total, total)
+        axis.set_facecolor(mpl.colormaps[MAP](0.0))
         axis.set_xticks([])
         axis.set_yticks([])
         if layer == 0:

@@ -56,6 +56,7 @@ def retention_map(
             interpolation="nearest",
             extent=(0, record.n_pos, record.n_pos, 0),
         )
+        axis.set_xlim(-0.02 * record.n_pos, record.n_pos)  # the frame would hide the first token
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
         mass = result.mass[at, heads, trace.prompt_len :]
         if mass.size:

@@ -139,7 +139,7 @@ def guided(retrieval: Retrieval, word: str) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded at the end; all tensors int64 [sequence, pos].
+    """Sequences padded at the end; tensors are [sequence, pos], int64 if nothing else is said.
 
     Attributes:
         tokens: token ids.
@@ -147,12 +147,14 @@ class Batch:
         between: where two retrievals in a row are due, the token that the first one finds, else
             IGNORE.
         found: for each of `GUIDED`, where it is due the position that it finds, else IGNORE.
+        idle: bool; the word that is due belongs to the response and needs no retrieval.
     """
 
     tokens: Tensor
     labels: Tensor
     between: Tensor
     found: dict[str, Tensor]
+    idle: Tensor
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -161,19 +163,22 @@ def collate(samples: Sequence[Sample]) -> Batch:
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
     labels, between = (torch.full_like(tokens, IGNORE) for _ in range(2))
     found = {role: torch.full_like(tokens, IGNORE) for role in GUIDED}
+    idle = torch.zeros_like(tokens, dtype=torch.bool)
     for row, sample in enumerate(samples):
         words = [BOS, *sample.prompt.split(), *sample.response.split(), EOS]
         start = 1 + sample.prompt_words
         tokens[row, : len(words)] = torch.tensor([ID[word] for word in words])
         labels[row, start : len(words)] = tokens[row, start : len(words)]
+        idle[row, start - 1 : len(words) - 1] = True
         for retrieval in sample.retrievals:
             at = 1 + retrieval.at
+            idle[row, at] = False
             role = guided(retrieval, words[at])
             if role is not None:
                 found[role][row, at] = 1 + retrieval.path[-1]
             if role == "second":
                 between[row, at] = tokens[row, 1 + retrieval.path[0]]
-    return Batch(tokens, labels, between, found)
+    return Batch(tokens, labels, between, found, idle)
 
 
 def draw_batch(draw: Callable[[], Sample], tokens: int) -> Batch:

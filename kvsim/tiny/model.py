@@ -43,6 +43,7 @@ ROPE_THETA = 1e6
 PAIRS = HEAD_DIM // 2
 FAST_PAIRS = 5  # pairs 0 to 4 tell neighbouring positions apart
 SLOW_PAIRS = 7  # pairs 7 to 15 carry content
+STILL_PAIRS = 11  # pairs 11 to 15 turn by less than a tenth of a radian in 1,300 tokens
 
 VERB = "verb"  # what a head looks for that reads the verb of the question
 FIND = -1  # what the first of two retrievals found
@@ -92,6 +93,10 @@ class Shape:
     first: int
     guided: dict[str, tuple[int, int]]
 
+    def free(self, layer: int) -> bool:
+        """The layer starts without a role: it is left to training."""
+        return layer not in self.look_back and layer not in self.retrieve
+
 
 SHAPES: dict[str, Shape] = {
     # as many layers as a line needs steps, so that none can be missed
@@ -124,6 +129,9 @@ SHAPES: dict[str, Shape] = {
 BIAS = 6.0  # length of each pair of the look-back bias: nearly all attention on one token
 VERB_MATCH = 2.0  # the same for the head that reads the verb
 MATCH = 4.0  # scale of the content match in queries and keys
+SINK = (
+    1.2  # scale of the match with `<bos>`: weaker than a word that is found, stronger than others
+)
 WRITE = 0.15  # how loudly layer 0 writes, so that the word itself stays as loud
 NOISE = 0.03  # keeps heads with the same start from staying equal
 
@@ -205,18 +213,22 @@ def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generato
     """Write the look-back and retrieval heads into a freshly initialised ``model``."""
     embedding = model.model.embed_tokens.weight  # [vocabulary, h]
     words = torch.randn(embedding.shape[0], 64, generator=generator)
-    # One direction belongs to the verbs alone, half of their length, so that a head can find them.
-    words[:, 0] = 0.0
+    # One direction belongs to the verbs alone, half of their length, so that a head can find them;
+    # `<bos>` has another one for itself and nothing else, so that attending to it copies no word.
+    words[:, :2] = 0.0
     verbs = [ID[verb] for verb in VERBS]
     words[verbs, 0] = words[verbs].norm(dim=-1)
+    words[ID[BOS]] = 0.0
+    words[ID[BOS], 1] = 1.0
     embedding.zero_()
     embedding[:, EMBED] = 0.8 * words / words.norm(dim=-1, keepdim=True)
 
     layers: list[Any] = list(model.model.layers)
-    for layer in layers:
+    for index, layer in enumerate(layers):
         # Quiet the rest, so that what the heads write is not drowned at the start.
-        layer.mlp.down_proj.weight.mul_(0.05)
-        layer.self_attn.o_proj.weight.mul_(0.3)
+        loudness = 0.1 if shape.free(index) else 1.0
+        layer.mlp.down_proj.weight.mul_(0.05 * loudness)
+        layer.self_attn.o_proj.weight.mul_(0.3 * loudness)
         layer.self_attn.q_proj.weight.mul_(0.5)
         layer.self_attn.k_proj.weight.mul_(0.5)
 
@@ -231,10 +243,10 @@ def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generato
     layers[shape.first].self_attn.o_proj.weight[:, head_rows(0)] += 0.8 * found
 
 
-def _slow(value: float) -> Tensor:
-    """[d] with ``value`` on the dimensions that carry content."""
+def _slow(value: float, first: int = SLOW_PAIRS) -> Tensor:
+    """[d] with ``value`` on the pairs from ``first`` on, those that turn slowest."""
     content = torch.zeros(HEAD_DIM)
-    content[SLOW_PAIRS:PAIRS] = content[PAIRS + SLOW_PAIRS :] = value
+    content[first:PAIRS] = content[PAIRS + first :] = value
     return content
 
 
@@ -289,9 +301,11 @@ def _retrieve(
     """Heads that find a word by a word one or two before it, and copy it.
 
     Keys read what was written of the words before; queries read the word at this position, what was
-    written of the words before it, or what the first of two retrievals found.
+    written of the words before it, or what the first of two retrievals found. What finds nothing
+    rests on `<bos>`, a sink.
     """
     content = _slow(MATCH)[:, None]
+    sink = _slow(SINK, STILL_PAIRS)
     read = {0: reader, FIND: _writer(FOUND, torch.eye(HEAD_DIM)).T}
     read |= {offset: writer.T for offset, writer in writers.items()}
 
@@ -305,7 +319,9 @@ def _retrieve(
         kv_head = head // GROUP
         if head % GROUP == 0:
             attention.k_proj.weight[head_rows(kv_head)] = content * read[before] + noise()
+            attention.k_proj.weight[head_rows(kv_head), 1] = sink
             value = reader if kv_head == 0 else _reader(generator)
             attention.v_proj.weight[head_rows(kv_head)] = value
         attention.q_proj.weight[head_rows(head)] = content * read[sought] + noise()
+        attention.q_proj.bias[head_rows(head)] = sink
         attention.o_proj.weight[:, head_rows(head)] = 0.25 * value.T

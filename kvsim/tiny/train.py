@@ -51,6 +51,9 @@ from kvsim.tiny.tokenizer import save_tokenizer
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
+BOS_AT = 0  # position of `<bos>`, where guided heads rest
+REST = 0.3  # weight of the resting, beside 1 for each thing that a head is guided to find
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -67,6 +70,7 @@ class Settings:
         stage_tokens: size of a batch in the curriculum, in tokens.
         mix_tokens: size of a batch in the mix, in tokens.
         learning_rate: peak, after ``warm_up`` steps and before the decay.
+        free_rate: share of it for layers that start without a role.
         warm_up: steps of linear warm-up.
         decay: share of the mix over which the learning rate falls linearly, at its end.
         extra: weight of the training-only losses; it falls to a tenth during the mix.
@@ -84,6 +88,7 @@ class Settings:
     stage_tokens: int = 2048
     mix_tokens: int = 4096
     learning_rate: float = 1.5e-3
+    free_rate: float = 0.1
     warm_up: int = 100
     decay: float = 0.7
     extra: float = 0.3
@@ -145,13 +150,19 @@ def start(settings: Settings) -> Run:
     """A run at step 0."""
     model = build(settings.seed, settings.shape)
     between_head = nn.Linear(HIDDEN, VOCAB_SIZE)  # torch's generator was seeded by `build`
-    decayed: list[nn.Parameter] = []
-    others = list(between_head.parameters())
+    shape = SHAPES[settings.shape]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # by weight decay and share of rate
     for name, parameter in model.named_parameters():
-        matrix = parameter.ndim == 2 and "embed" not in name
-        (decayed if matrix else others).append(parameter)
+        decay = 0.05 if parameter.ndim == 2 and "embed" not in name else 0.0
+        layer = name.split(".")[2]
+        free = layer.isdecimal() and shape.free(int(layer))
+        groups.setdefault((decay, settings.free_rate if free else 1.0), []).append(parameter)
+    groups.setdefault((0.0, 1.0), []).extend(between_head.parameters())
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+        [
+            {"params": parameters, "weight_decay": decay, "share": share}
+            for (decay, share), parameters in groups.items()
+        ],
         lr=settings.learning_rate,
         betas=(0.9, 0.98),
     )
@@ -233,14 +244,19 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         logits = run.model.lm_head(output.last_hidden_state[:, :-1][scored]).float()
         double = batch.between != IGNORE
         between_logits = run.between_head(inputs[heads["second"][0]][double]).float()
-        attention = {
-            role: _log_attention(run.model, layer, head, inputs[layer], batch.found[role])
-            for role, (layer, head) in heads.items()
-        }
+        sought: dict[str, Tensor] = {}
+        resting: list[Tensor] = []
+        for role, (layer, head) in heads.items():
+            wanted = batch.found[role].masked_fill(batch.idle, BOS_AT)
+            found = _log_attention(run.model, layer, head, inputs[layer], wanted)
+            idle = batch.idle[wanted != IGNORE]
+            resting.append(found[idle])
+            if not idle.all():  # a batch need not have a list or a correction
+                sought[role] = found[~idle]
     token_loss = cross_entropy(logits, targets[scored])
     between_loss = cross_entropy(between_logits, batch.between[double])
-    # A batch need not have a list or a correction.
-    guided_loss = sum(-found.mean() for found in attention.values() if len(found))
+    rested = torch.cat(resting)
+    guided_loss = sum(-found.mean() for found in sought.values()) - REST * rested.mean()
     weight = run.settings.extra * max(0.1, run.left**2)
     loss = token_loss + weight * (between_loss + guided_loss)
     right = logits.argmax(-1) == targets[scored]
@@ -249,7 +265,8 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         "accuracy": right.float().mean().item(),
         "second_accuracy": right[double[:, :-1][scored]].float().mean().item(),
         "between_loss": between_loss.item(),
-        **{f"{role}_attention": v.exp().mean().item() for role, v in attention.items() if len(v)},
+        **{f"{role}_attention": found.exp().mean().item() for role, found in sought.items()},
+        "rest_attention": rested.exp().mean().item(),
     }
 
 
@@ -273,7 +290,7 @@ def _step(run: Run) -> dict[str, float]:
         0.02, min(1, run.left / settings.decay)
     )
     for group in run.optimizer.param_groups:
-        group["lr"] = settings.learning_rate * rate
+        group["lr"] = settings.learning_rate * rate * group["share"]
     loss, said = _losses(run, batch)
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)

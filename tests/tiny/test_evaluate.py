@@ -72,10 +72,10 @@ def probed(start):
 # --- answers ---
 
 
-def test_responses_belong_to_their_prompts(folder):
+def test_responses_belong_to_their_prompts():
     """Prompts of different lengths answered together get what each gets alone, in their order."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(PATH)
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
     samples = [
         *prompts(1, seed=1, task="needle", level=1),
         *prompts(1, seed=1, task="get", facts=4, lines=2, filler=0.0),
@@ -423,7 +423,7 @@ def test_the_card_is_what_was_measured():
 
 
 def test_the_card_meets_its_demands():
-    """Chains are exact often enough, each layer is needed, and heads retrieve or are local."""
+    """Chains are exact often enough, each layer is needed, heads retrieve, rest or are local."""
     rows = MEASURED.rows()
     cells = best(rows, "accuracy")
     assert set(cells) == {(task, level) for task in TASKS for level in range(1, 6)}
@@ -440,9 +440,12 @@ def test_the_card_meets_its_demands():
         if name in ("layer 0", "layer 1", "layer 2")
     ]
     sizes = [row["n"] for row in best(rows, "ablation").values()]
-    roles = {role for head in heads(rows) if head["layer"] for role in card.roles(head)}
+    roles: dict[int, set[str]] = {}
+    for head in heads(rows):
+        roles.setdefault(head["layer"], set()).update(card.roles(head))
 
     assert low == {}
     assert len(drops) == 3 * len(TASKS)
     assert min(drops) >= 0.1 * max(sizes)
-    assert roles == {"local", "marks", "mixed", "retrieval"}  # and no sinks, as the card says
+    assert all({"sink", "retrieval"} <= roles[layer] for layer in (1, 2))
+    assert "local" in roles[1] | roles[2]

@@ -136,8 +136,8 @@ def test_a_shape_is_what_it_says(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_start_looks_back_and_finds_kinds(shape: str) -> None:
-    """Before training one head reads the previous word, and one finds the kind of the node."""
+def test_the_start_looks_back_finds_kinds_and_rests(shape: str) -> None:
+    """Before training a head reads the previous word, one finds kinds, and one rests on <bos>."""
     model = build(0, shape)
     model.set_attn_implementation("eager")
     (sample,) = prompts(1, seed=1, task="walk", level=1)
@@ -147,12 +147,19 @@ def test_the_start_looks_back_and_finds_kinds(shape: str) -> None:
     kinds = [found for found in sample.retrievals if found.purpose == "digit"]
     found = [float(maps[SHAPES[shape].first][0, 0, 1 + one.at, 1 + one.path[0]]) for one in kinds]
 
+    late, head = SHAPES[shape].guided["second"]
+    rests = maps[late][0, head, 1 + sample.prompt_words :, 0].mean()  # on <bos>
+
     assert back[8:].mean() > 0.9
     assert sum(found) / len(found) > 10 / sample.tokens
+    assert rests > 10 / sample.tokens
 
 
 def test_batches_mark_the_response_and_what_heads_are_guided_to() -> None:
-    """Labels cover the response and <eos>; marked positions hold the word that is due next."""
+    """Labels cover the response and <eos>; marked positions hold the word that is due next.
+
+    What is due without a retrieval is idle.
+    """
     samples = prompts(7, seed=4, facts=20, lines=26)
     batch = collate(samples)
     count = dict.fromkeys(GUIDED, 0)
@@ -164,6 +171,9 @@ def test_batches_mark_the_response_and_what_heads_are_guided_to() -> None:
             for at in (found[row] != IGNORE).nonzero()[:, 0].tolist():
                 count[role] += 1
                 assert words[found[row, at]] == words[at + 1]
+        due = {1 + one.at for one in sample.retrievals}
+        response = set(range(sample.prompt_words, sample.tokens - 1))
+        assert set(batch.idle[row].nonzero()[:, 0].tolist()) == response - due
         twice = [one for one in sample.retrievals if len(one.path) == 2]
         assert [1 + one.at for one in twice] == (batch.between[row] != IGNORE).nonzero()[
             :, 0
