@@ -7,6 +7,7 @@
     segments  how attention mass cuts the cache, and what each piece may keep
     sets      where in the text kept entries lie, and how much of them stays
     expectation  what Expected Attention expects beside what happens, and what its errors cost
+    text      the text by what became of its tokens, and which tokens are kept
 
 Every function returns a matplotlib Figure and touches no global state; `save` writes it.
 """
@@ -33,6 +34,7 @@ from kvsim.plots.saving import save
 from kvsim.plots.segments import mass_curve
 from kvsim.plots.sets import iou_by, middle_coverage, position_density
 from kvsim.plots.summary import over_budgets, pareto
+from kvsim.plots.text import lift_bars, token_html, token_text
 
 __all__ = [
     "NEEDED",
@@ -44,6 +46,7 @@ __all__ = [
     "iou_by",
     "layer_attention",
     "layer_overlap",
+    "lift_bars",
     "mass_curve",
     "middle_coverage",
     "over_budgets",
@@ -58,5 +61,7 @@ __all__ = [
     "selection_grid",
     "selection_histogram",
     "sparsity_by_layer",
+    "token_html",
+    "token_text",
     "variance_curves",
 ]

@@ -1,0 +1,277 @@
+"""The text of a trace by what became of its tokens, and which tokens a policy keeps."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+
+from kvsim.errors import NeedsError, PolicyError
+from kvsim.metrics import fidelity, retention_lift
+from kvsim.metrics.output import check_record
+from kvsim.metrics.retention import RECENT, SINK, event_rows
+from kvsim.plots.prompts import Shown
+from kvsim.plots.style import COLOURS, GRID, caption
+from kvsim.record import Record
+from kvsim.trace import Trace
+
+Ints = NDArray[np.int64]
+
+#: What a token can be after an event; the order of the codes of `token_states`.
+STATES = ("dropped", "retained", "not yet scored")
+
+# Colour and weight of each state: they differ in print, and for readers without red or green.
+_STYLE = (
+    {"color": "#8a8a8a", "fontweight": "normal", "fontstyle": "normal"},
+    {"color": COLOURS[1], "fontweight": "bold", "fontstyle": "normal"},
+    {"color": COLOURS[2], "fontweight": "normal", "fontstyle": "italic"},
+)
+_CSS = (
+    "color:#767676",
+    f"color:{COLOURS[1]};font-weight:bold",
+    f"color:{COLOURS[2]};font-style:italic",
+)
+#: Characters of a line, and lines of a figure.
+COLUMNS, LINES = 100, 60
+# Points of a character's height, and inches of its width in matplotlib's own monospaced font.
+_SIZE = 8.0
+_WIDTH = 0.602 * _SIZE / 72
+
+
+@dataclass(frozen=True)
+class States:
+    """What became of each token in one head of a layer after an event.
+
+    row: of the event. codes [T]: places in `STATES`. text [T]: the tokens as recorded.
+    """
+
+    row: int
+    codes: Ints
+    text: Sequence[str]
+
+
+def token_states(
+    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
+) -> States:
+    """Which tokens a head holds after the event that follows a row; later ones are not yet scored.
+
+    Args:
+        trace: of the record, with the text of its tokens.
+        record: of any policy.
+        layer: index in the trace; -1 is the last.
+        head: KV head; of a record per query head, the first query head of its group.
+        row: the layer's last event by default; without an event, the last row.
+
+    Raises:
+        TraceError: the record is of another trace.
+        NeedsError: the trace has no text of tokens.
+        IndexError: the row is not in the trace.
+    """
+    check_record(trace, record)
+    if trace.token_text is None:
+        raise NeedsError(
+            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
+            "tokenizer (kvsim capture)"
+        )
+    gone = Shown(layer % trace.n_layers, head).gone(trace, record)[0]
+    if row is None:
+        rows = event_rows(gone)
+        row = int(rows[-1]) if len(rows) else record.n_pos - 1
+    if not 0 <= row < record.n_pos:
+        raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
+    codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
+    return States(row, codes, trace.token_text)
+
+
+def token_text(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    start: int = 0,
+) -> Figure:
+    """The text of a trace, retained, dropped and not yet scored tokens in styles of their own.
+
+    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; window entries, which are
+    kept whatever they hold, count as retained. What cannot be printed is escaped, and a newline
+    ends the line too. As many tokens as fit 60 lines of 100 characters.
+
+    Args:
+        trace: of the record, with the text of its tokens.
+        record: of any policy.
+        layer: index in the trace; -1 is the last.
+        head: KV head.
+        row: of the event; the layer's last by default.
+        start: the first position shown.
+
+    Raises:
+        TraceError, NeedsError, IndexError: as `token_states`.
+    """
+    found = token_states(trace, record, layer=layer, head=head, row=row)
+    placed = _placed(found.text[start:])
+    height = 1 + max((line for line, _, _ in placed), default=0)
+    across, high = COLUMNS * _WIDTH, 0.155 * height
+    figure = Figure(figsize=(across + 0.4, high + 1.0), dpi=150)
+    box = (0.2 / (across + 0.4), 0.4 / (high + 1.0), across / (across + 0.4), high / (high + 1.0))
+    axis = figure.add_axes(box)
+    axis.set_xlim(0, COLUMNS)
+    axis.set_ylim(height, 0)
+    axis.set_axis_off()
+    for (line, column, shown), code in zip(placed, found.codes[start:], strict=False):
+        style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
+        axis.text(column, line + 0.8, shown, parse_math=False, **style)
+    index = layer % trace.n_layers
+    last = start + len(placed)
+    part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
+    what = (
+        f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[index]}, "
+        f"KV head {head}\nafter row {found.row}{part}"
+    )
+    caption(figure, what, {fidelity(trace, record, "sets", index)})
+    counts = np.bincount(found.codes, minlength=3)
+    figure.legend(
+        handles=[
+            Patch(color=style["color"], label=f"{name} ({count})")
+            for name, style, count in zip(STATES, _STYLE, counts, strict=True)
+        ],
+        loc="lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
+    return figure
+
+
+def token_html(
+    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
+) -> str:
+    """The same text as an HTML fragment: a `pre` with a `span` for each run of one state.
+
+    Whatever a token holds is text: all of it is escaped, and nothing of it is in an attribute.
+
+    Args:
+        trace: of the record, with the text of its tokens.
+        record: of any policy.
+        layer: index in the trace; -1 is the last.
+        head: KV head.
+        row: of the event; the layer's last by default.
+
+    Raises:
+        TraceError, NeedsError, IndexError: as `token_states`.
+    """
+    found = token_states(trace, record, layer=layer, head=head, row=row)
+    edges = np.flatnonzero(np.diff(found.codes, prepend=-1)).tolist()
+    spans = []
+    for first, last in zip(edges, [*edges[1:], len(found.codes)], strict=True):
+        code = found.codes[first]
+        text = html.escape("".join(map(_visible, found.text[first:last])))
+        spans.append(f'<span title="{STATES[code]}" style="{_CSS[code]}">{text}</span>')
+    return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+
+
+def lift_bars(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    heads: Sequence[int] | None = None,
+    least: int = 3,
+    tokens: int = 12,
+) -> Figure:
+    """How much more or less of a token string is kept than of all tokens, with its interval.
+
+    G-KV (arXiv 2512.00504), App. I, by `kvsim.metrics.retention_lift`: rate over mean rate after
+    the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
+    out, which many policies keep whatever is there.
+
+    Args:
+        trace: of the record, with the text of its tokens.
+        record: of any policy.
+        layer: index in the trace; -1 is the last.
+        heads: heads of the record, all by default.
+        least: strings on fewer positions are left out: their intervals say nothing.
+        tokens: so many of the largest lifts, and so many of the smallest.
+
+    Raises:
+        TraceError: the record is of another trace.
+        NeedsError: the trace has no text of tokens.
+        PolicyError: no string is on that many positions, or nothing there is kept.
+    """
+    check_record(trace, record)
+    index = layer % trace.n_layers
+    table = retention_lift(trace, record, index, heads=heads, sink=SINK, recent=RECENT)
+    table = table.filter((table["count"] >= least) & table["lift"].is_not_null())
+    if not table.height:
+        raise PolicyError(
+            f"no token of {trace.name} is on {least} positions of which {record.policy} keeps "
+            "anything; take a longer trace, a larger budget, or fewer positions"
+        )
+    if table.height > 2 * tokens:
+        table = table[[*range(tokens), *range(table.height - tokens, table.height)]]
+    low, rate, high, mean = (table[name].to_numpy() for name in ("low", "rate", "high", "mean"))
+    at = np.arange(table.height)
+    figure = Figure(figsize=(6.4, 0.19 * table.height + 1.5), dpi=150)
+    axis = figure.subplots()
+    axis.barh(at, rate / mean, 0.75, color=COLOURS[0])
+    ends = np.stack([rate - low, high - rate]).clip(0) / mean
+    axis.errorbar(rate / mean, at, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
+    axis.axvline(1.0, color="black", lw=1, ls=":")
+    names = [
+        f"{_plain(token)}  ({count})" for token, count in table.select("token", "count").rows()
+    ]
+    axis.set_yticks(at, names, family="monospace", parse_math=False)
+    axis.margins(y=0.01)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.tick_params(labelsize=7)
+    axis.grid(axis="x", color=GRID, linewidth=0.5)
+    axis.set_axisbelow(True)
+    axis.set_xlabel("share of the token kept / share of all kept (dotted: as all)", fontsize=8)
+    axis.set_ylabel("token (positions)", fontsize=8)
+    heads_text = "all heads" if heads is None else f"heads {', '.join(map(str, heads))}"
+    what = (
+        f"{trace.name}: {record.policy}, budget {record.budget}\n"
+        f"layer {trace.layer_ids[index]}, {heads_text}, with 95 % interval"
+    )
+    caption(figure, what, {fidelity(trace, record, "sets", index)})
+    figure.tight_layout()
+    return figure
+
+
+def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
+    """(line, column, characters) of each token until the lines are used up."""
+    line, column, out = 0, 0, []
+    for token in text:
+        shown = _plain(token)[:COLUMNS]
+        if column + len(shown) > COLUMNS:
+            line, column = line + 1, 0
+        if line >= LINES:
+            break
+        out.append((line, column, shown))
+        column += len(shown)
+        if "\n" in token:
+            line, column = line + 1, 0
+    return out
+
+
+def _plain(text: str) -> str:
+    """Printable ASCII: fonts lack the rest, and widths differ; what is not is escaped."""
+    return "".join(c if c.isascii() and c.isprintable() else _escaped(c) for c in text)
+
+
+def _visible(text: str) -> str:
+    """Text as it is, but for newlines shown and control characters escaped."""
+    shown = (c if c.isprintable() else "\\n\n" if c == "\n" else _escaped(c) for c in text)
+    return "".join(shown)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
