@@ -8,6 +8,7 @@
     sets      where in the text kept entries lie, and how much of them stays
     expectation  what Expected Attention expects beside what happens, and what its errors cost
     text      the text by what became of its tokens, and which tokens are kept
+    normality    how queries are distributed, beside the normal distribution that fits them
 
 Every function returns a matplotlib Figure and touches no global state; `save` writes it.
 """
@@ -29,6 +30,12 @@ from kvsim.plots.layers import (
     selection_histogram,
     variance_curves,
 )
+from kvsim.plots.normality import (
+    normal_distance,
+    projection_gap,
+    state_quantiles,
+    state_ridges,
+)
 from kvsim.plots.records import NEEDED, error_over_rows, retention_map
 from kvsim.plots.saving import save
 from kvsim.plots.segments import mass_curve
@@ -49,10 +56,12 @@ __all__ = [
     "lift_bars",
     "mass_curve",
     "middle_coverage",
+    "normal_distance",
     "over_budgets",
     "overlap_curves",
     "pareto",
     "position_density",
+    "projection_gap",
     "rank_bumps",
     "rank_pattern",
     "reconstruction_error",
@@ -61,6 +70,8 @@ __all__ = [
     "selection_grid",
     "selection_histogram",
     "sparsity_by_layer",
+    "state_quantiles",
+    "state_ridges",
     "token_html",
     "token_text",
     "variance_curves",

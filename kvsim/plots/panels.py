@@ -36,15 +36,16 @@ class Panels:
         self.left: list[Axes] = list(grid[:, 0])
         self.bottom = self.axes[-across:]
         for axis in grid.flat[count:]:
-            axis.set_axis_off()
+            axis.remove()
         for axis in self.axes:
             plain(axis)
+        for axis in self.bottom:
+            axis.tick_params(labelbottom=True)
 
     def label(self, across: str, up: str) -> None:
         """What the axes are, with their units."""
         for axis in self.bottom:
             axis.set_xlabel(across, fontsize=8)
-            axis.tick_params(labelbottom=True)
         for axis in self.left:
             axis.set_ylabel(up, fontsize=8)
 
@@ -54,10 +55,16 @@ class Panels:
 
 
 def legend_outside(figure: Figure, axis: Axes, *, columns: int) -> None:
-    """One legend below a figure of constrained layout, with the entries of one panel."""
+    """One legend below a figure of constrained layout, with the names of one panel."""
     handles, names = axis.get_legend_handles_labels()
+    once = dict(zip(names, handles, strict=True))
     figure.legend(
-        handles, names, fontsize=7.5, frameon=False, ncols=columns, loc="outside lower center"
+        list(once.values()),
+        list(once),
+        fontsize=7.5,
+        frameon=False,
+        ncols=columns,
+        loc="outside lower center",
     )
 
 

@@ -1,0 +1,263 @@
+"""Figures of how queries are distributed, beside the normal distribution that fits them.
+
+arXiv 2510.00636, Fig. 1 and 7 to 9. All numbers come from `kvsim.diagnostics` and are `exact`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsim.diagnostics import Normality, Projections, fit_normal, histogram, quantiles, states
+from kvsim.diagnostics.fit import LEAST_SAMPLES
+from kvsim.diagnostics.normality import States
+from kvsim.diagnostics.projections import check_rows
+from kvsim.errors import PolicyError
+from kvsim.metrics.catalogue import mean_known
+from kvsim.plots.panels import Panels, legend_outside
+from kvsim.plots.style import COLOURS, GRID, caption
+from kvsim.trace import Trace
+
+Floats = NDArray[np.float64]
+
+#: Dimensions that are shown if nothing else is asked for, as in the paper.
+DIMENSIONS: Final = 32
+
+_OF = {
+    "query": "queries before RoPE",
+    "rotated_query": "queries after RoPE",
+    "residual": "input of the layer",
+}
+_FILL = "#b3d3ea"
+# Height of the normal curve, in distances of two ridges.
+_RIDGE = 0.9
+_NORMAL_PEAK = 1 / math.sqrt(2 * math.pi)
+# Cells of a map that have room for a number.
+_WRITTEN = 256
+# Dimensions of normal samples that a map is compared with.
+_BY_CHANCE = 64
+_GAP_BINS = 60
+
+
+def state_ridges(
+    trace: Trace,
+    layer: int,
+    of: States = "query",
+    *,
+    dimensions: int = DIMENSIONS,
+    skip: int = 4,
+    seed: int = 0,
+) -> Figure:
+    """Histograms of random dimensions of a layer, each beside the normal that fits it.
+
+    In standard deviations from each dimension's mean, from the 0.1th to the 99.9th percentile, in
+    50 bins. The names are query head and dimension, the numbers Kolmogorov-Smirnov distances.
+
+    Args:
+        trace: with a residual stream, if this is asked for.
+        layer: index in the trace.
+        of: what is sampled.
+        dimensions: how many, of all heads; those that do not vary have no ridge.
+        skip: first rows left out, 4 for the sinks.
+        seed: of the choice.
+
+    Raises:
+        PolicyError: no such layer, or fewer than 4 rows.
+        NeedsError: the trace has no residual stream.
+    """
+    names, samples = _drawn(trace, layer, of, dimensions, skip, seed)
+    fit, shape = fit_normal(samples), histogram(samples)
+    deviation = np.where(fit.deviation > 0, fit.deviation, np.nan)[:, None]
+    edges = (shape.edges - fit.mean.numpy()[:, None]) / deviation
+    density = shape.density * deviation / _NORMAL_PEAK * _RIDGE
+    top = 1.05 * max(_RIDGE, np.nanmax(density, initial=0))
+    columns = 2 if len(names) > 1 else 1
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(3.6 * columns, 0.3 * rows + 1.5), dpi=150, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, sharex=True)[0]
+    x = np.linspace(-4, 4, 201)
+    bell = np.exp(-(x**2) / 2) * _RIDGE
+    for place, name in enumerate(names):
+        axis, row = axes[place // rows], place % rows
+        base, front = rows - 1 - row, 2 * row  # the lower ridge lies in front
+        axis.plot(x, base + bell, color="black", lw=0.8, zorder=front + 1.5, label="fitted normal")
+        ks = "constant"
+        if np.isfinite(edges[place]).all():
+            ks = f"{fit.ks[place]:.3f}"
+            heights = base + density[place]
+            look: dict[str, Any] = {"baseline": base, "zorder": front + 1, "lw": 0.4}
+            axis.stairs(heights, edges[place], fill=True, fc=_FILL, label="samples", **look)
+            axis.stairs(heights, edges[place], color=COLOURS[0], **look)
+        axis.text(1.01, base, ks, transform=axis.get_yaxis_transform(), fontsize=6, va="bottom")
+        axis.axhline(base, color=GRID, lw=0.5, zorder=0)
+        if row == 0:
+            axis.text(1.01, 1, "KS", transform=axis.transAxes, fontsize=6.5, va="bottom")
+        axis.set_yticks([], [])
+        axis.text(-4.1, base, name, fontsize=6, ha="right", va="bottom")
+    for axis in axes:
+        axis.set(xlim=(-4, 4), ylim=(-0.2, rows - 1 + top))
+        axis.spines[["left", "right", "top"]].set_visible(False)
+        axis.tick_params(labelsize=7)
+        axis.set_xlabel("standard deviations from the mean", fontsize=8)
+    legend_outside(figure, axes[0], columns=2)
+    caption(figure, _title(trace, layer, of, len(names), samples), ["exact"])
+    return figure
+
+
+def state_quantiles(
+    trace: Trace,
+    layer: int,
+    of: States = "query",
+    *,
+    dimensions: int = DIMENSIONS,
+    skip: int = 4,
+    seed: int = 0,
+) -> Figure:
+    """Quantiles of random dimensions of a layer against normal ones: the line if they are normal.
+
+    The same dimensions as `state_ridges` shows; arguments and errors as there. The number is the
+    correlation of the points of all samples.
+    """
+    names, samples = _drawn(trace, layer, of, dimensions, skip, seed)
+    across, up = quantiles(samples)
+    fit = fit_normal(samples)
+    grid = Panels(len(names), columns=8, size=(1.1, 1.1))
+    for axis, name, values, qq in zip(grid.axes, names, up, fit.qq.tolist(), strict=True):
+        axis.plot(across[[0, -1]], across[[0, -1]], color="black", lw=0.7)
+        axis.plot(across, values, ".", color=COLOURS[0], ms=2, mew=0)
+        words: dict[str, Any] = {"transform": axis.transAxes, "fontsize": 6}
+        axis.text(0.05, 0.95, name, va="top", **words)
+        axis.text(0.95, 0.05, "constant" if np.isnan(qq) else f"{qq:.3f}", ha="right", **words)
+    grid.axes[0].set_xticks([-2, 0, 2])
+    grid.figure.supxlabel("normal quantile", fontsize=8)
+    grid.figure.supylabel("sample, standard deviations from the mean", fontsize=8)
+    caption(grid.figure, _title(trace, layer, of, len(names), samples), ["exact"])
+    return grid.figure
+
+
+def normal_distance(found: Normality) -> Figure:
+    """How far each head is from normal: Kolmogorov-Smirnov distance, mean over its dimensions.
+
+    The colour bar says what as many independent normal samples have.
+    """
+    values = mean_known(found.effects["ks"])
+    layers, heads = values.shape
+    size = (max(4.4, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    axis = figure.subplots()
+    image = axis.imshow(values, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
+    middle = 0.6 * np.nanmax(values, initial=0)
+    if values.size <= _WRITTEN:
+        for (layer, head), value in np.ndenumerate(values):
+            ink = "black" if value > middle else "white"
+            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+            axis.text(head, layer, f"{value:.3f}".removeprefix("0"), color=ink, **place)
+    axis.set_xlabel("query head" if found.of != "residual" else "", fontsize=8)
+    axis.set_ylabel("layer", fontsize=8)
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.tick_params(labelsize=7)
+    bar = figure.colorbar(image, ax=axis, pad=0.02)
+    chance = _chance(found.samples)
+    bar.set_label(f"KS distance\n(normal samples: {chance:.3f})", fontsize=7.5)
+    bar.ax.axhline(chance, color="white", lw=1.2)
+    bar.ax.tick_params(labelsize=7)
+    caption(
+        figure,
+        f"{found.trace}: {_OF[found.of]}, distance from normal over {found.samples} rows\n"
+        f"mean over {found.effects['ks'].shape[-1]} dimensions",
+        ["exact"],
+    )
+    return figure
+
+
+def projection_gap(found: Projections) -> Figure:
+    """How far the mean exponential of projections is from that of normal ones; a panel per layer.
+
+    A histogram over query heads and keys of the gap, less that of samples as normal as can be: 0
+    for normal projections, positive for a heavier upper tail. What lies beyond the ends, at most a
+    tenth, is in the last bins. Of a variance above 2 log n, for n samples, these show only a part
+    of the upper tail that counts.
+    """
+    excess = found.gap - found.normal_gap
+    layers, heads, keys = excess.shape
+    limit = 2 * math.log(found.samples)
+    low, high = np.percentile(excess, (5, 95))
+    low, high = min(low, -1), max(high, 1)
+    width = (high - low) / _GAP_BINS
+    # 0 is the middle of a bin
+    edges = (np.arange(math.floor(low / width), math.ceil(high / width) + 2) - 0.5) * width
+    inside = excess.clip(edges[0], edges[-1])
+    grid = Panels(layers)
+    for layer, axis in enumerate(grid.axes):
+        wide = found.variance[layer] > limit
+        parts = [inside[layer][~wide], inside[layer][wide]]
+        axis.hist(
+            parts,
+            edges.tolist(),
+            weights=[np.full(len(part), 100 / (heads * keys)) for part in parts],
+            stacked=True,
+            color=[COLOURS[0], COLOURS[4]],
+            label=[f"variance up to {limit:.1f}", f"variance above {limit:.1f} (2 log n)"],
+        )
+        axis.axvline(0, color="black", lw=0.8, ls=":")
+        near = (np.abs(excess[layer]) <= 1).mean()
+        axis.set_title(f"layer {layer}", fontsize=8)
+        axis.text(
+            0.97,
+            0.95,
+            f"median {np.median(excess[layer]):.2f} nats\nwithin 1 nat: {near:.0%}",
+            transform=axis.transAxes,
+            fontsize=6.5,
+            ha="right",
+            va="top",
+        )
+    grid.label("gap above that of normal (nats)", "share of heads and keys (%)")
+    grid.legend(columns=2)
+    turn = "after RoPE" if found.rotated else "before RoPE, keys turned by the mean rotation"
+    caption(
+        grid.figure,
+        f"{found.trace}: projections of {found.samples} queries {turn}\n"
+        f"{heads} query heads, {keys} keys; ends: all beyond",
+        ["exact"],
+    )
+    return grid.figure
+
+
+def _drawn(
+    trace: Trace, layer: int, of: States, dimensions: int, skip: int, seed: int
+) -> tuple[list[str], Tensor]:
+    """Names and samples [dimension, row] of random dimensions of a layer, in their order."""
+    check_rows(trace, skip, trace.n_pos, LEAST_SAMPLES)
+    if not 0 <= layer < trace.n_layers:
+        raise PolicyError(f"layer is {layer}; {trace.name} has layers 0 to {trace.n_layers - 1}")
+    samples = states(trace, layer, of, skip=skip)
+    width = samples.shape[1]
+    flat = samples.flatten(0, 1)
+    count = min(dimensions, len(flat))
+    chosen = np.sort(np.random.default_rng(seed).choice(len(flat), count, replace=False))
+    pairs = [divmod(int(one), width) for one in chosen]
+    names = [f"{dim}" if of == "residual" else f"{head}.{dim}" for head, dim in pairs]
+    return names, flat[torch.from_numpy(chosen)]
+
+
+def _title(trace: Trace, layer: int, of: States, count: int, samples: Tensor) -> str:
+    names = "dimension" if of == "residual" else "query head.dimension"
+    return (
+        f"{trace.name}, layer {layer}: {_OF[of]}, {samples.shape[-1]} rows\n"
+        f"{count} random dimensions ({names})"
+    )
+
+
+def _chance(samples: int) -> float:
+    """Mean distance of independent normal samples from the normal that fits them."""
+    source = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_BY_CHANCE, samples, generator=source, dtype=torch.float64)
+    return float(fit_normal(drawn).ks.mean())
