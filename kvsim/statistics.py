@@ -67,23 +67,20 @@ def _resamples(n: int) -> NDArray[np.int64]:
     return np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
 
 
-def stages(table: pl.DataFrame, n_layers: int) -> pl.DataFrame:
-    """The Table with a column `stage`: early, middle or late layers of a model of `n_layers`.
+def stage_of(layer: int, n_layers: int) -> str:
+    """Early, middle or late: the first and the last round(2 L / 7) layers, and those between.
 
-    The first and the last round(2 L / 7) layers are early and late (AMS, arXiv 2605.23200,
-    Table 14); null where a value has no layer.
+    AMS, arXiv 2605.23200, Table 14: 0-7, 8-19 and 20-27 of 28.
     """
     edge = round(2 * n_layers / 7)
-    layer = pl.col("layer")
-    stage = (
-        pl.when(layer < edge)
-        .then(pl.lit("early"))
-        .when(layer >= n_layers - edge)
-        .then(pl.lit("late"))
-        .when(layer.is_not_null())
-        .then(pl.lit("middle"))
-    )
-    return table.with_columns(stage=stage.cast(pl.Enum(STAGES)))
+    return STAGES[0] if layer < edge else STAGES[2] if layer >= n_layers - edge else STAGES[1]
+
+
+def stages(table: pl.DataFrame, n_layers: int) -> pl.DataFrame:
+    """The Table with a column `stage` (see `stage_of`); null where a value has no layer."""
+    names = {layer: stage_of(layer, n_layers) for layer in range(n_layers)}
+    stage = pl.col("layer").replace_strict(names, default=None, return_dtype=pl.Enum(STAGES))
+    return table.with_columns(stage=stage)
 
 
 def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:

@@ -57,6 +57,7 @@ def test_the_page_has_its_parts(page):
     assert list(found) == [
         *(f"Budget {n}" for n in SMALLEST.budgets),
         "Parameters made smaller",
+        "By stage, domain and task",
         "Across layers",
         "Which of the papers' claims hold here",
         *CLAIMS,
@@ -101,6 +102,25 @@ def test_every_policy_has_a_row_that_makes_sense(page):
         assert {PAPER, RELEASE} <= set(labels)
         entries = {number(by_label[name]["entries"]) for name in ("tova", "knorm", "gkv", "h2o")}
         assert len(entries) == 1
+
+
+def test_groups_split_the_same_numbers(page):
+    """Of two prompts, domains and tasks are one each; all of them have the IoU of the big table."""
+    found = tables(page.read_text("utf-8"))
+    head, *rows = found["By stage, domain and task"]
+    groups = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    budget = SMALLEST.budgets[len(SMALLEST.budgets) // 2]
+    columns, *policies = found[f"Budget {budget}"]
+    iou = {row[0]: row[columns.index("IoU")] for row in policies}
+
+    assert list(groups)[:3] == ["early layers", "middle layers", "late layers"]
+    assert [groups[name]["prompts"] for name in ("early layers", "all")] == ["2", "2"]
+    for name in ("`tova`", "`ams`"):
+        each = [number(groups[group][name]) for group in groups if group.startswith("domain")]
+        stages = [number(groups[f"{stage} layers"][name]) for stage in ("early", "middle", "late")]
+        assert len(each) == 2
+        for parts in (each, stages, [number(groups["all"][name])]):
+            assert sum(parts) / len(parts) == pytest.approx(number(iou[name]), abs=0.006)
 
 
 def test_claims_have_verdicts_from_their_intervals(page):

@@ -81,6 +81,9 @@ def replayed(
         out[label, budget, _SHORT.get(metric, metric)] = _number(value)
         if metric == "retained_iou":
             out[label, budget, "chance"] = _number(chance)
+    by_layer = main.filter(metric="retained_iou").group_by("policy", "budget", "layer")
+    for label, budget, layer, iou in by_layer.agg(pl.col("value").mean()).iter_rows():
+        out[label, budget, f"retained_iou {layer}"] = _number(iou)
     for one in run.records:
         out |= {(one.policy, one.budget, key): value for key, value in of_record(trace, one)}
     if prefill:

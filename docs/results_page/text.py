@@ -14,6 +14,7 @@ from kvsim import Policy, policy
 from kvsim.policies import names, parameters
 from kvsim.statistics import RESAMPLES, Interval
 from results_page.claims import CLAIMS
+from results_page.groups import groups
 from results_page.plan import FULL, INTERVAL
 from results_page.policies import AMS, PAPER, RELEASE, across_policies
 from results_page.statistics import Results
@@ -44,6 +45,8 @@ def page(r: Results, policies: Mapping[str, Policy], figure: str) -> str:
         *(_table(r, policies, n) for n in r.plan.budgets),
         "### Parameters made smaller",
         _changed(policies),
+        "## By stage, domain and task",
+        groups(r),
         "## Across layers",
         _across(r),
         "## Which of the papers' claims hold here",

@@ -23,22 +23,22 @@ def weights() -> str:
     return hashlib.sha256((PATH / "model.safetensors").read_bytes()).hexdigest()
 
 
+def kind(number: int) -> tuple[str, str]:
+    """Task and domain of a prompt; number 0 is the one for calibration."""
+    domains = list(DOMAINS)
+    return VERBS[number % len(VERBS)], domains[number % len(domains)]
+
+
 def samples(plan: Plan) -> list[Prompt]:
     """The prompts, and before them the one for calibration alone."""
     label = f"{weights()[:8]}-{plan.level or plan.facts}-{plan.seed}"
-    domains = list(DOMAINS)
     size: dict[str, Any] = {"level": plan.level}
     if plan.level is None:
         size = {"facts": plan.facts, "lines": plan.lines}
     found: list[Prompt] = []
     for i in range(plan.prompts + 1):
-        (one,) = tasks.prompts(
-            1,
-            1000 * plan.seed + i,
-            task=VERBS[i % len(VERBS)],
-            domain=domains[i % len(domains)],
-            **size,
-        )
+        task, domain = kind(i)
+        (one,) = tasks.prompts(1, 1000 * plan.seed + i, task=task, domain=domain, **size)
         found.append(Prompt(f"{label}-{i:02}", one.prompt, one.answer))
     return found
 

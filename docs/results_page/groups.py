@@ -1,0 +1,55 @@
+"""The layout of AMS, Table 14: what consecutive kept sets share, by stage, domain and task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.statistics import STAGES, Interval, stage_of
+from results_page.quantities import Floats
+from results_page.statistics import Results
+from results_page.traces import kind
+
+BASE, MADE = "tova", "ams"
+
+
+def groups(r: Results) -> str:
+    """A row for each stage, domain and task, and one for all."""
+    budget = r.plan.budgets[len(r.plan.budgets) // 2]
+    head = ("group", f"`{BASE}`", f"`{MADE}`", "difference", "segments", "prompts")
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for name, chosen, layers in _groups(r):
+        base, made = (_iou(r, label, budget, layers)[chosen] for label in (BASE, MADE))
+        cut = np.mean([r.of(MADE, budget, f"segments {i}") for i in layers], axis=0)[chosen]
+        cells = [Interval.of(x).text(".3f") for x in (base, made)]
+        cells += [Interval.of(made - base).text("+.3f"), Interval.of(cut).text(".1f")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {chosen.sum()} |")
+    chance = Interval.of(r.of(BASE, budget, "chance")).mean
+    return (
+        "The layout of AMS, Table 14: intersection over union of consecutive kept sets, for "
+        f"`{BASE}` alone and under `{MADE}`, at budget {budget}; random sets of these sizes have "
+        f"{chance:.3f}. A stage is two sevenths of the layers at either end, and what lies "
+        "between: of three layers, one each. The difference is paired by prompt.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def _groups(r: Results) -> Iterator[tuple[str, NDArray[np.bool_], list[int]]]:
+    """Name, which prompts, and which layers."""
+    every = list(range(r.layers))
+    all_of_them = np.ones(r.plan.prompts, dtype=bool)
+    for stage in STAGES:
+        yield f"{stage} layers", all_of_them, [i for i in every if stage_of(i, r.layers) == stage]
+    kinds = [kind(number + 1) for number in range(r.plan.prompts)]
+    for place, what in ((1, "domain"), (0, "task")):
+        for name in dict.fromkeys(one[place] for one in kinds):
+            yield f"{what} {name}", np.array([one[place] == name for one in kinds]), every
+    yield "all", all_of_them, every
+
+
+def _iou(r: Results, label: str, budget: int, layers: list[int]) -> Floats:
+    """Mean over some layers for each prompt; [prompt]."""
+    found: Floats = np.mean([r.of(label, budget, f"retained_iou {i}") for i in layers], axis=0)
+    return found
