@@ -6,6 +6,7 @@
     recording   capture, info, verify
     replaying   replay
     reporting   report
+    plotting    plot
     recomputing recompute
     costing     cost
     layers      layers
@@ -34,6 +35,7 @@ from kvsim.cli import (
     demo,
     layers,
     listing,
+    plotting,
     prompting,
     recomputing,
     recording,
@@ -58,6 +60,7 @@ app.command()(recording.info)
 app.command()(recording.verify)
 app.command()(replaying.replay)
 app.command()(reporting.report)
+app.command()(plotting.plot)
 app.command()(recomputing.recompute)
 app.command()(costing.cost)
 app.command()(layers.layers)

@@ -6,13 +6,16 @@ import base64
 import io
 from pathlib import Path
 
+import matplotlib as mpl
 from matplotlib.figure import Figure
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG without a date in it, so that equal figures are equal files."""
+    """Write a figure as PNG, SVG or PDF without a date in it: equal figures are equal files."""
     out = Path(path)
-    figure.savefig(out, metadata={"Software": None})
+    stamp = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix.lower(), "Software")
+    with mpl.rc_context({"svg.hashsalt": "kvsim"}):  # names inside an SVG are random otherwise
+        figure.savefig(out, metadata={stamp: None})
     return out
 
 
