@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -13,8 +14,10 @@ import kvsim
 from kvsim.diagnostics import (
     expectation_table,
     expected_and_observed,
+    key_projections,
     loss_table,
     reconstruction_table,
+    state_normality,
 )
 from kvsim.diagnostics.expectation import ORDERS, STEPS
 from kvsim.errors import PolicyError
@@ -274,3 +277,43 @@ def test_no_error_is_nothing_to_show(errors):
     """It says so."""
     with pytest.raises(PolicyError, match="no policy moved any output"):
         reconstruction_error(errors.filter(pl.col("ratio") == 0))
+
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def test_what_the_page_says_of_the_sample():
+    """The sentences of docs/expectation.md that speak of the shipped sample hold."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    found = expected_and_observed(trace)
+    agreement, loss = found.spearman, found.loss((0.5,)).mean((1, 2, 3))
+    lost = dict(zip(ORDERS, loss, strict=True))
+    by_step = agreement.mean((1, 2))
+    names = ("expected_attention", "streaming_llm", "knorm", "random")
+    policies = [kvsim.policy(name) for name in names]
+    kept = [replace(one, protect=replace(one.protect, sink=4)) for one in policies]
+    errors, with_sink = (
+        reconstruction_table(trace, some, (0.5,))
+        .group_by("policy")
+        .agg(pl.col("relative_head_error").mean())
+        for some in (policies, kept)
+    )
+    error, safe = (dict(table.iter_rows()) for table in (errors, with_sink))
+    normality, projections = state_normality(trace), key_projections(trace)
+    distance = normality.effects["ks"].mean((1, 2))
+    near = (np.abs(projections.gap - projections.normal_gap) <= 1).mean((1, 2))
+
+    assert ((by_step > 0.4) & (by_step < 0.6)).all()
+    assert agreement.std(-1).mean() > by_step.std()
+    assert 1 - by_step[0] > np.abs(np.diff(by_step)).max()
+    assert lost["oracle"] < lost["past"] / 2 < lost["random"] / 4
+    assert lost["key_norm"] > lost["random"]
+    assert np.exp(found.observed).sum(-1).mean() < 0.1
+    assert min(error["random"], error["knorm"]) > 10 * max(
+        error["expected_attention"], error["streaming_llm"]
+    )
+    assert max(safe["random"], safe["knorm"]) < 3 * error["expected_attention"]
+    assert distance.argmax() == 0
+    assert distance[1:] / 0.029 == pytest.approx([2, 2], rel=0.2)
+    assert near[0] > 0.85
+    assert near[1] < 0.5
