@@ -70,7 +70,7 @@ def overlap_curves(
     axes[0].set_ylabel("share of the last window's top keys", fontsize=8)
     widths = sorted({default_window(trace.n_pos) if window is None else window for trace in traces})
     rows = "/".join(map(str, widths))
-    what = f"Top keys again: windows of {rows} rows, mean over heads, {counted([len(traces)])}"
+    what = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(traces)])}"
     caption(figure, what, ["exact"])
     height = legend_below(figure, axes[0], columns=4)
     figure.tight_layout(rect=(0, height, 1, 1))

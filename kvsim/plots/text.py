@@ -48,7 +48,8 @@ _WIDTH = 0.602 * _SIZE / 72
 class States:
     """What became of each token in one head of a layer after an event.
 
-    row: of the event. codes [T]: places in `STATES`. text [T]: the tokens as recorded.
+    row: of the event. codes [T]: places in `STATES`. text [T]: the tokens as recorded, with a blank
+    behind each where none holds one.
     """
 
     row: int
@@ -86,7 +87,10 @@ def token_states(
     if not 0 <= row < record.n_pos:
         raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
     codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
-    return States(row, codes, trace.token_text)
+    text: Sequence[str] = trace.token_text
+    if not any(character.isspace() for piece in text for character in piece):
+        text = [f"{piece} " for piece in text]  # tokens without blanks are words
+    return States(row, codes, text)
 
 
 def token_text(
