@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pytest
 
 import kvsim
-from kvsim.cli.plotting import FIGURES
+from kvsim.cli.figures import FIGURES
 from kvsim.tiny.tasks import prompts
 
 #: What each figure takes beside a trace, a policy and a budget.

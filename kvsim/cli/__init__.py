@@ -6,7 +6,7 @@
     recording   capture, info, verify
     replaying   replay
     reporting   report
-    plotting    plot
+    plotting    plot, of the figures in `figures`
     recomputing recompute
     costing     cost
     layers      layers

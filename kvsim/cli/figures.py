@@ -1,0 +1,206 @@
+"""The figures of `kvsim plot` by name, and what each is drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from kvsim.record import Record
+    from kvsim.trace import Trace
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a figure is drawn from: traces, records of them, their Table, and what was asked for."""
+
+    traces: Sequence[Trace]
+    records: Sequence[Record]
+    table: pl.DataFrame
+    layer: int | None
+    head: int | None
+    by: str
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The layer and the head that were asked for, as keywords."""
+        asked = {"layer": self.layer, "head": self.head}
+        return {name: place for name, place in asked.items() if place is not None}
+
+    @property
+    def layers(self) -> list[int] | None:
+        """The layer that was asked for, None for all of them."""
+        return None if self.layer is None else [self.layer]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure by name.
+
+    takes: which of --layer, --head and --by it knows. single: it shows one trace, or one record
+    of it. metrics: what its Table needs; policies: whether it shows any; internals: whether their
+    Plans.
+    """
+
+    draw: Callable[[Case], Any]
+    takes: tuple[str, ...] = ()
+    single: Literal["trace", "record"] | None = None
+    metrics: tuple[str, ...] = ()
+    policies: bool = True
+    internals: bool = False
+
+
+def _over_budgets(case: Case) -> Any:
+    from kvsim.plots import over_budgets
+
+    return over_budgets(case.table)
+
+
+def _pareto(case: Case) -> Any:
+    from kvsim.plots import pareto
+
+    return pareto(case.table)
+
+
+def _retention_map(case: Case) -> Any:
+    from kvsim.plots import retention_map
+
+    return retention_map(case.traces[0], case.records, **case.where)
+
+
+def _error_over_rows(case: Case) -> Any:
+    from kvsim.plots import error_over_rows
+
+    return error_over_rows(case.traces[0], case.records)
+
+
+def _middle_coverage(case: Case) -> Any:
+    from kvsim.plots import middle_coverage
+
+    return middle_coverage(case.traces, case.records, **case.where)
+
+
+def _position_density(case: Case) -> Any:
+    from kvsim.plots import position_density
+
+    return position_density(case.traces, case.records, **case.where)
+
+
+def _iou_by(case: Case) -> Any:
+    import polars as pl
+
+    from kvsim.plots import iou_by
+    from kvsim.statistics import stages
+
+    staged = [stages(case.table.filter(trace=one.name), one.n_layers) for one in case.traces]
+    return iou_by(pl.concat(staged), case.by)
+
+
+def _overlap_curves(case: Case) -> Any:
+    from kvsim.plots import overlap_curves
+
+    return overlap_curves(case.traces, layers=case.layers)
+
+
+def _sparsity_by_layer(case: Case) -> Any:
+    from kvsim.plots import sparsity_by_layer
+
+    return sparsity_by_layer(case.table)
+
+
+def _mass_curve(case: Case) -> Any:
+    from kvsim.plots import mass_curve
+
+    return mass_curve(case.traces[0], case.records[0], **case.where)
+
+
+def _token_text(case: Case) -> Any:
+    from kvsim.plots import token_text
+
+    return token_text(case.traces[0], case.records[0], **case.where)
+
+
+def _lift_bars(case: Case) -> Any:
+    from kvsim.plots import lift_bars
+
+    return lift_bars(case.traces[0], case.records[0], **case.where)
+
+
+def _expectation(case: Case) -> Any:
+    from kvsim.diagnostics import expected_and_observed
+
+    return [expected_and_observed(trace) for trace in case.traces]
+
+
+def _expected_observed(case: Case) -> Any:
+    from kvsim.plots import expected_observed
+
+    return expected_observed(_expectation(case)[0], layers=case.layers)
+
+
+def _agreement_steps(case: Case) -> Any:
+    from kvsim.diagnostics import expectation_table
+    from kvsim.plots import agreement_steps
+
+    return agreement_steps(expectation_table(_expectation(case)), layers=case.layers)
+
+
+def _attention_loss(case: Case) -> Any:
+    from kvsim.diagnostics import loss_table
+    from kvsim.plots import attention_loss
+
+    return attention_loss(loss_table(_expectation(case)), layers=case.layers)
+
+
+def _state_ridges(case: Case) -> Any:
+    from kvsim.plots import state_ridges
+
+    return state_ridges(case.traces[0], case.layer or 0)
+
+
+def _state_quantiles(case: Case) -> Any:
+    from kvsim.plots import state_quantiles
+
+    return state_quantiles(case.traces[0], case.layer or 0)
+
+
+def _normal_distance(case: Case) -> Any:
+    from kvsim.diagnostics import state_normality
+    from kvsim.plots import normal_distance
+
+    return normal_distance(state_normality(case.traces[0]))
+
+
+def _projection_gap(case: Case) -> Any:
+    from kvsim.diagnostics import key_projections
+    from kvsim.plots import projection_gap
+
+    return projection_gap(key_projections(case.traces[0]))
+
+
+_PLACE = ("layer", "head")
+
+FIGURES: Mapping[str, Drawing] = {
+    "over_budgets": Drawing(_over_budgets, metrics=("output_error", "retained_mass", "wipeout")),
+    "pareto": Drawing(_pareto, metrics=("output_error", "wipeout", "entries_seen")),
+    "retention_map": Drawing(_retention_map, _PLACE, "trace"),
+    "error_over_rows": Drawing(_error_over_rows, single="trace"),
+    "middle_coverage": Drawing(_middle_coverage, _PLACE),
+    "position_density": Drawing(_position_density, _PLACE),
+    "iou_by": Drawing(_iou_by, ("by",), metrics=("retained_iou",)),
+    "overlap_curves": Drawing(_overlap_curves, ("layer",), policies=False),
+    "sparsity_by_layer": Drawing(_sparsity_by_layer, metrics=("sparsity", "sparsity_compressed")),
+    "mass_curve": Drawing(_mass_curve, _PLACE, "record", internals=True),
+    "token_text": Drawing(_token_text, _PLACE, "record"),
+    "lift_bars": Drawing(_lift_bars, ("layer",), "record"),
+    "expected_observed": Drawing(_expected_observed, ("layer",), "trace", policies=False),
+    "agreement_steps": Drawing(_agreement_steps, ("layer",), policies=False),
+    "attention_loss": Drawing(_attention_loss, ("layer",), policies=False),
+    "state_ridges": Drawing(_state_ridges, ("layer",), "trace", policies=False),
+    "state_quantiles": Drawing(_state_quantiles, ("layer",), "trace", policies=False),
+    "normal_distance": Drawing(_normal_distance, single="trace", policies=False),
+    "projection_gap": Drawing(_projection_gap, single="trace", policies=False),
+}
