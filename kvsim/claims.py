@@ -98,48 +98,38 @@ class _Values:
         return cases
 
 
+#: What AMS says of a scorer (`name`) and the same under AMS (`made`): number, claim, what is
+#: compared, which of the two has more of it, and the metric.
+_SEGMENTS = (
+    ("Q1", "Segments keep regions alive that {name} alone wipes out",
+     "region wipe-out rate, over all lengths and thresholds", "name", "wipeout"),
+    ("Q2", "With segments the retained set of {name} changes less from event to event",
+     "retained-set IoU", "made", "retained_iou"),
+    ("Q3", "With segments {name} keeps more of the middle of the text",
+     "middle coverage", "made", "middle_coverage"),
+    ("Q4", "With segments {name} drops shorter runs of text",
+     "share of dropped positions in runs of 32 or more", "name", "burst_share"),
+    ("Q8", "With segments {name} moves the attention output less",
+     "output error", "name", "output_error"),
+)  # fmt: skip
+
+
 def _ams(values: _Values) -> Iterator[Claim]:
     known = set(values.policies)
     for name in values.policies:
         made = "ams" if name == "tova" else f"ams+{name}"
         if made not in known:
             continue
-        grid = {variant: variant for variant in values.variants("wipeout")}
-        yield Claim(
-            "Q1",
-            "AMS",
-            f"Segments keep regions alive that {name} alone wipes out",
-            f"region wipe-out rate of {name} minus that of {made}, over all lengths and thresholds",
-            values.gap(name, made, "wipeout", grid),
-        )
-        yield Claim(
-            "Q2",
-            "AMS",
-            f"With segments the retained set of {name} changes less from event to event",
-            f"retained-set IoU of {made} minus that of {name}",
-            values.gap(made, name, "retained_iou"),
-        )
-        yield Claim(
-            "Q3",
-            "AMS",
-            f"With segments {name} keeps more of the middle of the text",
-            f"middle coverage of {made} minus that of {name}",
-            values.gap(made, name, "middle_coverage"),
-        )
-        yield Claim(
-            "Q4",
-            "AMS",
-            f"With segments {name} drops shorter runs of text",
-            f"share of dropped positions in runs of 32 or more: {name} minus {made}",
-            values.gap(name, made, "burst_share"),
-        )
-        yield Claim(
-            "Q8",
-            "AMS",
-            f"With segments {name} moves the attention output less",
-            f"output error of {name} minus that of {made}",
-            values.gap(name, made, "output_error"),
-        )
+        for number, says, what, larger, metric in _SEGMENTS:
+            more, less = (name, made) if larger == "name" else (made, name)
+            grid = values.variants(metric) if number == "Q1" else ()
+            yield Claim(
+                number,
+                "AMS",
+                says.format(name=name),
+                f"{what}: {more} minus {less}",
+                values.gap(more, less, metric, {variant: variant for variant in grid}),
+            )
 
 
 def _gkv(values: _Values) -> Iterator[Claim]:
@@ -155,7 +145,7 @@ def _gkv(values: _Values) -> Iterator[Claim]:
             "G8",
             "G-KV",
             f"A score over all windows ({whole}) keeps more of what is attended to than {local}",
-            f"retained mass of {whole} minus that of {local}",
+            f"retained mass: {whole} minus {local}",
             values.gap(whole, local, "retained_mass"),
         )
 
@@ -167,7 +157,7 @@ def _expected(values: _Values) -> Iterator[Claim]:
             "E6",
             "Expected Attention",
             f"Expected queries move the attention output less than {name}",
-            f"output error of {name} minus that of {made}",
+            f"output error: {name} minus {made}",
             values.gap(name, made, "output_error"),
         )
     for name in values.policies:
@@ -175,6 +165,6 @@ def _expected(values: _Values) -> Iterator[Claim]:
             "E5",
             "Expected Attention",
             f"Budgets shared by heads (AdaKV) make {name} better",
-            f"output error of {name} minus that of adakv+{name}",
+            f"output error: {name} minus adakv+{name}",
             values.gap(name, f"adakv+{name}", "output_error"),
         )
