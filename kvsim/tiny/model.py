@@ -81,6 +81,7 @@ class Shape:
         look_back: layers whose heads copy words at fixed distances, with a role for each head.
         retrieve: layers whose heads find words, with a role for each head.
         first: the layer whose head 0 makes the first of two retrievals.
+        learning_rate: what training starts from; a deep model's last MLPs outgrow all else at more.
         guided: layer and head that training guides to what they should find, for each of
             `curriculum.GUIDED`; the head of the second of two retrievals lies behind `first`.
     """
@@ -92,6 +93,7 @@ class Shape:
     retrieve: dict[int, tuple[Retrieve, ...]]
     first: int
     guided: dict[str, tuple[int, int]]
+    learning_rate: float = 1.5e-3
 
     def free(self, layer: int) -> bool:
         """The layer starts without a role: it is left to training."""
@@ -123,6 +125,7 @@ SHAPES: dict[str, Shape] = {
         retrieve={4: FIRST_HOP[:4], 5: FIRST_HOP[4:], 8: SECOND_HOP[:4], 9: SECOND_HOP[4:]},
         first=4,
         guided={"second": (8, 0), "item": (5, 2), "kind": (5, 0), "digit": (5, 3)},
+        learning_rate=7e-4,
     ),
 }
 

@@ -412,7 +412,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = options.out / "state.pt"
     if options.resume and not state.exists():
         parser.error(f"no checkpoint {state}, expected one; start without --resume")
-    settings = Settings(options.steps, options.seed, options.shape)
+    rate = SHAPES[options.shape].learning_rate
+    settings = Settings(options.steps, options.seed, options.shape, learning_rate=rate)
     run = load(state) if options.resume else start(settings)
     train(run, options.out, minutes=options.minutes)
 
