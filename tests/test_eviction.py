@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.proportion import wilson
 from kvsim.recorder import capture
+from kvsim.tiny import PATH
 from kvsim.tiny.curriculum import collate
 from kvsim.tiny.model import MAX_TOKENS, build
+from kvsim.tiny.results import Results, digest
 from kvsim.tiny.tasks import prompts
 from kvsim.tiny.tokenizer import save_tokenizer
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +211,23 @@ def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys
         *((name, budget) for name in ("oracle", "random", "snapkv") for budget in (0.15, 0.3)),
     }
     assert all(0 <= one.reached <= one.right <= 1 for one in found)
+
+
+def test_policies_spread_on_the_shipped_model():
+    """Three groups, intervals apart, on at least three tasks; the oracle is near 100 % throughout.
+
+    Of the measurements in the card, and so of the shipped weights.
+    """
+    rows = Results(DOCS / "tiny-results.jsonl", digest(PATH)).rows()
+    spread, oracle = set(), []
+    for row in (row for row in rows if row["part"] == "eviction"):
+        counts = [eviction.Count(**one) for one in row["counts"]]
+        tried = [one for one in counts if one.policy not in (eviction.FULL, eviction.ORACLE)]
+        oracle += [one for one in counts if one.policy == eviction.ORACLE]
+        for share in {one.budget for one in tried}:
+            assert 0.05 <= share <= 0.5
+            if eviction.parted([one for one in tried if one.budget == share]):
+                spread.add(row["task"])
+
+    assert len(spread) >= 3
+    assert min(one.chain / one.n for one in oracle) >= 0.95
