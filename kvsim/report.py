@@ -46,7 +46,7 @@ def read_run(path: str | Path) -> Saved:
     try:
         parameters = json.loads((folder / "run.json").read_text("utf-8"))
         table = pl.read_parquet(folder / "results.parquet")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise OutputError(
             f"{folder} is no run folder: {error.filename} is missing; expected what `kvsim replay "
             "... --out DIR` wrote"
@@ -62,25 +62,35 @@ def read_run(path: str | Path) -> Saved:
     return Saved(folder, parameters, table.select(list(COLUMNS)))
 
 
-def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
+def write_report(
+    runs: Sequence[str | Path], out: str | Path, base: str | None = None, *, overwrite: bool = False
+) -> Path:
     """Write the page of one run or of several together.
+
+    Args:
+        runs: folders that `kvsim replay --out` wrote.
+        out: the file to write.
+        base: what all other policies are compared with, by default the first one that evicts.
+        overwrite: replace what is at `out`.
 
     Raises:
         OutputError: something is at `out`, or a run cannot be read.
-        PolicyError: two runs have one policy with different parameters, which could not be told
-            apart, or the runs have no values.
+        PolicyError: two runs have one policy with different parameters or schedules, which could
+            not be told apart; the runs have no values, or not the policy `base`.
     """
     target = Path(out)
-    if target.exists():
-        raise OutputError(f"{target} exists; give another --out, nothing was changed")
     saved = [read_run(one) for one in runs]
-    text = page(saved)
+    if target.exists() and not overwrite:
+        raise OutputError(
+            f"{target} exists; give another --out or --overwrite, nothing was changed"
+        )
+    text = page(saved, base)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, "utf-8")
     return target
 
 
-def page(runs: Sequence[Saved]) -> str:
+def page(runs: Sequence[Saved], base: str | None = None) -> str:
     """The HTML page of runs; see `write_report`."""
     table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
     _check_distinct(table)
@@ -89,7 +99,7 @@ def page(runs: Sequence[Saved]) -> str:
     parts = [
         _summary(table, runs),
         _figures(table),
-        _paired(table),
+        _paired(table, base),
         *_splits(table),
         _of_traces(table),
         _claims(table),
@@ -100,12 +110,13 @@ def page(runs: Sequence[Saved]) -> str:
 
 
 def _check_distinct(table: pl.DataFrame) -> None:
-    known = table.select("policy", "params").drop_nulls().unique()
+    known = table.filter(pl.col("policy").is_not_null())
+    known = known.select("policy", "params", "interval", "prefill").unique(maintain_order=True)
     twice = known.filter(pl.col("policy").is_duplicated())["policy"].to_list()
     if twice:
         raise PolicyError(
-            f"{twice[0]} has different parameters in these runs, and its results could not be told "
-            "apart; report them one by one"
+            f"{twice[0]} has different parameters or schedules in these runs, and its results "
+            "could not be told apart; report them one by one"
         )
 
 
@@ -197,17 +208,21 @@ def _figures(table: pl.DataFrame) -> str:
     return _section("Figures", "", "\n".join(images)) if images else ""
 
 
-def _paired(table: pl.DataFrame) -> str:
+def _paired(table: pl.DataFrame, base: str | None) -> str:
     shown = _main(table, _SHOWN)
-    policies = shown["policy"].unique(maintain_order=True)
-    if len(policies) < 2:
+    policies = shown["policy"].unique(maintain_order=True).to_list()
+    if len(policies) < 2 and base is None:
         return ""
-    found = compare(shown, policies[0])
+    # what has the metrics of kept sets has evicted something
+    evicting = [name for name in policies if "wipeout" in set(shown.filter(policy=name)["metric"])]
+    base = base or (evicting or policies)[0]
+    found = compare(shown, base)
     note = (
-        f"Each policy minus <code>{escape(policies[0])}</code> on the same prompts at the same "
-        "budget; an interval without 0 is a difference that other prompts would likely show too."
+        f"Each policy minus <code>{escape(base)}</code> on the same prompts at the same budget, "
+        "as they were replayed: schedules may differ, and with them the entries that rows saw. An "
+        "interval without 0 is a difference that other prompts would likely show too."
     )
-    return _section(f"Beside {escape(policies[0])}", note, _wide(found, "policy"))
+    return _section(f"Beside {escape(base)}", note, _wide(found, "policy"))
 
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:
@@ -278,7 +293,7 @@ def _provenance(runs: Sequence[Saved]) -> str:
         f"{levels.eq(name).mean():.0%} {name}" for name in sorted(levels.unique().drop_nulls())
     )
     note = (
-        f"Fidelity of the values: {shares}. <i>exact</i>: a live run that is fed the same tokens "
+        f"Fidelity of all values in the runs: {shares}. <i>exact</i>: a live run that is fed the same tokens "
         "would show it. <i>open</i>: computed from the recorded queries, keys and values; in a "
         "live run errors also add up from layer to layer."
     )
@@ -298,7 +313,8 @@ def _provenance(runs: Sequence[Saved]) -> str:
 def _called(name: str) -> str:
     what = METRICS[name]
     better = {"higher": " &uarr;", "lower": " &darr;", None: ""}[what.better]
-    return f'<span title="{escape(what.summary)}">{name.replace("_", " ")}{better}</span>'
+    said = f"<br><small>{what.main}</small>" if what.main else ""
+    return f'<span title="{escape(what.summary)}">{name.replace("_", " ")}{better}</span>{said}'
 
 
 def _section(title: str, note: str, body: str) -> str:

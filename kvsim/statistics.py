@@ -92,7 +92,16 @@ def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
 
     Returns:
         `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
+
+    Raises:
+        PolicyError: the table has no such column.
     """
+    missing = [name for name in by if name not in table.columns]
+    if missing:
+        raise PolicyError(
+            f"the table has no column {missing[0]!r}{suggest(missing[0], table.columns)}; it has "
+            f"{', '.join(table.columns)}"
+        )
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     rank = pl.col("fidelity").cast(pl.String).replace_strict(_STRENGTH, return_dtype=pl.Int64)
     return (
@@ -161,7 +170,7 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
         with one, `above`: the share of traces where the policy has more, ties half.
 
     Raises:
-        PolicyError: the table has no such policy.
+        PolicyError: the table has no such policy, or several of this name.
     """
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
     known = values["policy"].unique(maintain_order=True).to_list()
@@ -172,6 +181,11 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
         )
     on = [*by, "asked", "metric", "variant", "unit", "trace"]
     own = values.filter(pl.col("policy") == base).select(*on, other="value")
+    if own.select(on).is_duplicated().any():
+        raise PolicyError(
+            f"{base} has several parameters or schedules in the table; leave all but one of them "
+            "out to compare with it"
+        )
     paired = values.filter(pl.col("policy") != base).join(
         own, on=on, how="left", nulls_equal=True, maintain_order="left"
     )

@@ -288,7 +288,8 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")
     wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
     exact = chosen.group_by(keys).agg(exact=(pl.col("fidelity") == "exact").mean())
-    sizes = chosen.group_by(keys).agg(
+    of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share").first())
+    sizes = of_trace.group_by(keys).agg(
         pl.col("budget").mean().round().cast(pl.Int64), pl.col("share").first()
     )
     for more in (chance, exact, sizes):

@@ -77,7 +77,7 @@ def test_the_wipe_out_claim_is_over_the_whole_grid():
 
 def test_a_property_of_traces_is_compared_with_chance():
     """Overlap that chance gives too is no finding."""
-    variant = "window=8,share=0.1,union"
+    variant = "share=0.1,union"
     more, same = (
         table({None: values}, metric="window_overlap", variant=variant, chance=0.3)
         for values in ([0.6, 0.7], [0.25, 0.35])

@@ -121,6 +121,21 @@ def test_verdicts_follow_from_the_intervals(tmp_path):
     assert "+1.067" in page.text
 
 
+def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
+    """By default the first one of which regions can be lost, or the one that is asked for."""
+    folder = saved(tmp_path / "r", {"full": [0.0, 0.0], "tova": [0.3, 0.5], "h2o": [0.1, 0.2]})
+    table = pl.read_parquet(folder / "results.parquet")
+    kept = table.filter((pl.col("policy") != "full") | (pl.col("metric") != "wipeout"))
+    kept.write_parquet(folder / "results.parquet")
+    page = read(write_report([folder], tmp_path / "r.html"))
+    asked = read(write_report([folder], tmp_path / "b.html", "h2o"))
+
+    assert "Beside tova" in page.text
+    assert "Beside h2o" in asked.text
+    with pytest.raises(PolicyError, match="no policy 'rkv'"):
+        write_report([folder], tmp_path / "c.html", "rkv")
+
+
 def test_labels_split_the_results(tmp_path):
     """A table for a label of several values, none for one."""
     folder = saved(tmp_path / "r", {"tova": [0.1, 0.2]}, domain="ore", level=1)
@@ -151,14 +166,19 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     assert _status(["report", str(run), "--out", str(tmp_path / "there.html")]) == 2
     assert "exists; give another --out" in capsys.readouterr().err
     assert (tmp_path / "there.html").read_text() == "mine"
+    assert _status(["report", str(run), "--out", str(tmp_path / "there.html"), "--overwrite"]) == 0
+    assert _status(["report", str(tmp_path / "there.html"), "--out", str(tmp_path / "x.html")]) == 2
+    assert "is no run folder" in capsys.readouterr().err
 
 
 def test_policies_that_cannot_be_told_apart_are_refused(tmp_path):
     """One name with two sets of parameters, or no value at all."""
     one = saved(tmp_path / "one", {"tova": [0.1]})
     other = saved(tmp_path / "other", {"tova": [0.1]}, params='{"a": 1}')
-    with pytest.raises(PolicyError, match="tova has different parameters"):
-        write_report([one, other], tmp_path / "r.html")
+    third = saved(tmp_path / "third", {"tova": [0.1]}, interval=16)
+    for second in (other, third):
+        with pytest.raises(PolicyError, match="tova has different parameters or schedules"):
+            write_report([one, second], tmp_path / "r.html")
     with pytest.raises(PolicyError, match="no values"):
         write_report([saved(tmp_path / "none", {"tova": [None]})], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()

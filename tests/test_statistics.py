@@ -153,6 +153,19 @@ def test_a_policy_that_is_not_there_is_an_error():
         compare(table(row("a", "tova", 0.2)), "tov")
 
 
+def test_a_column_that_is_not_there_is_an_error():
+    """With the columns that are, and a suggestion."""
+    with pytest.raises(PolicyError, match="no column 'domian'; did you mean 'domain'"):
+        averages(table(row("a", "tova", 0.2)), by=["domian"])
+
+
+def test_a_base_at_two_schedules_is_an_error():
+    """What the others are compared with has to be one thing."""
+    rows = [row("a", "tova", 0.2, interval=n) for n in (8, 16)]
+    with pytest.raises(PolicyError, match="tova has several parameters or schedules"):
+        compare(table(*rows, row("a", "ams", 0.1)), "tova")
+
+
 @pytest.mark.parametrize(
     ("n_layers", "expected"), [(28, (8, 12, 8)), (3, (1, 1, 1)), (12, (3, 6, 3)), (1, (0, 1, 0))]
 )

@@ -86,6 +86,15 @@ def test_every_metric_of_a_policy_has_a_main_variant():
     assert [name for name, variants in found.items() if METRICS[name].main not in variants] == []
 
 
+def test_the_budget_of_a_summary_is_a_mean_over_traces():
+    """Of 60 and 80 tokens 25 % is 15 and 20, however many values each trace has."""
+    traces = [make_trace(str(n), n) for n in (60, 80)]
+    run = sweep(traces, [kvsim.policy("tova")], ["25%"], interval=8)
+    short = run.table.filter((pl.col("trace") == "80") | (pl.col("metric") == "output_error"))
+
+    assert summarise(short)["budget"].to_list() == [18]
+
+
 def test_two_policies_of_one_name_are_refused():
     """Their results could not be told apart; what a policy protects is part of what it is."""
     first = kvsim.policy("tova")

@@ -134,7 +134,7 @@ def _overlap(subject: Subject) -> Iterator[Cells]:
         return
     for layer in subject.record.layers:
         found = window_overlap(trace, layer, window=window)
-        names = [f"window={window},share={share:g}" for share in found.shares]
+        names = [f"share={share:g}" for share in found.shares]
         for i, name in enumerate(names):
             share, union = found.chance[i : i + 1], found.chance_union[i : i + 1]
             for block in range(3):

@@ -79,8 +79,8 @@ class Subject:
 
     @property
     def gaps_variant(self) -> str:
-        """Width of the windows and share that is a top."""
-        return f"window={default_width(self.trace)},share={SHARE:g}"
+        """The share that is a top."""
+        return f"share={SHARE:g}"
 
     @cached_property
     def wipeouts(self) -> list[tuple[int, str, Wipeout]]:
