@@ -293,9 +293,9 @@ def _provenance(runs: Sequence[Saved]) -> str:
         f"{levels.eq(name).mean():.0%} {name}" for name in sorted(levels.unique().drop_nulls())
     )
     note = (
-        f"Fidelity of all values in the runs: {shares}. <i>exact</i>: a live run that is fed the same tokens "
-        "would show it. <i>open</i>: computed from the recorded queries, keys and values; in a "
-        "live run errors also add up from layer to layer."
+        f"Fidelity of all values in the runs: {shares}. <i>exact</i>: a live run that is fed the "
+        "same tokens would show it. <i>open</i>: computed from the recorded queries, keys and "
+        "values; in a live run errors also add up from layer to layer."
     )
     parts = []
     for run in runs:
