@@ -190,7 +190,9 @@ def _cell(part: pl.DataFrame, *, chance: bool) -> str:
 
 def _interval(row: dict[str, Any]) -> str:
     mean, low, high = (np.nan if row[end] is None else row[end] for end in ("mean", "low", "high"))
-    return Interval(mean, low, high, row["n"]).text("+.3f" if "base" in row else ".3f")
+    digits = 1 if row["unit"] == "entries" else 3
+    sign = "+" if "base" in row else ""
+    return Interval(mean, low, high, row["n"]).text(f"{sign}.{digits}f")
 
 
 def _figures(table: pl.DataFrame) -> str:
