@@ -23,7 +23,7 @@ from kvsim.metrics import COLUMNS, METRICS
 from kvsim.plots.saving import data_url
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
-from kvsim.schema import LABELS
+from kvsim.schema import LABELS, schedule
 from kvsim.statistics import Interval, averages, compare
 
 
@@ -170,10 +170,8 @@ def _schedule(part: pl.DataFrame) -> str:
     """After which rows a policy evicts, in small print, where the frame says it."""
     if "interval" not in part.columns:
         return ""
-    interval, prefill = part["interval"][0], part["prefill"][0]
-    every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
-    said = ", ".join(filter(None, ("the prompt" if prefill else "", every)))
-    return f"<br><small>after {said}</small>" if said else ""
+    said = schedule(part["interval"][0], prefill=part["prefill"][0])
+    return f"<br><small>after: {said}</small>"
 
 
 def _cell(part: pl.DataFrame, *, chance: bool) -> str:

@@ -31,3 +31,10 @@ LABELS = ("task", "domain", "level")
 
 #: How far a result can be trusted (architecture section 5).
 FIDELITY = ("exact", "open", "semi", "closed")
+
+
+def schedule(interval: int | None, *, prefill: bool) -> str:
+    """After which rows a policy evicts, in a few words."""
+    prompt = "the prompt" if prefill else ""
+    every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
+    return ", ".join(part for part in (prompt, every) if part) or "never"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsim.cli.show import echo_json, echo_table, schedule
+from kvsim.cli.show import echo_json, echo_table
 from kvsim.cli.values import Json, OptionError, PolicyNames, Settings, build_policies, locate, split
+from kvsim.schema import schedule
 
 if TYPE_CHECKING:
     from kvsim.cost import Cost, Model

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsim.cli.show import echo_json, echo_table, schedule
+from kvsim.cli.show import echo_json, echo_table
 from kvsim.cli.values import Json
+from kvsim.schema import schedule
 
 if TYPE_CHECKING:
     from kvsim.policies import Description

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvsim.schema import schedule
+
 if TYPE_CHECKING:
     import polars as pl
 
@@ -127,13 +129,6 @@ def echo_results(
 def _budget(row: Mapping[str, Any]) -> str:
     """Entries, and the share of the trace that they are where they were asked for as one."""
     return str(row["budget"]) if row["share"] is None else f"{row['budget']} ({row['share']})"
-
-
-def schedule(interval: int | None, *, prefill: bool) -> str:
-    """After which rows a policy evicts, in a few words."""
-    prompt = "the prompt" if prefill else ""
-    every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
-    return ", ".join(part for part in (prompt, every) if part) or "never"
 
 
 @contextmanager

@@ -132,9 +132,7 @@ SHAPES: dict[str, Shape] = {
 BIAS = 6.0  # length of each pair of the look-back bias: nearly all attention on one token
 VERB_MATCH = 2.0  # the same for the head that reads the verb
 MATCH = 4.0  # scale of the content match in queries and keys
-SINK = (
-    1.2  # scale of the match with `<bos>`: weaker than a word that is found, stronger than others
-)
+SINK = 1.2  # the same for `<bos>`: less than a word that is found, more than most others
 WRITE = 0.15  # how loudly layer 0 writes, so that the word itself stays as loud
 NOISE = 0.03  # keeps heads with the same start from staying equal
 
