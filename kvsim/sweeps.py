@@ -18,6 +18,7 @@ import polars as pl
 from kvsim.composition import Policy, Schedule
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
+from kvsim.interrupts import unbroken
 from kvsim.metrics import COLUMNS, METRICS, measure
 from kvsim.metrics.table import choose
 from kvsim.policies.oracle import Oracle
@@ -62,7 +63,7 @@ class Run:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
         try:
             (draft / "run.json").write_text(json.dumps(self.describe(), indent=2) + "\n")
-            write_records(draft / "records.zarr", self.records)
+            unbroken(lambda: write_records(draft / "records.zarr", self.records))
             self.table.write_parquet(draft / "results.parquet")
             draft.chmod(0o755)  # a temporary folder is private, a result is not
             draft.rename(folder)

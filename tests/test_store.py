@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -324,6 +327,34 @@ def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         make().save(tmp_path / "made.zarr")
 
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_waits_for_what_is_being_written(tmp_path, monkeypatch):
+    """zarr writes in other threads: none of them writes into a folder that is removed."""
+    from zarr.storage import LocalStore
+
+    begun, write = threading.Event(), LocalStore.set
+
+    async def slow(self, key, value):
+        if "/c/" in key:
+            begun.set()
+            await asyncio.sleep(0.2)
+        await write(self, key, value)
+
+    monkeypatch.setattr(LocalStore, "set", slow)
+    main = threading.get_ident()
+    hand = threading.Thread(
+        target=lambda: begun.wait(30) and signal.pthread_kill(main, signal.SIGINT)
+    )
+    hand.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        make().save(tmp_path / "made.zarr")
+
+    hand.join()
+    assert list(tmp_path.iterdir()) == []
+    time.sleep(0.5)
     assert list(tmp_path.iterdir()) == []
 
 

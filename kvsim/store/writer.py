@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ import zarr
 from torch import Tensor
 
 from kvsim.errors import TraceError, TraceExistsError
+from kvsim.interrupts import unbroken
 from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.checks import check_finite, stored_dtype
 from kvsim.store.header import ContentDigest, Header
@@ -79,7 +80,7 @@ class TraceWriter:
         self._next: dict[str, list[int]] = {}
         self._committed = 0
         try:
-            self._create(shapes, source_dtypes, store_dtype)
+            self._write(lambda: self._create(shapes, source_dtypes, store_dtype))
         except BaseException:  # an interrupt here comes before there is an __exit__ to clean up
             self._discard()
             raise
@@ -91,9 +92,8 @@ class TraceWriter:
         store_dtype: str | None,
     ) -> None:
         """The hidden folder with its empty arrays."""
-        with self._writing():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._group = zarr.create_group(self.folder, zarr_format=3)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._group = zarr.create_group(self.folder, zarr_format=3)
         self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         for name, shape in shapes.items():
             source = source_dtypes[name]
@@ -158,12 +158,10 @@ class TraceWriter:
         self._check(name, layer, start, block, stored)
         values = stored.numpy()
         index: tuple[int | slice, ...] = (layer, *[slice(None)] * axis, slice(start, start + size))
-        with self._writing():
-            array[index] = values
+        self._write(lambda: array.__setitem__(index, values))
         self._next[name][layer] = start + size
         self._digest.update(name, layer, values)
-        with self._writing():
-            self._commit()
+        self._write(self._commit)
 
     def _check(self, name: str, layer: int, start: int, block: Tensor, stored: Tensor) -> None:
         where = str(self.path)
@@ -192,16 +190,14 @@ class TraceWriter:
         stored = weights.to("cpu", self.dtype("o_proj"))
         self._check("o_proj", layer, 0, weights, stored)
         values = stored.numpy()
-        with self._writing():
-            self._arrays["o_proj"][layer] = values
+        self._write(lambda: self._arrays["o_proj"].__setitem__(layer, values))
         self._digest.update("o_proj", layer, values)
 
     def write_attention(self, layer: int, start: int, rows: Tensor) -> None:
         """Store dense attention rows [qhead, row, pos] of one layer from row `start` on."""
-        array = self._arrays["attention"]
-        array[layer, :, start : start + rows.shape[1]] = rows.to(
-            "cpu", self.dtype("attention")
-        ).numpy()
+        array, values = self._arrays["attention"], rows.to("cpu", self.dtype("attention")).numpy()
+        index = (layer, slice(None), slice(start, start + rows.shape[1]))
+        self._write(lambda: array.__setitem__(index, values))
 
     def read_back(self, name: str, layer: int) -> Tensor:
         """One layer as it is stored [head, pos, ...]."""
@@ -220,6 +216,15 @@ class TraceWriter:
             TraceError: a chunk is missing.
             TraceExistsError: something has come to be at `path` meanwhile.
         """
+        self._write(lambda: self._publish(header, tokens, token_text))
+        return self.path
+
+    def _publish(
+        self,
+        header: Header,
+        tokens: np.ndarray[Any, Any] | None,
+        token_text: Sequence[str] | None,
+    ) -> None:
         if tokens is not None:
             ids = tokens.astype(np.int32)
             self._whole("tokens", ids, "int32")
@@ -241,18 +246,15 @@ class TraceWriter:
             digest=self._digest.total(header, shapes),
             complete=True,
         )
-        with self._writing():
-            with consolidation_allowed():
-                zarr.consolidate_metadata(self._group.store)
-            _sync_tree(self.folder)
-            self._rename()
-        return self.path
+        with consolidation_allowed():
+            zarr.consolidate_metadata(self._group.store)
+        _sync_tree(self.folder)
+        self._rename()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn what the disk has to say into one clear line."""
+    def _write(self, do: Callable[[], None]) -> None:
+        """Write to the end, and turn what the disk has to say into one clear line."""
         try:
-            yield
+            unbroken(do)
         except TraceError:
             raise
         except OSError as error:
