@@ -1,0 +1,71 @@
+"""`report`: run folders to one HTML page that needs nothing else, no network and no scripts.
+
+What a page says: means over prompts with intervals, every policy beside the first one on the same
+prompts, figures, the split by domain, level and stage where there is one, the claims of the papers
+that these numbers can answer, and where all of it came from. Every text from a run is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import polars as pl
+
+from kvsim.errors import OutputError, PolicyError
+from kvsim.report.html import PAGE
+from kvsim.report.runs import Saved, read_run
+from kvsim.report.sections import sections
+
+__all__ = ["Saved", "page", "read_run", "write_report"]
+
+
+def write_report(
+    runs: Sequence[str | Path], out: str | Path, base: str | None = None, *, overwrite: bool = False
+) -> Path:
+    """Write the page of one run or of several together.
+
+    Args:
+        runs: folders that `kvsim replay --out` wrote.
+        out: the file to write.
+        base: what all other policies are compared with, by default the first one that evicts.
+        overwrite: replace what is at `out`.
+
+    Raises:
+        OutputError: something is at `out`, or a run cannot be read.
+        PolicyError: two runs have one policy with different parameters or schedules, which could
+            not be told apart; the runs have no values, or not the policy `base`.
+    """
+    target = Path(out)
+    saved = [read_run(one) for one in runs]
+    if target.exists() and not overwrite:
+        raise OutputError(
+            f"{target} exists; give another --out or --overwrite, nothing was changed"
+        )
+    text = page(saved, base)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, "utf-8")
+    return target
+
+
+def page(runs: Sequence[Saved], base: str | None = None) -> str:
+    """The HTML page of runs; see `write_report`."""
+    table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
+    _check_distinct(table)
+    if not table["value"].is_not_null().any():
+        raise PolicyError("the runs have no values, so there is nothing to report")
+    parts = sections(table, runs, base)
+    title = ", ".join(run.path.name for run in runs)
+    return PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
+
+
+def _check_distinct(table: pl.DataFrame) -> None:
+    known = table.filter(pl.col("policy").is_not_null())
+    known = known.select("policy", "params", "interval", "prefill").unique(maintain_order=True)
+    twice = known.filter(pl.col("policy").is_duplicated())["policy"].to_list()
+    if twice:
+        raise PolicyError(
+            f"{twice[0]} has different parameters or schedules in these runs, and its results "
+            "could not be told apart; report them one by one"
+        )

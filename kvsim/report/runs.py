@@ -1,0 +1,48 @@
+"""Run folders, read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from kvsim.errors import OutputError
+from kvsim.metrics import COLUMNS
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run folder as it was read: its parameters and its Table."""
+
+    path: Path
+    parameters: dict[str, Any]
+    table: pl.DataFrame
+
+
+def read_run(path: str | Path) -> Saved:
+    """The run that `kvsim replay --out` wrote.
+
+    Raises:
+        OutputError: there is no run folder, or it is damaged.
+    """
+    folder = Path(path)
+    try:
+        parameters = json.loads((folder / "run.json").read_text("utf-8"))
+        table = pl.read_parquet(folder / "results.parquet")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise OutputError(
+            f"{folder} is no run folder: {error.filename} is missing; expected what `kvsim replay "
+            "... --out DIR` wrote"
+        ) from None
+    except (ValueError, pl.exceptions.PolarsError) as error:
+        raise OutputError(f"{folder} is damaged: {error}; replay it again") from error
+    missing = [name for name in COLUMNS if name not in table.columns]
+    if missing:
+        raise OutputError(
+            f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
+            "kvsim; replay it again"
+        )
+    return Saved(folder, parameters, table.select(list(COLUMNS)))
