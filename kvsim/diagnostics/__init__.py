@@ -3,6 +3,7 @@
     ranking   how each layer ranks the tokens of a prompt, and ASL's test on these ranks
     gold      the tokens that an answer needs
     report    both together as tables: one row per layer, one per trace, one per selection layer
+    findings  these, and those below, as named values of one Table per trace
 
 What Expected Attention expects, and why it may be wrong:
 
@@ -23,6 +24,7 @@ from kvsim.diagnostics.expectation import (
     key_table,
     loss_table,
 )
+from kvsim.diagnostics.findings import FINDINGS, Analysis, Finding, findings
 from kvsim.diagnostics.fit import NormalFit, fit_normal
 from kvsim.diagnostics.gold import answer_facts, check_positions, find_text
 from kvsim.diagnostics.normality import (
@@ -47,9 +49,12 @@ from kvsim.diagnostics.report import (
 )
 
 __all__ = [
+    "FINDINGS",
+    "Analysis",
     "Curve",
     "Diagnosis",
     "Expectation",
+    "Finding",
     "Grid",
     "Histogram",
     "NormalFit",
@@ -63,6 +68,7 @@ __all__ = [
     "expectation_table",
     "expected_and_observed",
     "find_text",
+    "findings",
     "fit_normal",
     "histogram",
     "key_projections",

@@ -30,6 +30,8 @@ UNIFORM_BIMODALITY = 5 / 9
 #: Samples that the bias corrections need.
 LEAST_SAMPLES = 4
 
+# Columns of normal samples that stand for chance.
+_BY_CHANCE = 64
 # A maximum of the density counts if it is at least so high, as a share of the highest.
 _LEAST_MODE = 0.05
 # Points at which the density is computed, from the least to the largest sample and 3 bandwidths on.
@@ -87,6 +89,13 @@ def normal_medians(n: int) -> Tensor:
     at[0] = 1 - at[-1]
     medians: Tensor = torch.special.ndtri(at)
     return medians
+
+
+def normal_ks(n: int) -> float:
+    """Mean `ks` of n independent normal samples: what queries that are normal have, too."""
+    source = torch.Generator().manual_seed(0)
+    drawn = torch.randn(_BY_CHANCE, n, generator=source, dtype=torch.float64)
+    return float(fit_normal(drawn).ks.mean())
 
 
 def _ks(z: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.diagnostics import Normality, Projections, fit_normal, histogram, quantiles, states
-from kvsim.diagnostics.fit import LEAST_SAMPLES
+from kvsim.diagnostics.fit import LEAST_SAMPLES, normal_ks
 from kvsim.diagnostics.normality import States
 from kvsim.diagnostics.projections import check_rows
 from kvsim.errors import PolicyError
@@ -41,8 +41,6 @@ _RIDGE = 0.9
 _NORMAL_PEAK = 1 / math.sqrt(2 * math.pi)
 # Cells of a map that have room for a number.
 _WRITTEN = 256
-# Dimensions of normal samples that a map is compared with.
-_BY_CHANCE = 64
 _GAP_BINS = 60
 
 
@@ -165,7 +163,7 @@ def normal_distance(found: Normality) -> Figure:
         side.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.tick_params(labelsize=7)
     bar = figure.colorbar(image, ax=axis, pad=0.02)
-    chance = _chance(found.samples)
+    chance = normal_ks(found.samples)
     bar.set_label(f"KS distance\n(normal samples: {chance:.3f})", fontsize=7.5)
     bar.ax.axhline(chance, color="white", lw=1.2)
     bar.ax.tick_params(labelsize=7)
@@ -254,10 +252,3 @@ def _title(trace: Trace, layer: int, of: States, count: int, samples: Tensor) ->
         f"{trace.name}, layer {layer}: {_OF[of]}, {samples.shape[-1]} rows\n"
         f"{count} random dimensions ({names})"
     )
-
-
-def _chance(samples: int) -> float:
-    """Mean distance of independent normal samples from the normal that fits them."""
-    source = torch.Generator().manual_seed(0)
-    drawn = torch.randn(_BY_CHANCE, samples, generator=source, dtype=torch.float64)
-    return float(fit_normal(drawn).ks.mean())
