@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Policy, Trace
-from kvsim.diagnostics import ranking
+from kvsim.diagnostics import findings
 from kvsim.policies.asl import ASL
 from kvsim.sweeps import sweep
 from results_page.attention import of_trace
@@ -107,16 +107,7 @@ def replayed(
 
 def across_layers(trace: Trace, budgets: Sequence[int]) -> Numbers:
     """How layers rank the prompt, and what policies lose that drop rows on the way down."""
-    out: Numbers = {}
-    found = ranking(trace, ASL(window=LARGEST["window"]))
-    for layer, nats in enumerate(found.entropy()):
-        out["trace", 0, f"entropy {layer}"] = float(nats)
-    for budget in budgets:
-        curve = found.curve(budget)
-        for layer in range(curve.first_layer, trace.n_layers):
-            out["layers", budget, f"variance {layer}"] = float(curve.variance[layer])
-            out["layers", budget, f"relative {layer}"] = float(curve.relative[layer])
-            out["layers", budget, f"union {layer}"] = float(curve.union[layer] / curve.k)
+    out = _ranked(trace, budgets)
     named = [replace(one, name=f"across: {label}") for label, one in across_policies().items()]
     run = sweep([trace], named, budgets, metrics=["output_error", "retained_mass", "entries_seen"])
     if run.failures:
@@ -125,6 +116,29 @@ def across_layers(trace: Trace, budgets: Sequence[int]) -> Numbers:
     for label, budget, metric, value in means.iter_rows():
         out[label, budget, _SHORT[metric]] = _number(value)
     return out
+
+
+def _ranked(trace: Trace, budgets: Sequence[int]) -> Numbers:
+    """How layers rank the prompt, where `LARGEST` is the window and it with k others go on."""
+    window = LARGEST["window"]
+    at = {f"k={budget - window}": budget for budget in budgets}
+    ks = [budget - window for budget in budgets]
+    found = findings(trace, list(_RANKED), ks=ks, rule=ASL(window=window))
+    out: Numbers = {}
+    rows = found.select("metric", "variant", "layer", "value").iter_rows()
+    for name, variant, layer, value in rows:
+        of, budget = ("layers", at[variant]) if variant else ("trace", 0)
+        out[of, budget, f"{_RANKED[name]} {layer}"] = _number(value)
+    return out
+
+
+#: What the page calls these findings.
+_RANKED = {
+    "layer_entropy": "entropy",
+    "rank_variance": "variance",
+    "rank_relative": "relative",
+    "rank_union": "union",
+}
 
 
 def _number(value: float | None) -> float:
