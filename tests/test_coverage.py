@@ -93,8 +93,30 @@ def test_retained_positions_equal_a_loop_over_entries(last):
         np.testing.assert_equal(found.tail[head], expected)
 
 
+@given(evictions(), st.integers(0, 30))
+def test_distance_and_older_places_equal_loops(last, recent):
+    """The two-sided Kolmogorov distance at each entry, and places behind the recent positions."""
+    found = retained_positions(last)
+    if found is None:
+        return
+    old = found.row + 1 - recent
+    older = found.older(recent)
+    for head in range(len(last)):
+        x = sorted(found.relative[found.head == head])
+        n = len(x)
+        steps = [max((i + 1) / n - at, at - i / n) for i, at in enumerate(x)]
+        np.testing.assert_allclose(found.distance[head], max(steps) if steps else np.nan)
+        held = [p for p in range(old) if last[head, p] > found.row]
+        mean = np.mean([(p + 0.5) / old for p in held]) if held else np.nan
+        np.testing.assert_allclose(older[head], mean)
+
+
 def test_positions_have_closed_forms():
-    """Uniform sets have mean 1/2 exactly, sinks and a window nearly 1 - budget / 2 N."""
+    """Uniform sets have mean 1/2 exactly, sinks and a window nearly 1 - budget / 2 N.
+
+    A window of a tenth is nine tenths away from uniform; of 100 positions behind which 50 are left
+    out it holds the last 50, with mean place 1 - 25 / 950 of what remains.
+    """
     every_third = np.full((1, 300), 299, np.int32)
     every_third[0, 1::3] = NEVER
     window = np.full((1, 1000), 999, np.int32)
@@ -102,6 +124,9 @@ def test_positions_have_closed_forms():
 
     assert retained_positions(every_third).mean == pytest.approx(0.5)
     assert retained_positions(window).mean == pytest.approx(1 - 100 / 2000)
+    assert retained_positions(window).distance == pytest.approx(0.9, abs=1e-3)
+    assert retained_positions(every_third).distance < 0.01
+    assert retained_positions(window).older(50) == pytest.approx(1 - 25 / 950)
 
 
 @given(evictions(), st.data())

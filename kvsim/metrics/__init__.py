@@ -19,6 +19,7 @@ from kvsim.metrics.retention import (
     retention_ratio,
     wipeout,
 )
+from kvsim.metrics.similarity import KeySimilarity, key_similarity
 from kvsim.metrics.sparsity import Sparsity, attention_sparsity, compressed_sparsity
 from kvsim.metrics.table import COLUMNS, fidelity, measure, selection_fidelity
 from kvsim.metrics.text import max_loop, punctuation_lift, repetition, retention_lift
@@ -31,6 +32,7 @@ __all__ = [
     "Bursts",
     "Coverage",
     "Gaps",
+    "KeySimilarity",
     "Metric",
     "NormOverlap",
     "OutputError",
@@ -46,6 +48,7 @@ __all__ = [
     "entries_seen",
     "fidelity",
     "kept_coverage",
+    "key_similarity",
     "max_loop",
     "measure",
     "metric",

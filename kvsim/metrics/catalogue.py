@@ -20,6 +20,7 @@ from kvsim.metrics.retention import (
     retained_iou,
     retention_ratio,
 )
+from kvsim.metrics.similarity import key_similarities
 from kvsim.metrics.sparsity import Sparsity, attention_sparsity, compressed_sparsity
 from kvsim.metrics.subject import Cells, Subject
 from kvsim.metrics.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
@@ -110,6 +111,9 @@ def _position(subject: Subject) -> Iterator[Cells]:
             continue
         yield Cells(layer, found.mean, "head", chance=np.full_like(found.mean, 0.5))
         yield Cells(layer, found.tail, "head", "tail")
+        yield Cells(layer, found.distance, "head", "distance")
+        older = found.older(subject.record.budget // 2)
+        yield Cells(layer, older, "head", "older", np.full_like(older, 0.5))
 
 
 def _ratio(subject: Subject) -> Iterator[Cells]:
@@ -160,6 +164,12 @@ def _norms(subject: Subject) -> Iterator[Cells]:
     found = subject.walk(value_norm_overlaps)
     for layer, of_layer in zip(subject.record.layers, found, strict=True):
         yield Cells(layer, of_layer.overlap, "head", chance=of_layer.chance)
+
+
+def _similarity(subject: Subject) -> Iterator[Cells]:
+    found = subject.walk(key_similarities)
+    for layer, of_layer in zip(subject.record.layers, found, strict=True):
+        yield Cells(layer, of_layer.mean, "head", chance=of_layer.chance)
 
 
 def _punctuation(subject: Subject) -> Iterator[Cells]:
@@ -329,6 +339,10 @@ METRICS: Mapping[str, Metric] = {
         "share of the entries kept behind the sinks that the largest values would keep too, "
         "after the last event, beside chance",
         "sets", "share", None, "after Expected Attention", _norms,
+    ),
+    "key_similarity": Metric(
+        "mean cosine of two keys that a head keeps, after the last event, beside chance",
+        "sets", "cosine", None, "G-KV, section 4", _similarity,
     ),
     "punctuation_lift": Metric(
         "share kept of punctuation over the share kept of all tokens, after the last event",

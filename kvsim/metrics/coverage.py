@@ -116,6 +116,8 @@ class RetainedPositions:
     row: the row of that event. head, relative [n]: head and x in (0, 1) of each entry, by head and
     position. mean [H]: mean x, 1/2 for uniform sets, NaN for an empty head. tail [H]: share of the
     entries at the end of the trace that came after the event; they are left out of all else.
+    distance [H]: the largest distance of the distribution of x from that of uniform positions
+    (Kolmogorov-Smirnov), NaN for an empty head.
     """
 
     row: int
@@ -123,6 +125,20 @@ class RetainedPositions:
     relative: Floats
     mean: Floats
     tail: Floats
+    distance: Floats
+
+    def older(self, recent: int) -> Floats:
+        """Mean place, 0 to 1, of the entries behind the `recent` last positions; [H].
+
+        Relative to the positions that are left so, and NaN where nothing of them is held.
+        """
+        total = self.row + 1
+        old = total - recent
+        chosen = self.relative * total < old
+        heads = len(self.mean)
+        held = np.bincount(self.head[chosen], minlength=heads)
+        sums = np.bincount(self.head[chosen], self.relative[chosen], minlength=heads)
+        return share(sums * total, held * max(1, old))
 
 
 def retained_positions(evicted_at: NDArray[np.int32]) -> RetainedPositions | None:
@@ -141,4 +157,9 @@ def retained_positions(evicted_at: NDArray[np.int32]) -> RetainedPositions | Non
     held = np.bincount(head, minlength=heads)
     sums = np.bincount(head, relative, minlength=heads)
     tail = np.full(heads, total - row - 1)
-    return RetainedPositions(row, head, relative, share(sums, held), share(tail, tail + held))
+    before = np.arange(len(head)) - (held.cumsum() - held)[head]  # entries of the head at lower x
+    below, above = before / held[head], (before + 1) / held[head]
+    distance = np.where(held > 0, 0.0, np.nan)
+    np.maximum.at(distance, head, np.maximum(above - relative, relative - below))
+    mean = share(sums, held)
+    return RetainedPositions(row, head, relative, mean, share(tail, tail + held), distance)

@@ -20,7 +20,8 @@ from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 
-SHARES = (0.05, 0.1, 0.25, 0.5)
+#: G-KV names the smallest and, for the union of earlier windows, 55 %.
+SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
 
 
 @dataclass(frozen=True)
