@@ -133,7 +133,8 @@ def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:
     rows, columns = values.shape
     pad = (0, -columns % across, 0, -rows % down)
     whole = torch.nn.functional.pad(values, pad)
-    return whole.unflatten(0, (-1, down)).unflatten(2, (-1, across)).amax((1, 3))
+    most: torch.Tensor = whole.unflatten(0, (-1, down)).unflatten(2, (-1, across)).amax((1, 3))
+    return most
 
 
 def _edges(window: range, by: int) -> NDArray[np.int64]:

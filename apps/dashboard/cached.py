@@ -1,0 +1,80 @@
+"""What kvsim has computed once is kept: opened traces, records, pictures, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+import kvsim
+from kvsim import Record, Trace
+from kvsim.diagnostics.heads import HeadProfile, head_profile
+from kvsim.tiles import Tile, attention_tile
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trace's folder as it was when its metadata was written: what is recorded anew is new."""
+
+    path: str
+    written: float
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """The folder as it is now."""
+        metadata = path / "zarr.json"
+        return cls(str(path), metadata.stat().st_mtime if metadata.exists() else 0.0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy, its parameters (name and value) and the terms on which it evicts."""
+
+    policy: str
+    params: tuple[tuple[str, Any], ...]
+    budget: int
+    interval: int | None
+
+    @classmethod
+    def of(cls, policy: str, budget: int, interval: int | None = None, **params: Any) -> Choice:
+        """From keywords."""
+        return cls(policy, tuple(sorted(params.items())), budget, interval)
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """The parameters by name."""
+        return dict(self.params)
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def trace(source: Source) -> Trace:
+    """The opened trace; its arrays are read when they are asked for."""
+    return kvsim.open_trace(source.path)
+
+
+@st.cache_resource(max_entries=48, show_spinner="replaying")
+def record(source: Source, choice: Choice, layer: int | None = None) -> Record:
+    """A replay of all layers; or of one alone, with what its events decided."""
+    return kvsim.replay(
+        trace(source),
+        kvsim.policy(choice.policy, **choice.keywords),
+        choice.budget,
+        interval=choice.interval,
+        layers=None if layer is None else [layer],
+        internals=layer is not None,
+    )
+
+
+@st.cache_data(max_entries=32, show_spinner="computing attention")
+def attention(source: Source, layer: int, qhead: int, rows: range, positions: range) -> Tile:
+    """Pooled attention of one query head."""
+    return attention_tile(trace(source), layer, qhead, rows, positions)
+
+
+@st.cache_data(max_entries=64, show_spinner="measuring heads")
+def profile(source: Source, layer: int) -> HeadProfile:
+    """Where the heads of a layer put their attention."""
+    return head_profile(trace(source), layer)

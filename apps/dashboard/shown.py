@@ -1,0 +1,98 @@
+"""How things are shown: heat maps with tokens under the pointer, text, what a number can say."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import streamlit as st
+from numpy.typing import NDArray
+
+from kvsim.tiles import Tile
+
+#: What each level of fidelity means, for a reader who has just arrived.
+FIDELITY = {
+    "exact": "a live run that is fed the same tokens would show it",
+    "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
+    "also add up from layer to layer",
+    "semi": "layers behind a selection were computed again, tokens are the recorded ones",
+    "closed": "measured in a live run",
+}
+
+#: Cells up to which a picture is sent in float32; larger ones go as 256 shades.
+_FINE = 300 * 300
+
+
+def title(name: str, how: str) -> None:
+    """The page's name, and a sentence that says how to read it."""
+    st.header(name, anchor=False)
+    st.markdown(how)
+
+
+def fidelity(levels: Sequence[str]) -> None:
+    """How far the numbers on the page can be trusted."""
+    for level in sorted(set(levels)):
+        st.caption(f":material/verified: fidelity **{level}**: {FIDELITY[level]}.")
+
+
+def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[str]:
+    """What the cells between edges are called: position and token, escaped, each once."""
+    names = []
+    for low, high in pairwise(edges):
+        text = "" if texts is None else f" {shortened(texts[low])}"
+        last = f"-{high - 1}" if high - low > 1 else ""
+        names.append(f"{low}{last}{text}{' ...' if texts is not None and last else ''}")
+    return names
+
+
+def shortened(text: str, most: int = 16) -> str:
+    """A token for a label: one line, printable, and no markup for plotly, which knows some."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return html.escape(line if len(line) <= most else line[: most - 1] + "\u2026")
+
+
+def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 620) -> None:
+    """Attention: darker is more, on a scale of square roots; hover says row, position and weight.
+
+    256 shades where the picture is large: a weight then is within 0.4 % of its place on the scale.
+    """
+    values: Any = np.sqrt(tile.values)
+    top = float(values.max()) or 1.0
+    if tile.values.size > _FINE:
+        shades = np.rint(values / top * 255).astype(np.uint8)
+        weight, z, high = (shades / 255 * top) ** 2, shades, 255.0
+    else:
+        weight, z, high = tile.values, values.astype(np.float32), top
+    rows, positions = (token_names(texts, edges) for edges in (tile.rows, tile.positions))
+    ticks = [x * top for x in (0.1, 0.25, 0.5, 0.75, 1.0)]
+    figure = go.Figure(
+        go.Heatmap(
+            z=z,
+            x=positions,
+            y=rows,
+            zmin=0,
+            zmax=high,
+            colorscale="Blues",
+            hovertemplate="row %{y}<br>position %{x}<br>weight %{customdata:.3g}<extra></extra>"
+            if tile.values.size <= _FINE
+            else "row %{y}<br>position %{x}<extra></extra>",
+            customdata=weight.astype(np.float32) if tile.values.size <= _FINE else None,
+            colorbar={
+                "title": {"text": "weight"},
+                "tickvals": [x * high / top for x in ticks],
+                "ticktext": [f"{x * x:.2g}" for x in ticks],
+            },
+        )
+    )
+    _axes(figure, height)
+    st.plotly_chart(figure, key=key, config={"displaylogo": False})
+
+
+def _axes(figure: go.Figure, height: int) -> None:
+    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
+    figure.update_xaxes(title="position", type="category", nticks=24)
+    figure.update_yaxes(title="row", type="category", autorange="reversed", nticks=24)
