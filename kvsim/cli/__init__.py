@@ -10,6 +10,7 @@
     recomputing recompute
     costing     cost
     layers      layers
+    dashboard   dashboard
     listing     policies, metrics
     demo        demo
 
@@ -32,6 +33,7 @@ import typer
 import kvsim
 from kvsim.cli import (
     costing,
+    dashboard,
     demo,
     layers,
     listing,
@@ -64,6 +66,7 @@ app.command()(plotting.plot)
 app.command()(recomputing.recompute)
 app.command()(costing.cost)
 app.command()(layers.layers)
+app.command()(dashboard.dashboard)
 app.command()(listing.policies)
 app.command()(listing.metrics)
 app.command(name="demo")(demo.run)

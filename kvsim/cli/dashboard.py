@@ -1,0 +1,71 @@
+"""`kvsim dashboard`: a folder of traces and runs in the browser."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsim.cli.values import OptionError, Stop
+
+_PACKAGE = Path(__file__).parent.parent
+#: The extra's packages, by the names under which they are imported.
+_NEEDED = ("streamlit", "plotly")
+
+#: For this machine and this user alone, and silent: no address but loopback, no statistics sent, no
+#: question for an e-mail address, no links to other sites.
+_OPTIONS = {
+    "server.address": "127.0.0.1",
+    "browser.gatherUsageStats": "false",
+    "server.showEmailPrompt": "false",
+    "client.showErrorLinks": "false",
+    "client.toolbarMode": "minimal",
+    "server.fileWatcherType": "none",
+}
+
+
+def dashboard(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where traces and runs lie; default: here.")
+    ] = Path(),
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="By default the first free one from 8501 on."),
+    ] = None,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Print the address and open nothing.")
+    ] = False,
+) -> None:
+    """Look at traces, retained tokens, segments and runs in the browser; Ctrl-C ends it."""
+    if not folder.is_dir():
+        raise OptionError(f"{folder} is no folder; expected one that holds traces or runs")
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise Stop(
+            f"error: the dashboard needs {' and '.join(missing)}; install it with "
+            "pip install 'kvsim[dashboard]'",
+            2,
+        )
+    options = _OPTIONS | {"server.headless": str(no_browser).lower()}
+    if port is not None:
+        options["server.port"] = str(port)
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "streamlit", "run", str(app_file()), *flags]
+    # the server takes this process over, so that it gets every signal that is sent here
+    os.execv(sys.executable, [*command, "--", str(folder.resolve())])  # noqa: S606
+
+
+def app_file() -> Path:
+    """The app's first file: inside the package in a wheel, under ``apps/`` in a checkout."""
+    places = (_PACKAGE / "_dashboard", _PACKAGE.parent / "apps" / "dashboard")
+    found = next((place / "app.py" for place in places if (place / "app.py").is_file()), None)
+    if found is None:
+        raise Stop(
+            f"error: the dashboard is at neither {places[0]} nor {places[1]}; install kvsim again",
+            2,
+        )
+    return found

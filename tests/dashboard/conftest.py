@@ -1,0 +1,87 @@
+"""Folders for the dashboard to look into."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvsim import Rope, Trace
+from kvsim.samples import sample_trace
+
+APP = Path(__file__).parents[2] / "apps" / "dashboard" / "app.py"
+
+#: Tokens that would do something if anything took them for markup.
+HOSTILE = [
+    "<img src='http://tokens.invalid/a.png'>",
+    "![x](http://tokens.invalid/b.png)",
+    "<script>document.title='taken'</script>",
+    "<b>bold</b><a href='http://tokens.invalid'>x</a>",
+    "[bold red]rich[/]",
+    "\u202eright to left",
+    "a\x00b\x1b[31m",
+    "$\\alpha$ :material/error: :smile:",
+    "|a|b|\n|-|-|",
+]
+
+
+def made(n=120, texts=None, **options):
+    """A small trace of random numbers."""
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(2, heads, n, 8, generator=generator) for heads in (4, 2, 2))
+    options = {"prompt_len": n // 3, "rope": Rope.default(8), **options}
+    return Trace.from_arrays(q, k, v, token_text=texts, **options)
+
+
+def hostile(n=120):
+    """A trace whose tokens and name are markup."""
+    texts = [HOSTILE[place % len(HOSTILE)] for place in range(n)]
+    return made(n, texts, name="<img src='http://names.invalid/a.png'>")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The sample, a hostile trace, one without text, a broken one, and one that is not there yet.
+
+    They are `sample.zarr`, `more/hostile.zarr`, `more/plain.zarr`, `broken.zarr`; the last is
+    hidden.
+    """
+    root = tmp_path_factory.mktemp("dashboard")
+    shutil.copytree(sample_trace(), root / "sample.zarr")
+    (root / "more").mkdir()
+    hostile().save(root / "more" / "hostile.zarr")
+    made().save(root / "more" / "plain.zarr")
+    shutil.copytree(root / "more" / "plain.zarr", root / "broken.zarr")
+    (root / "broken.zarr" / "zarr.json").write_text("{")
+    (root / ".coming.zarr").mkdir()
+    return root
+
+
+@pytest.fixture
+def hostile_tokens():
+    """Tokens that would do something if anything took them for markup."""
+    return HOSTILE
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Give a folder to the app: `opened(folder, page, **link)` is its AppTest after one run."""
+    from streamlit.testing.v1 import AppTest
+
+    def run(folder, page="trace", **link):
+        monkeypatch.setattr(sys, "argv", ["app.py", str(folder)])
+        app = AppTest.from_file(str(APP), default_timeout=120)
+        for name, value in link.items():
+            app.query_params[name] = value
+        app.run()
+        if page != "trace":
+            app.switch_page(f"views/{page}.py")
+            for name, value in link.items():
+                app.query_params[name] = value
+            app.run()
+        return app
+
+    return run

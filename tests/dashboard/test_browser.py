@@ -1,0 +1,243 @@
+"""The dashboard in a real browser: every page, every kind of control, links, speed and silence.
+
+Times are printed and not asserted; what causes them is: the bytes that a page is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+import torch
+
+import kvsim
+from kvsim import Rope, Trace
+from kvsim.sweeps import sweep
+
+PAGES = ("trace", "retention", "segments", "compare", "layers", "fidelity")
+#: Screenshots for a person to look at go here, where it is set.
+SHOTS = os.environ.get("KVSIM_SCREENSHOTS")
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """The path of Debian's Chromium."""
+    found = shutil.which("chromium")
+    if found is None:
+        pytest.skip("no chromium; apt-get install chromium")
+    return found
+
+
+@pytest.fixture(scope="module")
+def looked_into(folder, tmp_path_factory):
+    """The folder of traces with a run, and a trace of 4,096 tokens."""
+    root = tmp_path_factory.mktemp("browser") / "folder"
+    shutil.copytree(folder, root)
+    sample = kvsim.open_trace(root / "sample.zarr")
+    policies = [kvsim.policy(name) for name in ("streaming_llm", "tova")]
+    sweep([sample], policies, [64, 128], interval=64).save(root / "runs" / "first")
+    generator = torch.Generator().manual_seed(0)
+    n = 4096
+    q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads in (2, 1, 1))
+    Trace.from_arrays(q, k, v, prompt_len=n // 2, rope=Rope.default(8)).save(root / "long.zarr")
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(looked_into):
+    """Where `kvsim dashboard` answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["dashboard", str(looked_into), "--port", str(port), "--no-browser"]
+    command = [sys.executable, "-c", "from kvsim.cli import main; main()", *options]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    at = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(server, at)
+        yield at
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(20)
+
+
+def _wait_for(server, at):
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the server has ended"
+        try:
+            with urllib.request.urlopen(f"{at}/_stcore/health", timeout=5) as answer:  # noqa: S310
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail("the server does not answer")
+
+
+@dataclass
+class Seen:
+    """What a page did: requests to other hosts, and bytes that it was sent over its socket."""
+
+    page: object
+    elsewhere: list = field(default_factory=list)
+    received: list = field(default_factory=list)
+
+    def __post_init__(self):
+        """Listen from the start."""
+        self.page.on("request", self._request)
+        self.page.on("websocket", lambda ws: ws.on("framereceived", self._frame))
+
+    def _request(self, request):
+        if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:", "ws://127.0.0.1:")):
+            self.elsewhere.append(request.url)
+
+    def _frame(self, frame):
+        self.received.append(len(frame))
+
+    def open(self, address, page="trace", **link):
+        """Open a page by its link and wait until it stands still; seconds."""
+        start = time.monotonic()
+        query = urlencode(link, doseq=True)
+        self.page.goto(f"{address}/{'' if page == 'trace' else page}?{query}")
+        self.settle()
+        return time.monotonic() - start
+
+    def settle(self):
+        """Wait until the script has run."""
+        self.page.wait_for_selector("[data-testid=stHeading]", timeout=120_000)
+        self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
+        self.page.wait_for_timeout(300)
+        self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
+
+    def choose(self, label, value):
+        """Choose an option of a select box; seconds until the page stands still."""
+        start = time.monotonic()
+        box = self.page.locator("[data-testid=stSelectbox]").filter(has_text=label).first
+        box.locator("input").click()
+        self.page.get_by_role("option", name=value, exact=True).click()
+        self.settle()
+        return time.monotonic() - start
+
+    def chosen(self, label):
+        """What a select box says."""
+        box = self.page.locator("[data-testid=stSelectbox]").filter(has_text=label).first
+        return box.locator("input").input_value()
+
+    def shoot(self, name):
+        """A picture for a person to look at."""
+        if SHOTS:
+            Path(SHOTS).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=str(Path(SHOTS) / f"{name}.png"))
+
+    def check(self):
+        """No traceback, and no word to another host."""
+        assert self.page.locator("[data-testid=stException]").count() == 0
+        assert self.elsewhere == []
+
+
+@pytest.fixture(scope="module")
+def chrome(chromium):
+    """One browser for all tests."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-background-networking"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def seen(chrome):
+    """A fresh page."""
+    page = chrome.new_page(viewport={"width": 1280, "height": 1100})
+    page.set_default_timeout(120_000)
+    yield Seen(page)
+    page.close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_opens(seen, address, page, capsys):
+    """By its link, without a traceback, and it asks nothing of the world."""
+    took = seen.open(address, page, trace="sample.zarr")
+
+    seen.shoot(page)
+    seen.check()
+    assert seen.page.locator("[data-testid=stHeading]").first.inner_text().lower() == page
+    with capsys.disabled():
+        print(f"\n{page}: {took:.1f} s, {sum(seen.received) / 1e6:.2f} MB")
+
+
+def test_a_layer_is_changed_and_the_link_restores_it(seen, address, capsys):
+    """The link follows the control, and a fresh page follows the link."""
+    seen.open(address, trace="sample.zarr")
+    took = seen.choose("Layer", "0")
+
+    assert "layer=0" in seen.page.url
+    seen.page.goto(seen.page.url)
+    seen.settle()
+    assert (seen.chosen("Layer"), seen.chosen("Trace")) == ("0", "sample.zarr")
+    seen.check()
+    with capsys.disabled():
+        print(f"\nchange of a layer: {took:.1f} s")
+
+
+def test_a_long_trace_is_sent_in_few_bytes(seen, address, capsys):
+    """A map of 4,096 by 4,096 in at most 5 MB."""
+    took = seen.open(address, trace="long.zarr")
+
+    seen.shoot("long")
+    seen.check()
+    total = sum(seen.received)
+    with capsys.disabled():
+        print(f"\n4,096 x 4,096: {took:.1f} s, {total / 1e6:.2f} MB")
+    assert total < 5e6
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_hostile_tokens_and_names_stay_text(seen, address, page):
+    """No image is fetched, no script runs, and nothing breaks."""
+    seen.open(address, page, trace="more/hostile.zarr")
+
+    seen.shoot(f"hostile-{page}")
+    seen.check()
+    assert seen.page.title() != "taken"
+
+
+@pytest.mark.parametrize("page", ["trace", "retention", "segments", "layers"])
+def test_a_broken_trace_is_a_message(seen, address, page):
+    """On every page that shows one."""
+    seen.open(address, page, trace="broken.zarr")
+
+    seen.check()
+    assert "cannot be read" in seen.page.locator("[data-testid=stAlert]").first.inner_text()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1900, "dark")])
+def test_pages_fit_the_screen(chrome, address, width, scheme):
+    """Nothing has to be scrolled sideways."""
+    page = chrome.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(120_000)
+    seen = Seen(page)
+    for name in PAGES:
+        seen.open(address, name, trace="sample.zarr")
+        seen.shoot(f"{name}-{scheme}")
+        over = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert over <= 0, name
+    page.close()

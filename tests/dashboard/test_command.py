@@ -1,0 +1,67 @@
+"""`kvsim dashboard`: what it starts, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from kvsim.cli import dashboard, main
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The command that the process would become."""
+    found = []
+    monkeypatch.setattr(os, "execv", lambda program, command: found.append((program, command)))
+    return found
+
+
+def run(*arguments):
+    """The exit status of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["dashboard", *map(str, arguments)])
+    return ended.value.code
+
+
+def test_the_server_is_for_this_machine_alone_and_silent(started, tmp_path):
+    """Loopback, no statistics, no question for an address; the folder comes last, absolute."""
+    assert run(tmp_path, "--port", 9123, "--no-browser") in (0, None)
+
+    ((program, command),) = started
+    options = dict(zip(command[5:-2:2], command[6:-2:2], strict=True))
+    assert (program, command[:4]) == (sys.executable, [sys.executable, "-m", "streamlit", "run"])
+    assert options["--server.address"] == "127.0.0.1"
+    assert options["--browser.gatherUsageStats"] == "false"
+    assert options["--server.showEmailPrompt"] == "false"
+    assert options["--server.headless"] == "true"
+    assert options["--server.port"] == "9123"
+    assert command[-2:] == ["--", str(tmp_path.resolve())]
+
+
+def test_a_folder_that_is_not_there_is_an_error(started, tmp_path, capsys):
+    """Nothing starts."""
+    assert run(tmp_path / "no") == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert started == []
+
+
+def test_without_the_extra_it_says_what_to_install(started, monkeypatch, tmp_path, capsys):
+    """One line, with the command."""
+    monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
+
+    assert run(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "streamlit and plotly" in said
+    assert "pip install 'kvsim[dashboard]'" in said
+    assert started == []
+
+
+def test_an_installation_without_the_app_says_so(started, monkeypatch, tmp_path, capsys):
+    """Both places that were looked at."""
+    monkeypatch.setattr(dashboard, "_PACKAGE", tmp_path / "kvsim")
+
+    assert run(tmp_path) == 2
+    assert "install kvsim again" in capsys.readouterr().err
+    assert started == []

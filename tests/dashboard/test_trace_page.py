@@ -1,0 +1,146 @@
+"""The frame of the dashboard and its page of a trace, without a browser."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+import kvsim
+from kvsim.diagnostics.heads import head_profile
+from kvsim.samples import sample_trace
+from kvsim.store.listing import find_runs, find_traces
+
+
+def test_traces_of_a_folder_are_listed_by_name(folder):
+    """Whole and broken ones; nothing hidden, and nothing inside of a trace."""
+    assert list(find_traces(folder)) == [
+        "broken.zarr",
+        "more/hostile.zarr",
+        "more/plain.zarr",
+        "sample.zarr",
+    ]
+
+
+def test_runs_are_found_and_not_looked_into(tmp_path):
+    """What a run holds is no trace, and links lead nowhere."""
+    (tmp_path / "runs" / "a" / "records.zarr").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "run.json").write_text("{}")
+    (tmp_path / "link.zarr").symlink_to(tmp_path / "runs")
+
+    assert list(find_runs(tmp_path)) == ["runs/a"]
+    assert find_traces(tmp_path) == {}
+
+
+def test_an_empty_folder_shows_the_sample_and_says_how_to_record(opened, tmp_path):
+    """The first sight is a page with something on it."""
+    app = opened(tmp_path)
+
+    assert not app.exception
+    assert app.selectbox(key="trace").options == ["sample"]
+    assert "kvsim capture --model tiny" in app.sidebar.info[0].value
+    assert app.header[0].value == "Trace"
+
+
+def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
+    """The table under the map, for the layer that the link names."""
+    app = opened(folder, trace="sample.zarr", layer="1")
+    trace = kvsim.open_trace(sample_trace())
+
+    shown = app.dataframe[0].value
+    found = head_profile(trace, 1)
+
+    for name in ("sink", "local", "entropy", "sparsity"):
+        np.testing.assert_allclose(shown[name].to_numpy(), getattr(found, name))
+    assert shown["KV head"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("key", "value"), [("layer", 0), ("qhead", 5), ("rows", (10, 20))])
+def test_every_control_runs_the_page_anew(opened, folder, key, value):
+    """No exception, and the control has the value."""
+    app = opened(folder, trace="sample.zarr")
+    control = app.slider(key=key) if key == "rows" else app.selectbox(key=key)
+
+    control.set_value(value)
+    app.run()
+
+    assert not app.exception
+    assert (app.slider(key=key) if key == "rows" else app.selectbox(key=key)).value == value
+
+
+def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
+    """Every value is one of the options, whatever the link says."""
+    app = opened(folder, trace="more/plain.zarr", layer="0", qhead="3")
+    assert app.selectbox(key="trace").value == "more/plain.zarr"
+    assert (app.selectbox(key="layer").value, app.selectbox(key="qhead").value) == (0, 3)
+
+    app = opened(folder, trace="../../etc/passwd", layer="77", qhead="x")
+    assert not app.exception
+    assert app.selectbox(key="trace").value == "broken.zarr"
+
+
+def test_a_broken_trace_is_a_message(opened, folder):
+    """What is wrong and what to do, and no traceback."""
+    app = opened(folder, trace="broken.zarr")
+
+    assert not app.exception
+    assert app.error[0].value == "This trace cannot be read."
+    assert "zarr.json" in app.text[0].value
+
+
+def test_an_empty_window_is_a_message(opened, folder):
+    """Both ends at one place."""
+    app = opened(folder, trace="sample.zarr")
+    app.slider(key="rows").set_value((30, 30))
+    app.run()
+
+    assert not app.exception
+    assert "empty" in app.warning[0].value
+
+
+def test_a_trace_without_text_says_so(opened, folder):
+    """The map has positions alone."""
+    app = opened(folder, trace="more/plain.zarr")
+
+    assert not app.exception
+    assert any("no text" in one.value for one in app.info)
+
+
+def test_tokens_are_text(opened, folder):
+    """In the page's HTML no token opens an element; in no other text do tokens occur."""
+    app = opened(folder, trace="more/hostile.zarr")
+
+    assert not app.exception
+    (text,) = [one.proto.body for one in app.get("html")]
+    assert "<img" not in text
+    assert "<script" not in text
+    assert "&lt;img src=&#x27;http://tokens.invalid/a.png&#x27;&gt;" in text
+    spoken = [one.value for kind in ("markdown", "caption", "header") for one in app.get(kind)]
+    assert not any("invalid" in one for one in spoken)
+
+
+def test_names_under_the_pointer_are_escaped(hostile_tokens):
+    """Plotly knows some HTML; labels are one short line without any."""
+    import shown
+
+    names = shown.token_names(hostile_tokens, np.arange(len(hostile_tokens) + 1))
+
+    assert len(set(names)) == len(names)
+    assert not any("<" in one or "\n" in one or "\x1b" in one for one in names)
+    assert shown.token_names(["a", "b", "c"], np.array([0, 2, 3])) == ["0-1 a ...", "2 c"]
+    assert shown.token_names(None, np.array([4, 6, 7])) == ["4-5", "6"]
+
+
+def test_what_is_recorded_anew_is_read_anew(opened, tmp_path, folder):
+    """A trace that was replaced does not come out of the cache."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(folder / "more" / "plain.zarr", path)
+    before = opened(tmp_path, trace="t.zarr").caption
+    shutil.rmtree(path)
+    shutil.copytree(folder / "sample.zarr", path)
+
+    after = opened(tmp_path, trace="t.zarr").caption
+
+    assert any(one.value.startswith("120 tokens") for one in before)
+    assert any(one.value.startswith("472 tokens") for one in after)
