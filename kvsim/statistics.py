@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -76,11 +77,24 @@ def stage_of(layer: int, n_layers: int) -> str:
     return STAGES[0] if layer < edge else STAGES[2] if layer >= n_layers - edge else STAGES[1]
 
 
-def stages(table: pl.DataFrame, n_layers: int) -> pl.DataFrame:
-    """The Table with a column `stage` (see `stage_of`); null where a value has no layer."""
-    names = {layer: stage_of(layer, n_layers) for layer in range(n_layers)}
-    stage = pl.col("layer").replace_strict(names, default=None, return_dtype=pl.Enum(STAGES))
-    return table.with_columns(stage=stage)
+def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
+    """The Table with a column `stage` (see `stage_of`); null where a value has no layer.
+
+    n_layers: of the model; by default of each trace one more than the last layer in the table,
+    which is the model's where all its layers were replayed.
+    """
+    total = pl.col("layer").max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
+    counted = table.with_columns(total=total.cast(pl.Int64))
+    known = (
+        counted.select("layer", "total")
+        .drop_nulls()
+        .unique()
+        .filter(pl.col("layer") < pl.col("total"))
+    )
+    names = [stage_of(layer, count) for layer, count in known.iter_rows()]
+    named = known.with_columns(stage=pl.Series(names, dtype=pl.Enum(STAGES)))
+    on = ["layer", "total"]
+    return counted.join(named, on=on, how="left", maintain_order="left").drop("total")
 
 
 def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
@@ -96,12 +110,7 @@ def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     Raises:
         PolicyError: the table has no such column.
     """
-    missing = [name for name in by if name not in table.columns]
-    if missing:
-        raise PolicyError(
-            f"the table has no column {missing[0]!r}{suggest(missing[0], table.columns)}; it has "
-            f"{', '.join(table.columns)}"
-        )
+    _check_columns(table, by)
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     rank = pl.col("fidelity").cast(pl.String).replace_strict(_STRENGTH, return_dtype=pl.Int64)
     return (
@@ -205,6 +214,114 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
         )
     schema = {name: values.schema[name] for name in keys} | {"base": pl.String} | _NUMBERS
     return pl.DataFrame(rows, schema={**schema, "of": pl.Int64, "above": pl.Float64})
+
+
+def level_shares(table: pl.DataFrame, by: Sequence[str] = ("metric",)) -> pl.DataFrame:
+    """How many of a Table's values have which fidelity, null values left out.
+
+    Returns:
+        `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
+
+    Raises:
+        PolicyError: the table has no such column.
+    """
+    _check_columns(table, by)
+    known = table.filter(pl.col("value").is_not_null())
+    counted = known.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
+    of = pl.col("values").sum()
+    return (
+        counted.with_columns(of=of.over(*by) if by else of)
+        .with_columns(share=pl.col("values") / pl.col("of"))
+        .select(*by, "fidelity", "values", "of", "share")
+    )
+
+
+#: What two values must share to be the same number at two levels; entries, not what was asked for.
+_PLACE = (
+    *("trace", "policy", "params", "budget", "interval", "prefill", "metric", "variant", "unit"),
+    *("layer", "head", "qhead", "event"),
+)
+
+
+def strongest(table: pl.DataFrame) -> pl.DataFrame:
+    """The Table with one value in each place: of several levels the strongest one."""
+    rank = pl.col("fidelity").cast(pl.String).replace_strict(_STRENGTH, return_dtype=pl.Int64)
+    return table.filter(rank == rank.min().over(*_PLACE)).unique(maintain_order=True)
+
+
+def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+    """The same values at two levels of fidelity: a stronger level minus a weaker one.
+
+    Values are paired one by one, with the same trace, policy, parameters, budget in entries,
+    schedule, metric, layer, head and event; what only one level has is left out.
+
+    Args:
+        table: with values of several levels, of one run or of several one below the other.
+        by: more columns that tell results apart, such as `layer`.
+
+    Returns:
+        `by`, policy, params, asked, interval, prefill, metric, variant, unit, then `stronger` and
+        `weaker` (levels), `at_stronger` and `at_weaker` (means over prompts), `mean`, `low`, `high`
+        of the difference (95 % bootstrap interval over traces), `n` traces, `values` that were
+        paired.
+
+    Raises:
+        PolicyError: no such column, or two different values of one level in one place.
+    """
+    _check_columns(table, by)
+    known = table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
+    known = known.select(
+        *_PLACE,
+        *(name for name in by if name not in _PLACE),
+        "share",
+        "value",
+        level=pl.col("fidelity").cast(pl.String),
+    )
+    known = known.unique(subset=[*_PLACE, "level", "value"], maintain_order=True)
+    if known.select(*_PLACE, "level").is_duplicated().any():
+        raise PolicyError(
+            "two values of one policy, metric and place have the same level of fidelity and "
+            "differ; expected runs of the same traces: compare others one by one"
+        )
+    keys = [*by, *KEYS]
+    frames = [
+        known.filter(level=stronger).join(
+            known.filter(level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
+        )
+        for stronger, weaker in combinations(_STRENGTH, 2)
+    ]
+    paired = pl.concat(frames).with_columns(
+        asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
+        gap=pl.col("value") - pl.col("value_right"),
+    )
+    within = paired.group_by(*keys, "level", "level_right", "trace", maintain_order=True).agg(
+        pl.col("value", "value_right", "gap").mean(), values=pl.len()
+    )
+    rows = []
+    for key, found in within.group_by(*keys, "level", "level_right", maintain_order=True):
+        rows.append(
+            {
+                **dict(zip((*keys, "stronger", "weaker"), key, strict=True)),
+                "at_stronger": found["value"].mean(),
+                "at_weaker": found["value_right"].mean(),
+                **_numbers(Interval.of(found["gap"].to_numpy())),
+                "values": found["values"].sum(),
+            }
+        )
+    schema: dict[str, Any] = {name: within.schema[name] for name in keys}
+    schema |= {"stronger": _LABEL, "weaker": _LABEL}
+    schema |= {"at_stronger": pl.Float64, "at_weaker": pl.Float64}
+    return pl.DataFrame(rows, schema={**schema, **_NUMBERS, "values": pl.Int64})
+
+
+def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:
+    """Raise PolicyError where the table lacks a column."""
+    missing = [name for name in by if name not in table.columns]
+    if missing:
+        raise PolicyError(
+            f"the table has no column {missing[0]!r}{suggest(missing[0], table.columns)}; it has "
+            f"{', '.join(table.columns)}"
+        )
 
 
 _LABEL = pl.Enum(FIDELITY)

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.errors import PolicyError
 from kvsim.metrics import COLUMNS
-from kvsim.statistics import RESAMPLES, Interval, averages, compare, per_prompt, stages
+from kvsim.statistics import (
+    RESAMPLES,
+    Interval,
+    averages,
+    between_levels,
+    compare,
+    level_shares,
+    per_prompt,
+    stages,
+    strongest,
+)
 
 
 def row(trace, policy, value, **more):
@@ -209,3 +219,125 @@ def test_a_sweep_can_be_averaged_and_compared():
         found.table.filter(policy="tova", metric="output_error")["value"].mean()
     )
     assert compare(found.table, "tova")["policy"].unique().to_list() == ["snapkv"]
+
+
+def test_stages_without_a_number_are_those_of_each_trace():
+    """Its last layer in the table is the model's last; a layer the model lacks has no stage."""
+    deep = [row("deep", "tova", 0.0, layer=layer) for layer in range(7)]
+    values = table(*deep, *(row("flat", "tova", 0.0, layer=layer) for layer in (0, 1, 2, None)))
+    early, middle, late = ["early"] * 2, ["middle"] * 3, ["late"] * 2
+
+    assert stages(values)["stage"].to_list() == [
+        *(*early, *middle, *late),
+        *("early", "middle", "late", None),
+    ]
+    assert stages(values, 2)["stage"].to_list()[:3] == ["early", "late", None]
+
+
+# --- levels of fidelity ---
+
+LEVELS = ("exact", "closed", "semi", "open")
+
+
+def levelled(draws):
+    """Values of two policies, three layers, two traces; some levels of each, as drawn."""
+    places = [
+        (trace, policy, layer) for trace in "ab" for policy in ("asl", "tova") for layer in range(3)
+    ]
+    rows = [
+        row(trace, policy, value, layer=layer, fidelity=level)
+        for (trace, policy, layer), levels in zip(places, draws, strict=True)
+        for level, value in levels.items()
+    ]
+    return table(*rows, row("a", None, 0.5, metric="sparsity", fidelity="exact"))
+
+
+DRAWS = st.lists(
+    st.dictionaries(st.sampled_from(LEVELS), st.one_of(st.none(), st.floats(-9, 9))),
+    min_size=12,
+    max_size=12,
+)
+
+
+@given(DRAWS)
+def test_shares_of_levels_are_counts(draws):
+    """Of the values that are known, by metric and layer or over everything."""
+    values = levelled(draws)
+    rows = [one for one in values.to_dicts() if one["value"] is not None]
+    for by in ((), ("metric",), ("metric", "layer")):
+        found = level_shares(values, by)
+        for one in found.to_dicts():
+            own = [x for x in rows if all(x[name] == one[name] for name in by)]
+            count = sum(x["fidelity"] == one["fidelity"] for x in own)
+            assert (one["values"], one["of"]) == (count, len(own))
+            assert one["share"] == pytest.approx(count / len(own))
+        assert found["values"].sum() == len(rows)
+
+
+@given(DRAWS)
+def test_levels_are_compared_value_by_value(draws):
+    """Pairs of a plain loop: means within a trace, then over traces."""
+    values = levelled(draws)
+    rows = [one for one in values.to_dicts() if one["value"] is not None and one["policy"]]
+    found = between_levels(values)
+    expected = {}
+    for one in rows:
+        for other in rows:
+            same = all(one[key] == other[key] for key in ("trace", "policy", "layer"))
+            if same and LEVELS.index(one["fidelity"]) < LEVELS.index(other["fidelity"]):
+                key = one["policy"], one["fidelity"], other["fidelity"]
+                expected.setdefault(key, {}).setdefault(one["trace"], []).append(
+                    (one["value"], other["value"])
+                )
+
+    assert found.height == len(expected)
+    for one in found.to_dicts():
+        traces = expected[one["policy"], one["stronger"], one["weaker"]]
+        means = np.array([np.mean(pairs, 0) for pairs in traces.values()])
+        gap = Interval.of(means[:, 0] - means[:, 1])
+        assert (one["n"], one["values"]) == (len(traces), sum(map(len, traces.values())))
+        assert one["at_stronger"] == pytest.approx(means[:, 0].mean(), abs=1e-9)
+        assert one["at_weaker"] == pytest.approx(means[:, 1].mean(), abs=1e-9)
+        assert one["mean"] == pytest.approx(gap.mean, abs=1e-9)
+        if gap.n > 1:
+            assert one["low"] == pytest.approx(gap.low, abs=1e-9)
+
+
+@given(DRAWS)
+def test_the_strongest_level_speaks_for_a_place(draws):
+    """One value in each place that has one, and it is of the first level there is."""
+    values = levelled(draws)
+    found = strongest(values)
+    place = ["trace", "policy", "layer", "metric"]
+
+    assert not found.select(place).is_duplicated().any()
+    assert found.select(place).n_unique() == values.select(place).n_unique()
+    for one in found.to_dicts():
+        there = [
+            x["fidelity"] for x in values.to_dicts() if all(x[name] == one[name] for name in place)
+        ]
+        assert one["fidelity"] == min(there, key=LEVELS.index)
+
+
+def test_budgets_of_levels_meet_in_entries():
+    """64 entries that were asked for as a share are 64 entries; another budget is no pair."""
+    values = table(
+        row("a", "asl", 0.5, share="25%"),
+        row("a", "asl", 0.2, fidelity="semi"),
+        row("a", "asl", 0.9, fidelity="semi", budget=65),
+    )
+    (found,) = between_levels(values).to_dicts()
+
+    assert (found["asked"], found["values"]) == ("25%", 1)
+    assert found["mean"] == pytest.approx(-0.3)
+
+
+def test_two_values_of_one_level_cannot_be_compared():
+    """Equal ones are one value, different ones an error; so is a column that is not there."""
+    twice = [row("a", "asl", 0.5), row("a", "asl", 0.5)]
+
+    assert not between_levels(table(*twice)).height
+    with pytest.raises(PolicyError, match="same level"):
+        between_levels(table(*twice, row("a", "asl", 0.6)))
+    with pytest.raises(PolicyError, match="did you mean 'layer'"):
+        between_levels(table(*twice), by=["layers"])
