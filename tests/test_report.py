@@ -66,7 +66,7 @@ def run(tmp_path_factory):
     """A real run of the sample."""
     trace = kvsim.open_trace(kvsim.sample_trace())
     policies: list[Policy] = [kvsim.policy("tova"), kvsim.policy("ams", window=16)]
-    found = sweep([trace], policies, ["25%", 64], interval=64)
+    found = sweep([trace], policies, ["25%", 64], interval=64, prefill=False)
     return found.save(tmp_path_factory.mktemp("runs") / "real")
 
 
@@ -82,7 +82,7 @@ def test_a_page_has_results_figures_claims_and_provenance(run, tmp_path, capsys)
     assert f"{error:.3f}" in page.text
     for part in ("Results", "Figures", "Beside tova", "The traces", "What the papers say"):
         assert part in page.text
-    assert "Segments keep regions alive that tova alone wipes out" in page.text
+    assert "AMS around tova wipes out fewer regions" in page.text
     assert "cannot be said" in page.text
     assert '"budgets"' in page.text
     assert "sha256:" in page.text
@@ -115,10 +115,24 @@ def test_texts_of_a_run_are_escaped(tmp_path):
 def test_verdicts_follow_from_the_intervals(tmp_path):
     """What lies above zero on all prompts holds, beside its number."""
     values = {"tova": [2.0, 2.2, 2.1], "ams": [1.0, 1.1, 1.0]}
-    page = read(write_report([saved(tmp_path / "r", values)], tmp_path / "r.html"))
+    folder = saved(tmp_path / "r", values, interval=16, prefill=False)
+    page = read(write_report([folder], tmp_path / "r.html"))
 
-    assert re.search(r"With segments tova moves the attention output less\s*holds", page.text)
+    assert re.search(r"AMS is better than tova\s*holds", page.text)
     assert "+1.067" in page.text
+    assert re.search(r"Of \d+ claims these results have numbers for \d+: \d+ hold", page.text)
+
+
+def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
+    """Every claim is on the page, with the command that gives what it lacks."""
+    out = write_report([saved(tmp_path / "r", {"h2o": [0.1, 0.2]})], tmp_path / "r.html")
+    page = read(out)
+
+    for paper, number in (("Q", 13), ("G", 14), ("E", 7), ("S", 6)):
+        for i in range(1, number + 1):
+            assert f"<td>{paper}{i}</td>" in out.read_text("utf-8")
+    assert "kvsim replay --policy tova,ams --interval N --no-prefill --out RUN" in page.text
+    assert "kvsim report RUN TRACE..." in page.text
 
 
 def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
@@ -171,14 +185,32 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     assert "is no run folder" in capsys.readouterr().err
 
 
-def test_policies_that_cannot_be_told_apart_are_refused(tmp_path):
-    """One name with two sets of parameters, or no value at all."""
+def test_results_of_one_policy_are_told_apart_by_what_differs(tmp_path):
+    """Ablations by their parameters, and by the schedule where that alone differs."""
+    one = saved(tmp_path / "one", {"tova": [0.1, 0.2]}, interval=64, prefill=False)
+    other = saved(tmp_path / "other", {"tova": [0.3, 0.4]}, params='{"heads": "group"}')
+    third = saved(tmp_path / "third", {"tova": [0.5, 0.6]}, interval=16, prefill=False)
+    page = read(write_report([one, other, third], tmp_path / "r.html"))
+
+    assert "tova (heads=group)" in page.text
+    assert "tova (after: every 64 rows)" in page.text
+    assert "tova (after: every 16 rows)" in page.text
+    asked = read(write_report([one, other], tmp_path / "b.html", "tova (heads=group)"))
+    assert "Beside tova (heads=group)" in asked.text
+
+
+def test_what_cannot_be_told_apart_is_refused(tmp_path):
+    """Two values in one place, a name that another result would have, or no value at all."""
     one = saved(tmp_path / "one", {"tova": [0.1]})
-    other = saved(tmp_path / "other", {"tova": [0.1]}, params='{"a": 1}')
-    third = saved(tmp_path / "third", {"tova": [0.1]}, interval=16)
-    for second in (other, third):
-        with pytest.raises(PolicyError, match="tova has different parameters or schedules"):
-            write_report([one, second], tmp_path / "r.html")
+    again = saved(tmp_path / "again", {"tova": [0.2]})
+    with pytest.raises(PolicyError, match="different values of output_error for tova on t0"):
+        write_report([one, again], tmp_path / "r.html")
+    other = saved(tmp_path / "other", {"tova": [0.1], "tova (a=1)": [0.1]}, params='{"a": 1}')
+    with pytest.raises(PolicyError, match=r"two results would be called tova \(a=1\)"):
+        write_report([one, other], tmp_path / "r.html")
     with pytest.raises(PolicyError, match="no values"):
         write_report([saved(tmp_path / "none", {"tova": [None]})], tmp_path / "r.html")
+    broken = saved(tmp_path / "broken", {"tova": [0.1]}, params=HOSTILE)
+    with pytest.raises(PolicyError, match=r"parameters of tova are .*; expected a JSON object"):
+        write_report([broken], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()

@@ -14,6 +14,7 @@ from pathlib import Path
 import polars as pl
 
 from kvsim.errors import OutputError, PolicyError
+from kvsim.metrics import COLUMNS
 from kvsim.report.html import PAGE
 from kvsim.report.runs import Saved, read_run
 from kvsim.report.sections import sections
@@ -34,8 +35,8 @@ def write_report(
 
     Raises:
         OutputError: something is at `out`, or a run cannot be read.
-        PolicyError: two runs have one policy with different parameters or schedules, which could
-            not be told apart; the runs have no values, or not the policy `base`.
+        PolicyError: two runs have different values for the same policy, parameters, schedule and
+            trace; the runs have no values, or not the policy `base`.
     """
     target = Path(out)
     saved = [read_run(one) for one in runs]
@@ -61,11 +62,12 @@ def page(runs: Sequence[Saved], base: str | None = None) -> str:
 
 
 def _check_distinct(table: pl.DataFrame) -> None:
-    known = table.filter(pl.col("policy").is_not_null())
-    known = known.select("policy", "params", "interval", "prefill").unique(maintain_order=True)
-    twice = known.filter(pl.col("policy").is_duplicated())["policy"].to_list()
-    if twice:
+    """Raise PolicyError where runs have different values in one and the same place."""
+    place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
+    twice = table.filter(table.select(place).is_duplicated())
+    if twice.height:
+        policy, metric, trace = twice.select("policy", "metric", "trace").row(0)
         raise PolicyError(
-            f"{twice[0]} has different parameters or schedules in these runs, and its results "
-            "could not be told apart; report them one by one"
+            f"two of the runs have different values of {metric} for {policy or 'the trace'} on "
+            f"{trace}, with the same parameters and schedule; report them one by one"
         )

@@ -1,4 +1,4 @@
-"""The sections of runs: results, figures, pairs, splits by label, claims, provenance."""
+"""The sections of runs: results, figures, pairs, splits by label, provenance."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from html import escape
 
 import polars as pl
 
-from kvsim.claims import claims
 from kvsim.errors import PolicyError
 from kvsim.metrics import METRICS
 from kvsim.plots.saving import data_url
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
+from kvsim.report.answers import answers
 from kvsim.report.html import called, details, interval, section, table_of
 from kvsim.report.runs import Saved
+from kvsim.results import labelled
 from kvsim.schema import LABELS, schedule
 from kvsim.statistics import averages, compare
 
 
 def sections(table: pl.DataFrame, runs: Sequence[Saved], base: str | None) -> Iterator[str]:
-    """The sections of runs and the Table of them all, those that have nothing to say left out."""
-    yield _summary(table, runs)
-    yield _figures(table)
-    yield _paired(table, base)
-    yield from _splits(table)
-    yield _of_traces(table)
-    yield _claims(table)
+    """The sections of runs and the Table of them all, those that have nothing to say left out.
+
+    Results of one policy are called by what tells them apart (`kvsim.results.labels`).
+    """
+    shown = labelled(table)
+    yield _summary(shown, runs)
+    yield _figures(shown)
+    yield _paired(shown, base)
+    yield from _splits(shown)
+    yield _of_traces(shown)
+    yield answers(table)
     yield _provenance(runs)
 
 
@@ -161,32 +166,6 @@ def _of_traces(table: pl.DataFrame) -> str:
     head = ["metric", "variant", "mean", "chance", "prompts"]
     note = "What the traces are like, whatever evicts from them."
     return section("The traces", note, details(table_of(head, rows, right=2)))
-
-
-def _claims(table: pl.DataFrame) -> str:
-    found = claims(table)
-    if not found:
-        return ""
-    rows = []
-    for one in found:
-        cases = [
-            escape(f"{case + ': ' if case else ''}{value.text('+.3f')}")
-            for case, value in one.cases.items()
-        ]
-        said = "<br>".join(cases) if len(cases) <= _FEW else details("<br>".join(cases))
-        verdict = f"<b>{one.verdict}</b>"
-        rows.append([one.number, one.paper, escape(one.says), verdict, escape(one.tested), said])
-    note = (
-        "An answer about these traces. A claim <b>holds</b> where the interval lies above 0 in "
-        "every case, <b>does not hold</b> where it lies below in any, and otherwise <b>cannot be "
-        "said</b>, as always from one prompt. Policies are compared as they were replayed, with "
-        "the parameters and schedules above."
-    )
-    head = ["", "paper", "claim", "here", "number", "cases"]
-    return section("What the papers say", note, table_of(head, rows))
-
-
-_FEW = 4
 
 
 def _provenance(runs: Sequence[Saved]) -> str:

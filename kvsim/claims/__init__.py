@@ -1,0 +1,48 @@
+"""What the papers say, and whether it is so on the traces of a Table: each paper has a file.
+
+A claim is tested where the Table has what it is about: policies at the same budget, schedule and
+prompts, ablations found by their parameters, properties of the traces. Its number is above 0 on a
+prompt where the claim is right (with a margin, near 0). It holds where the 95 % interval of the
+mean over prompts lies on the claimed side in every case, does not hold where it lies on the other
+side in any case, and otherwise cannot be said. That is an answer about these traces, and not about
+the papers' models. Every claim is always listed: where evidence is missing, with what would give
+it. Claims on printed numbers, and those that need generation or training, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import polars as pl
+
+from kvsim.claims.ams import ams
+from kvsim.claims.asl import asl
+from kvsim.claims.claim import HOLDS, NOT, OPEN, Claim
+from kvsim.claims.evidence import Evidence, Seconds
+from kvsim.claims.expected_attention import expected_attention
+from kvsim.claims.gkv import gkv
+
+__all__ = ["CLAIMS", "HOLDS", "NOT", "OPEN", "Claim", "Evidence", "Seconds", "claims"]
+
+#: The claims of each paper, in the order of its argument.
+CLAIMS: Mapping[str, Callable[[Evidence], Iterable[Claim]]] = {
+    "AMS, arXiv 2605.23200": ams,
+    "G-KV, arXiv 2512.00504": gkv,
+    "Expected Attention, arXiv 2510.00636": expected_attention,
+    "ASL, arXiv 2601.07667": asl,
+}
+
+
+def claims(table: pl.DataFrame, seconds: Seconds | None = None) -> dict[str, list[Claim]]:
+    """Every claim of each paper.
+
+    Args:
+        table: of `kvsim.measure` or a sweep, with rows of `kvsim.diagnostics.findings` for what is
+            said of traces.
+        seconds: what events take, for the claims about cost.
+
+    Raises:
+        PolicyError: parameters in the table are no JSON object.
+    """
+    evidence = Evidence(table, seconds)
+    return {paper: list(make(evidence)) for paper, make in CLAIMS.items()}

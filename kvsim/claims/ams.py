@@ -1,0 +1,203 @@
+"""What the paper on AMS says, arXiv 2605.23200: Q1 to Q13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from kvsim.claims.claim import Claim
+from kvsim.claims.evidence import Cases, Evidence, Setting, called, of
+
+#: What the paper puts AMS around first, and so what is asked for where nothing else is there.
+BASE = "tova"
+
+
+def around(name: str) -> str:
+    """The policy that is AMS around another one."""
+    return "ams" if name == BASE else f"ams+{name}"
+
+
+def ams(e: Evidence) -> Iterator[Claim]:
+    """AMS, around every policy that was replayed with and without it, and TOVA in any case."""
+    known = dict.fromkeys(one.policy for one in e.results)
+    bases = dict.fromkeys([BASE, *(name for name in known if around(name) in known)])
+    couples = [(of(name), of(around(name))) for name in bases]
+    for base, made in couples:
+        yield _wiped_out(e, base, made)
+    for base, made in couples:
+        says = f"AMS raises the IoU of consecutive kept sets over {base}, at every depth"
+        yield e.compared("Q2", says, made, base, "retained_iou", layers=True)
+    for base, made in couples:
+        says = f"AMS keeps more of the middle of the text than {base}"
+        yield e.compared("Q3", says, made, base, "middle_coverage")
+    for base, made in couples:
+        says = f"The longest run of tokens that AMS drops is shorter than that of {base}"
+        yield e.compared("Q4", says, base, made, "burst_length", "longest")
+    yield from _ablations(e)
+    for base, made in couples:
+        yield from _must_keep(e, base, made)
+    says = "Sets per head alone, which AMS brings too, make tova better"
+    yield e.compared("Q8", says, of("tova", heads="all"), of("tova", heads="group"))
+    yield from _shares_of_mass(e)
+    yield from _small_budgets(e, of(BASE), of(around(BASE)))
+    yield _segments_by_depth(e)
+    yield Claim(
+        "Q12",
+        "The length of the window hardly matters",
+        "relative change of the output error of ams with another window; within 5 %",
+        e.change(e.around("ams", "window"), "output_error"),
+        margin=0.05,
+        needs=e.lacks([of("ams"), of("ams", window=32)], "output_error"),
+    )
+    yield from _cost(e)
+
+
+def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
+    """Q1: over all lengths and thresholds, since the paper does not define its rate."""
+    cases = {}
+    for variant in e.variants("wipeout"):
+        for label, plain, ours in e.pairs(base, made):
+            for asked in e.budgets:
+                a, b = (e.value(one, asked, "wipeout", variant) for one in (plain, ours))
+                if np.nansum(a + b):
+                    cases[", ".join(filter(None, (f"budget {asked}", variant, label)))] = a - b
+    return Claim(
+        "Q1",
+        f"AMS around {base} wipes out fewer regions, whatever their length and the threshold",
+        f"wipe-out rate: {base} minus {made}, of every length and threshold; cases in which "
+        "neither wipes out anything are left out",
+        cases,
+        needs=e.lacks([base, made], "wipeout"),
+    )
+
+
+def _ablations(e: Evidence) -> Iterator[Claim]:
+    """Q5 to Q7: each part of AMS beside AMS without it."""
+    plain, credit = of("ams", credit=False), of("ams", credit=True)
+    says = "Credit makes segments move less from event to event"
+    yield e.compared("Q5", says, plain, credit, "boundary_shift")
+    says = "Credit raises the IoU of consecutive kept sets"
+    yield e.compared("Q5", says, credit, plain, "retained_iou")
+    mass = of("ams", weights="mass")
+    says = "Quotas by mass are better than by length"
+    yield e.compared("Q6", says, of("ams", weights="length"), mass)
+    says = "Quotas by mass are better than equal ones"
+    yield e.compared("Q6", says, of("ams", weights="equal"), mass)
+    fixed = of("ams", segmentation="fixed")
+    adaptive = of("ams", segmentation="mass", segment_length=...)
+    says = "Segments by mass are better than fixed ones"
+    yield e.compared("Q7", says, fixed, adaptive)
+
+
+def _must_keep(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
+    """Q8: how much of what AMS gains is what it protects; the base keeps the same for that."""
+    sizes = {(4, 32)}
+    for _, one in e.alone(made):
+        sizes = {(one.parameters.get("sink", 4), one.parameters.get("recent", 32))}
+    ((sink, recent),) = sizes
+    kept = of(base.policy, protect={"sink": sink, "recent": recent, "prompt": False})
+    yield e.compared("Q8", f"AMS is better than {base}", base, made)
+    if base.policy != BASE and not any(map(kept.fits, e.results)):
+        return
+    says = f"Keeping sinks and recent entries alone makes {base} better"
+    yield e.compared("Q8", says, of(base.policy, protect=None), kept)
+    says = f"AMS is better than {base} with sinks and recent entries kept"
+    yield e.compared("Q8", says, kept, made)
+
+
+def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
+    """Q9: whether the mass really steers the quotas."""
+    for name, mode in (("ams", "strict"), ("ams@release", "release")):
+        one = of(name)
+        by_mass = e.values(one, "quota_share", "mass")
+        yield Claim(
+            "Q9",
+            f"The mass decides about most of the budget ({mode})",
+            f"share of the budget that {name} deals by mass, minus 1/2",
+            {case: values - 0.5 for case, values in by_mass.items()},
+            needs=e.lacks([one], "quota_share", "mass"),
+        )
+        yield Claim(
+            "Q9",
+            f"Most of that mass is measured, and not filled in for the window's entries ({mode})",
+            f"1/2 minus the share of the mass on the window's own entries, {name}",
+            {case: 0.5 - values for case, values in e.values(one, "suffix_mass").items()},
+            needs=e.lacks([one], "suffix_mass"),
+        )
+    observed = of("ams", suffix_fill="observed")
+    filled = of("ams", suffix_fill=("head_max", "global_max"))
+    says = "Filling in the largest usage for the window's entries is better than what was observed"
+    yield e.compared("Q9", says, observed, filled)
+    yield e.compared("Q9", "... and wipes out less", observed, filled, "wipeout")
+
+
+def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
+    """Q10: the smallest budget beside the largest."""
+    for metric in ("output_error", "wipeout"):
+        cases = {}
+        for label, plain, ours in e.pairs(base, made):
+            lead = [e.value(plain, n, metric) - e.value(ours, n, metric) for n in e.budgets]
+            known = [i for i, values in enumerate(lead) if not np.isnan(values).all()]
+            if len(known) > 1:
+                small, large = known[0], known[-1]
+                said = f"{e.budgets[small]} against {e.budgets[large]}"
+                cases[", ".join(filter(None, (said, label)))] = lead[small] - lead[large]
+        yield Claim(
+            "Q10",
+            f"The lead of AMS over {base} grows as the budget falls ({called(metric)})",
+            f"{base} minus {made} at the smallest budget, minus the same at the largest",
+            cases,
+            needs=e.lacks([base, made], metric) + "; at two budgets",
+        )
+
+
+def _segments_by_depth(e: Evidence) -> Claim:
+    """Q11: layers in the order of the model."""
+    cases = {}
+    for label, one in e.alone(of("ams")):
+        layers = e.layers("segment_count")
+        for first, second in pairwise(layers):
+            for asked in e.budgets:
+                a, b = (e.value(one, asked, "segment_count", None, x) for x in (first, second))
+                where = f"layers {first} and {second}, budget {asked}"
+                cases[", ".join(filter(None, (where, label)))] = a - b
+    return Claim(
+        "Q11",
+        "Earlier layers have more segments",
+        "segments of a layer minus those of the next, ams",
+        cases,
+        needs=e.lacks([of("ams")], "segment_count"),
+    )
+
+
+def _cost(e: Evidence) -> Iterator[Claim]:
+    """Q13, by seconds of a machine over random caches of several lengths."""
+    needs = "needs seconds of events on caches of several lengths: python docs/results.py"
+    slope: Cases = {}
+    share: Cases = {}
+    sizes = "the shortest to the longest cache"
+    if e.seconds is not None:
+        taken, lengths = e.seconds.of, e.seconds.lengths
+        sizes = f"{lengths[0]} to {lengths[-1]} entries"
+        added = (taken["ams"] - taken["tova"]).clip(1e-6)
+        scoring = (taken["expected_attention"] - taken["random"]).clip(1e-6)
+        slope = {"seconds": 1.2 - np.polyfit(np.log(lengths), np.log(added).T, 1)[0]}
+        share = {"seconds": 0.1 - added[:, -1] / scoring[:, -1]}
+    yield Claim(
+        "Q13",
+        "What AMS adds to an event grows in proportion to the length of the cache",
+        f"1.2 minus the exponent with which its seconds grow from {sizes}; n repetitions on a "
+        "random cache, no prompts",
+        slope,
+        needs=needs,
+    )
+    yield Claim(
+        "Q13",
+        "What AMS adds is negligible beside the scoring",
+        "1/10 minus its seconds over those of the scores of Expected Attention, at the longest; as "
+        "before",
+        share,
+        needs=needs,
+    )

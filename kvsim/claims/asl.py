@@ -1,0 +1,195 @@
+"""What the paper on ASL says, arXiv 2601.07667: S1 to S6."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from kvsim.claims.claim import Claim, Floats
+from kvsim.claims.evidence import Cases, Evidence
+
+
+def asl(e: Evidence) -> Iterator[Claim]:
+    """ASL: how layers rank a prompt, and where that selects; properties of the traces."""
+    yield Claim(
+        "S1",
+        "The variance of ranks falls with depth",
+        "rank variance, mean over the first half of the layers that have one, minus the second",
+        {variant: _halves(e, "rank_variance", variant) for variant in e.variants("rank_variance")},
+        needs=e.untraced("rank_variance", "of at least three layers"),
+    )
+    entropy = "layer_entropy"
+    layers = e.layers(entropy)
+    yield Claim(
+        "S2",
+        "Early layers attend flatly, deep layers to few tokens",
+        "entropy of a layer's pooled scores in nats, minus that of the next layer",
+        {
+            f"layer {a}": _of(e, entropy, layer=a) - _of(e, entropy, layer=b)
+            for a, b in pairwise(layers)
+        },
+        needs=e.untraced(entropy),
+    )
+    yield from _later(e)
+    yield from _sensitivity(e)
+    unions = e.variants("rank_union")
+    yield Claim(
+        "S5",
+        "Tokens that rank high in one of the layers compared are more than go on, at early layers",
+        "tokens compared over tokens that go on, minus 1, at the first layer that has them",
+        {
+            variant: _of(e, "rank_union", variant, layer) - 1
+            for variant in unions
+            for layer in e.layers("rank_union", variant)[:1]
+        },
+        needs=e.untraced("rank_union"),
+    )
+    yield _by_level(e)
+
+
+def _of(e: Evidence, metric: str, variant: str = "", layer: int | None = None) -> Floats:
+    return e.value(None, None, metric, variant, layer)
+
+
+def _halves(e: Evidence, metric: str, variant: str) -> Floats:
+    """The mean over the earlier layers minus that over as many later ones; [prompt]."""
+    layers = e.layers(metric, variant)
+    half = len(layers) // 2
+    if not half:
+        return np.full(len(e.traces), np.nan)
+    first, last = (
+        np.mean([_of(e, metric, variant, at) for at in some], axis=0)
+        for some in (layers[:half], layers[-half:])
+    )
+    found: Floats = first - last
+    return found
+
+
+def _later(e: Evidence) -> Iterator[Claim]:
+    """S3: what it takes to select at a layer."""
+    relative = sorted(e.variants("rank_relative"), key=_tokens)
+    cases: Cases = {}
+    for variant in relative[1:]:
+        for last in e.layers("rank_relative", variant)[-1:]:
+            many, few = (_of(e, "rank_relative", x, last) for x in (variant, relative[0]))
+            cases[f"{variant} against {relative[0]}"] = many - few
+    yield Claim(
+        "S3",
+        "With more tokens a threshold is passed later",
+        "relative variance at the last layer with more tokens, minus that with the fewest",
+        cases,
+        needs=e.untraced("rank_relative", "for two numbers of tokens"),
+    )
+    chosen = _selections(e)
+    least = min((k for k, tau, more in chosen), key=_tokens, default="")
+    yield Claim(
+        "S3",
+        "... and a later layer is selected",
+        "selection layer with more tokens, minus that with the fewest; prompts that select at both",
+        {
+            f"{k} against {least}, tau={tau}": layer - chosen[least, tau, ""]
+            for (k, tau, more), layer in chosen.items()
+            if not more and k != least
+        },
+        needs=_NO_SELECTION,
+    )
+    taus = sorted({tau for _, tau, _ in chosen}, key=float)
+    yield Claim(
+        "S3",
+        "A smaller threshold selects a later layer",
+        "selection layer at the smallest threshold, minus that at the largest; prompts that select "
+        "at both",
+        {
+            f"{k}, tau={taus[0]} against {taus[-1]}": layer - chosen[k, taus[-1], ""]
+            for (k, tau, more), layer in chosen.items()
+            if not more and tau == taus[0] != taus[-1]
+        },
+        needs=_NO_SELECTION,
+    )
+
+
+def _sensitivity(e: Evidence) -> Iterator[Claim]:
+    """S4: the look-back and the first layer of the rule, beside its own."""
+    chosen = _selections(e)
+    usual = {at: chosen[(*at[:2], "")] for at in chosen if (*at[:2], "") in chosen}
+    backs = {at: layer for at, layer in chosen.items() if at[2].startswith("look_back=")}
+    shortest = min((_tokens(at[2]) for at in backs), default=0)
+    yield Claim(
+        "S4",
+        "A short look-back reacts faster",
+        "selection layer with ASL's own look-back, minus that with the shortest",
+        {
+            f"{at[0]}, {at[2]}": usual[at] - layer
+            for at, layer in backs.items()
+            if at in usual and _tokens(at[2]) == shortest
+        },
+        needs=_NO_SELECTION,
+    )
+    firsts = {at: layer for at, layer in chosen.items() if at[2].startswith("first_layer=")}
+    latest = max((_tokens(at[2]) for at in firsts), default=0)
+    yield Claim(
+        "S4",
+        "A late first layer is noisier",
+        "distance of a prompt's selection layer from the mean over prompts, with the latest first "
+        "layer, minus with ASL's own",
+        {
+            f"{at[0]}, {at[2]}": _spread(layer) - _spread(usual[at])
+            for at, layer in firsts.items()
+            if at in usual and _tokens(at[2]) == latest
+        },
+        needs=_NO_SELECTION,
+    )
+
+
+def _by_level(e: Evidence) -> Claim:
+    """S6: by the level of prompts, which says how hard they are."""
+    level = np.array([_level(text) for text in e.label("level")])
+    cases = {}
+    for (k, tau, more), layer in _selections(e).items():
+        both = ~np.isnan(level + layer)
+        if not more and len(np.unique(level[both])) > 1:
+            off = level - level[both].mean()
+            cases[f"{k}, tau={tau}"] = off * (layer - layer[both].mean())
+    return Claim(
+        "S6",
+        "Harder tasks select later",
+        "covariance over prompts of the level of a prompt with its selection layer",
+        cases,
+        needs=f"{_NO_SELECTION}, of several levels (kvsim prompts --level)",
+    )
+
+
+def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
+    """Selection layers by k, tau and what else a variant names; [prompt]."""
+    found = {}
+    for variant in e.variants("selection_layer"):
+        k, tau, *more = variant.split(",")
+        layer = _of(e, "selection_layer", variant)
+        found[k, tau.removeprefix("tau="), ",".join(more)] = layer
+    return found
+
+
+def _spread(layer: Floats) -> Floats:
+    known = layer[~np.isnan(layer)]
+    return np.abs(layer - known.mean()) if len(known) else layer
+
+
+def _tokens(variant: str) -> float:
+    """The number in `k=25%` and its like."""
+    return float(variant.partition("=")[2].rstrip("%"))
+
+
+def _level(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return np.nan
+
+
+#: Where ASL has nothing to choose from.
+_NO_SELECTION = (
+    "needs traces on which ASL selects, of a model with more layers than three: kvsim report RUN "
+    "TRACE..."
+)

@@ -1,0 +1,90 @@
+"""What a claim is: numbers per prompt, and a verdict from their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.statistics import Interval
+
+Floats = NDArray[np.float64]
+
+HOLDS, NOT, OPEN = "holds", "does not hold", "cannot be said"
+
+#: Cases that are listed one by one; of more, how many of each kind and the outermost.
+LISTED = 4
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and how it does here.
+
+    number: such as Q1. says: the claim in words. tested: what the number is. cases: for each case a
+    number per prompt that is above 0 where the claim is right; with a margin, one that is nearer to
+    0 than the margin. needs: what would give it a number, said where there is none.
+    """
+
+    number: str
+    says: str
+    tested: str = ""
+    cases: Mapping[str, Floats] = field(default_factory=dict)
+    margin: float | None = None
+    needs: str = ""
+
+    def vote(self, found: Interval) -> str:
+        """`for`, `against` or `open`, for one case; always open for a single prompt."""
+        least = 0.0 if self.margin is None else -self.margin
+        most = np.inf if self.margin is None else self.margin
+        if self.margin is None and found.low == 0:
+            return "open"
+        if least <= found.low and found.high <= most:
+            return "for"
+        return "against" if found.high < least or found.low > most else "open"
+
+    @cached_property
+    def votes(self) -> dict[str, tuple[Interval, str]]:
+        """Interval and vote of each case that has a number."""
+        found = {case: Interval.of(values) for case, values in self.cases.items()}
+        return {case: (one, self.vote(one)) for case, one in found.items() if one.n}
+
+    @property
+    def verdict(self) -> str:
+        """Holds in every case; does not hold in at least one; or neither."""
+        votes = {vote for _, vote in self.votes.values()}
+        if "against" in votes:
+            return NOT
+        return HOLDS if votes == {"for"} else OPEN
+
+    @property
+    def why(self) -> str:
+        """Why nothing can be said, where that is not for the numbers; empty otherwise."""
+        if not self.votes:
+            return self.needs
+        alone = all(one.n == 1 for one, _ in self.votes.values())
+        return "needs more than one prompt: a single one has no interval" if alone else ""
+
+    def lines(self, prompts: int, *, every: bool = False) -> list[str]:
+        """The cases with their numbers, and what is missing; every: however many there are.
+
+        prompts: how many there are; a case with another number of them says so.
+        """
+        said = {case: _line(case, *found, prompts) for case, found in self.votes.items()}
+        why = [self.why] if self.why else []
+        if every or len(said) <= LISTED:
+            return [*said.values(), *why]
+        votes = [vote for _, vote in self.votes.values()]
+        count = ", ".join(f"{votes.count(kind)} {kind}" for kind in dict.fromkeys(votes))
+        order = sorted(said, key=lambda case: self.votes[case][0].mean)
+        first, last = said[order[0]], said[order[-1]]
+        return [f"{len(said)} cases: {count}", f"least, {first}", f"most, {last}", *why]
+
+
+def _line(case: str, found: Interval, vote: str, prompts: int) -> str:
+    number = "" if found.n == prompts else f", n = {found.n}"
+    mark = "" if vote == "for" else f" ({vote})"
+    value = found.text("+.1f" if abs(found.mean) >= 10 else "+.3f")
+    return f"{f'{case}: ' if case else ''}{value}{number}{mark}"

@@ -1,0 +1,409 @@
+"""What a Table says, looked up by policy, parameters and schedule: one value per prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from kvsim.claims.claim import Claim, Floats
+from kvsim.metrics import METRICS
+from kvsim.results import Result, differing, in_words, main, results
+from kvsim.schema import schedule
+from kvsim.statistics import per_prompt
+
+Schedule = tuple[int | None, bool | None]
+Cases = dict[str, Floats]
+
+#: Which of the schedules a claim is about.
+When = Callable[[Sequence[Schedule]], Sequence[Schedule]]
+
+
+def decoding(known: Sequence[Schedule]) -> Sequence[Schedule]:
+    """Schedules with events while the response is written."""
+    return [one for one in known if one[0] is not None]
+
+
+def prompt(known: Sequence[Schedule]) -> Sequence[Schedule]:
+    """The one event after the prompt, or the schedule that is nearest to it."""
+    nearest = sorted(known, key=lambda one: (not one[1], -inf if one[0] is None else -one[0]))
+    return nearest[:1]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy, with some of its parameters as they are to be.
+
+    A value is one that the parameter has to have, a tuple of several, or ... for any.
+    """
+
+    policy: str
+    params: Mapping[str, Any]
+
+    def fits(self, one: Result) -> bool:
+        """Whether a result is of this setting."""
+        known = one.parameters
+        return one.policy == self.policy and all(
+            wanted is ... or known.get(name) in (wanted if isinstance(wanted, tuple) else (wanted,))
+            for name, wanted in self.params.items()
+        )
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The parameters that are to have a value; of several the first."""
+        return {
+            name: wanted[0] if isinstance(wanted, tuple) else wanted
+            for name, wanted in self.params.items()
+            if wanted is not ... and wanted is not None
+        }
+
+    @property
+    def command(self) -> str:
+        """What of a `kvsim replay` makes it."""
+        options = [f"--policy {self.policy}"]
+        for name, value in self.said.items():
+            if isinstance(value, dict):
+                options += [f"--{key} {count}" for key, count in value.items() if count]
+            else:
+                options.append(f"--set {name}={str(value).lower()}")
+        return " ".join(options)
+
+    def __str__(self) -> str:
+        return f"{self.policy} ({in_words(self.said)})" if self.said else self.policy
+
+
+def of(policy: str, **params: Any) -> Setting:
+    """A setting of a policy."""
+    return Setting(policy, params)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one event by policy, over caches of so many entries; [repeat, length]."""
+
+    lengths: Sequence[int]
+    of: Mapping[str, Floats]
+
+
+class Evidence:
+    """A Table, and the seconds of events if they were taken."""
+
+    def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
+        asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
+        table = _last_events(table).with_columns(asked=asked)
+        sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
+        self.seconds = seconds
+        self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()
+        self.budgets: list[str] = sizes.sort("budget", "asked")["asked"].to_list()
+        self._rows = results(table)
+        self.results = list(dict.fromkeys(self._rows.values()))
+        self._parts = table.drop("asked").partition_by("metric", "variant", as_dict=True)
+        self._known: dict[tuple[str, str, bool], dict[Any, tuple[Floats, Floats]]] = {}
+        self._labels = table.unique("trace", keep="first", maintain_order=True)
+
+    # --- values ---
+
+    def value(
+        self,
+        result: Result | None,
+        asked: str | None,
+        metric: str,
+        variant: str | None = None,
+        layer: int | None = None,
+    ) -> Floats:
+        """The mean over layers and heads, or over those of one layer; [prompt], NaN without one.
+
+        result, asked: None for what belongs to the trace; variant: the main one by default.
+        """
+        known = self._of(metric, variant, layered=layer is not None)
+        return known.get((result, asked, layer), (self._none, self._none))[0]
+
+    def chance(self, metric: str, variant: str, layer: int) -> Floats:
+        """What chance alone gives, for a property of the traces; [prompt]."""
+        known = self._of(metric, variant, layered=True)
+        return known.get((None, None, layer), (self._none, self._none))[1]
+
+    def layers(self, metric: str, variant: str | None = None) -> list[int]:
+        """The layers that have a value of a metric."""
+        known = self._of(metric, variant, layered=True)
+        return sorted({layer for _, _, layer in known if layer is not None})
+
+    def variants(self, metric: str) -> list[str]:
+        """The variants of a metric, in the order of the Table."""
+        return [variant for name, variant in self._parts if name == metric]
+
+    def label(self, name: str) -> list[str | None]:
+        """A label of each prompt."""
+        return self._labels[name].to_list()
+
+    @property
+    def _none(self) -> Floats:
+        return np.full(len(self.traces), np.nan)
+
+    def _of(
+        self, metric: str, variant: str | None, *, layered: bool
+    ) -> dict[Any, tuple[Floats, Floats]]:
+        """Values and chance by (result, budget asked for, layer)."""
+        name = _main(metric) if variant is None else variant
+        at = metric, name, layered
+        if at not in self._known:
+            self._known[at] = {}
+            part = self._parts.get((metric, name))
+            if part is not None:
+                place = {trace: i for i, trace in enumerate(self.traces)}
+                for row in per_prompt(part, ["layer"] if layered else []).iter_rows(named=True):
+                    result = self._rows.get(tuple(row[name] for name in _RESULT))
+                    key = result, row["asked"], row.get("layer")
+                    values = self._known[at].setdefault(key, (self._none, self._none))
+                    for into, column in zip(values, ("value", "chance"), strict=True):
+                        if row[column] is not None:
+                            into[place[row["trace"]]] = row[column]
+        return self._known[at]
+
+    # --- results ---
+
+    def alone(self, setting: Setting, when: When = decoding) -> list[tuple[str, Result]]:
+        """The main result of a setting at each schedule, and what tells these apart."""
+        found: dict[Schedule, list[Result]] = {}
+        for one in filter(setting.fits, self.results):
+            found.setdefault(one.schedule, []).append(one)
+        chosen = when(list(found))
+        return [(_after(at, chosen, when), main(found[at])) for at in chosen]
+
+    def pairs(
+        self, first: Setting, second: Setting, when: When = decoding
+    ) -> list[tuple[str, Result, Result]]:
+        """Results of two settings at the same schedule, and what tells the pairs apart.
+
+        Of two settings of one policy, those that are equal in all other parameters; of two policies
+        the main result of each.
+        """
+        free = {*first.params, *second.params}
+        found: dict[Schedule, list[tuple[Result, Result]]] = {}
+        for at in dict.fromkeys(one.schedule for one in self.results):
+            own = [one for one in self.results if one.schedule == at]
+            a, b = (list(filter(setting.fits, own)) for setting in (first, second))
+            if first.policy == second.policy:
+                couples = [(x, y) for x, y in product(a, b) if differing(x, y) <= free and x != y]
+            else:
+                couples = [(main(a), main(b))] if a and b else []
+            if couples:
+                found[at] = couples
+        chosen = when(list(found))
+        return [
+            (_joined(_others((x, y), found[at]), _after(at, chosen, when)), x, y)
+            for at in chosen
+            for x, y in found[at]
+        ]
+
+    def around(
+        self, policy: str, name: str, when: When = decoding
+    ) -> Iterator[tuple[str, Result, Result]]:
+        """Results that differ from the main one of a policy in one parameter, and the main one."""
+        for label, base in self.alone(of(policy), when):
+            for one in self.results:
+                same = one.policy == policy and one.schedule == base.schedule
+                if same and differing(one, base) == {name}:
+                    changed = in_words({name: one.parameters.get(name)})
+                    yield _joined(changed, label), one, base
+
+    # --- cases ---
+
+    def gap(
+        self,
+        more: Setting,
+        less: Setting,
+        metric: str,
+        variant: str | None = None,
+        *,
+        when: When = decoding,
+        layers: bool = False,
+    ) -> Cases:
+        """`more` minus `less` on each prompt, at each budget; layers: in each of them."""
+        cases = {}
+        known = self.layers(metric, variant) if layers else [None]
+        for label, a, b in self.pairs(more, less, when):
+            for layer, asked in product(known, self.budgets):
+                x, y = (self.value(one, asked, metric, variant, layer) for one in (a, b))
+                cases[_case(asked, _layer(layer), label)] = x - y
+        return cases
+
+    def values(
+        self,
+        setting: Setting,
+        metric: str,
+        variant: str | None = None,
+        *,
+        when: When = decoding,
+        layers: Iterable[int | None] = (None,),
+    ) -> Cases:
+        """The values of one setting on each prompt, at each budget; layers: in each of them."""
+        return {
+            _case(asked, _layer(layer), label): self.value(one, asked, metric, variant, layer)
+            for label, one in self.alone(setting, when)
+            for layer, asked in product(layers, self.budgets)
+        }
+
+    def change(self, pairs: Iterable[tuple[str, Result, Result]], metric: str) -> Cases:
+        """The first of each pair minus the second, relative to the mean of the second."""
+        cases = {}
+        for label, a, b in pairs:
+            for asked in self.budgets:
+                x, base = (self.value(one, asked, metric) for one in (a, b))
+                known = base[~np.isnan(base)]
+                if len(known) and known.mean():
+                    cases[_case(asked, label)] = (x - base) / known.mean()
+        return cases
+
+    def by_layer(self, metric: str, variant: str, number: Callable[[int], Floats]) -> Cases:
+        """A number of the traces in each layer that has a value of the metric."""
+        return {_layer(layer): number(layer) for layer in self.layers(metric, variant)}
+
+    def of_layers(self, metric: str, variant: str | None = None) -> Cases:
+        """A property of the traces in each layer that has it."""
+        return {
+            _layer(layer): self.value(None, None, metric, variant, layer)
+            for layer in self.layers(metric, variant)
+        }
+
+    # --- claims ---
+
+    def compared(
+        self,
+        number: str,
+        says: str,
+        more: Setting,
+        less: Setting,
+        metric: str = "output_error",
+        variant: str | None = None,
+        *,
+        when: When = decoding,
+        layers: bool = False,
+    ) -> Claim:
+        """A claim that one setting has more of something than another."""
+        cases = self.gap(more, less, metric, variant, when=when, layers=layers)
+        where = ", each layer" if layers else ""
+        tested = f"{called(metric, variant)}{where}: {more} minus {less}"
+        needs = self.lacks([more, less], metric, variant, when)
+        return Claim(number, says, tested, cases, needs=needs)
+
+    def lacks(
+        self,
+        settings: Sequence[Setting],
+        metric: str,
+        variant: str | None = None,
+        when: When = decoding,
+    ) -> str:
+        """What has to be replayed for a value of a metric of some settings at the same terms."""
+        rows = "--interval N --no-prefill" if when is decoding else _ONE_EVENT
+        own = dict.fromkeys(one.policy for one in settings)
+        absent = [name for name in own if not any(one.policy == name for one in self.results)]
+        if absent:
+            names = ",".join(own)
+            return f"needs {_listed(absent)}: kvsim replay --policy {names} {rows} --out RUN"
+        lost = [one for one in settings if not any(map(one.fits, self.results))]
+        if lost:
+            return (
+                f"needs {_listed(map(str, lost))}, with all else equal: kvsim replay "
+                f"{lost[0].command} {rows} --out RUN, and all runs in one report"
+            )
+        pairs = self.pairs(settings[0], settings[-1], when)
+        if not (pairs if len(settings) > 1 else self.alone(settings[0], when)):
+            after = _listed(
+                f"{one.policy} after {schedule(one.interval, prefill=bool(one.prefill))}"
+                for one in self.results
+                if any(setting.fits(one) for setting in settings)
+            )
+            same = "with one schedule and all else equal" if len(settings) > 1 else "with events"
+            return f"needs {_listed(map(str, settings))} {same}: {rows}; there is {after}"
+        return self.unmeasured(metric, variant)
+
+    def unmeasured(self, metric: str, variant: str | None = None) -> str:
+        """Why a metric has no value."""
+        wanted = _main(metric) if variant is None else variant
+        if wanted not in self.variants(metric):
+            name = f"{metric} ({wanted})" if wanted else metric
+            return f"needs the metric {name}: kvsim replay --out RUN measures all of them"
+        return f"needs values of {metric} at the same budgets: these traces or budgets give none"
+
+    def untraced(self, finding: str, of_what: str = "") -> str:
+        """Why a property of the traces that no replay measures has no value."""
+        if not self.variants(finding):
+            return f"needs {finding}, from the traces: kvsim report RUN TRACE..."
+        return " ".join(filter(None, (f"needs traces that have {finding}", of_what)))
+
+
+#: A schedule of one event, for a policy that has another one of its own.
+_ONE_EVENT = "--prefill --interval 1000000"
+
+_RESULT = ("policy", "params", "interval", "prefill")
+
+#: What some quantities are called in tests; others as in METRICS.
+_CALLED = {
+    ("retained_iou", ""): "IoU of consecutive kept sets",
+    ("middle_coverage", ""): "share kept of the middle third",
+    ("burst_length", "longest"): "longest run of dropped tokens",
+    ("boundary_shift", ""): "tokens from a boundary to the nearest one of the event before",
+    ("retained_position", ""): "mean place of what is kept, 0 to 1",
+    ("retained_position", "distance"): "largest distance of the places kept from even ones",
+    ("retained_position", "older"): "mean place of what is kept behind the recent half, 0 to 1",
+    ("key_similarity", ""): "mean cosine of two kept keys",
+    ("wipeout", ""): "wipe-out rate",
+}
+
+
+def called(metric: str, variant: str | None = None) -> str:
+    """A metric in words."""
+    given = variant or ""
+    known = _CALLED.get((metric, given))
+    return known or metric.replace("_", " ") + (f" ({given})" if given else "")
+
+
+def _main(metric: str) -> str:
+    return METRICS[metric].main if metric in METRICS else ""
+
+
+def _last_events(table: pl.DataFrame) -> pl.DataFrame:
+    """Without the rows of earlier events where the last one stands for all."""
+    last = [name for name, one in METRICS.items() if one.over_events == "last"]
+    of_cell = ("trace", *_RESULT, "budget", "share", "metric", "variant", "layer")
+    latest = pl.col("event").max().over(of_cell)
+    older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
+    return table.filter(~older.fill_null(value=False))
+
+
+def _after(at: Schedule, chosen: Sequence[Schedule], when: When) -> str:
+    """The schedule of a case in words, where it has to be said."""
+    if len(chosen) == 1 and (when is not prompt or at == (None, True)):
+        return ""
+    return f"after: {schedule(at[0], prefill=bool(at[1]))}"
+
+
+def _others(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]]) -> str:
+    """The parameters that tell one of several pairs from the others."""
+    told: dict[str, Any] = {}
+    for one, own in zip(pair, zip(*couples, strict=True), strict=True):
+        names = {name for other in own for name in differing(one, other)}
+        told = {name: one.parameters.get(name) for name in sorted(names)} | told
+    return in_words(told)
+
+
+def _case(asked: str, *more: str) -> str:
+    return _joined(f"budget {asked}", *more)
+
+
+def _layer(layer: int | None) -> str:
+    return "" if layer is None else f"layer {layer}"
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(names))

@@ -1,0 +1,95 @@
+"""What the paper on Expected Attention says, arXiv 2510.00636: E1 to E7."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from kvsim.claims.claim import Claim, Floats
+from kvsim.claims.evidence import Evidence, of, prompt
+
+MADE = "expected_attention"
+
+
+def expected_attention(e: Evidence) -> Iterator[Claim]:
+    """Expected Attention, at the one event after the prompt where there are results of it."""
+    made, compared = of(MADE), partial(e.compared, when=prompt)
+    yield Claim(
+        "E1",
+        "Expected attention goes with observed attention",
+        "rank correlation over the prompt's keys with what the response attends to, mean over "
+        "query heads",
+        e.of_layers("expectation"),
+        needs=e.untraced("expectation"),
+    )
+    yield Claim(
+        "E2",
+        "The number of positions looked ahead hardly matters",
+        "relative change of the output error with another n_future; within 5 %",
+        e.change(e.around(MADE, "n_future", prompt), "output_error"),
+        margin=0.05,
+        needs=e.lacks([of(MADE), of(MADE, n_future=128)], "output_error", when=prompt),
+    )
+    says = "The covariance makes it better"
+    yield compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
+    yield Claim(
+        "E3",
+        "The covariance matters less where queries and keys are normalised",
+        needs="needs a model with such norms beside one without, and a Table does not say which "
+        "model it is of",
+    )
+    yield from _value_norm(e)
+    known = dict.fromkeys(one.policy for one in e.results)
+    crossed = [name.removeprefix("adakv+") for name in known if name.startswith("adakv+")]
+    for name in dict.fromkeys((MADE, "snapkv", *(one for one in crossed if one in known))):
+        says = f"Budgets by head (AdaKV) make {name} better"
+        yield compared("E5", says, of(name), of(f"adakv+{name}"))
+    for name in ("knorm", "keydiff", "snapkv", "tova", "streaming_llm"):
+        yield compared("E6", f"Expected Attention is better than {name}", of(name), made)
+    yield from _normal_queries(e)
+
+
+def _value_norm(e: Evidence) -> Iterator[Claim]:
+    """E4: the norm of the value, and the epsilon that lets it decide where attention is small."""
+    some, none = of(MADE, epsilon=0.01), of(MADE, epsilon=0.0)
+    share = e.values(some, "value_norm_overlap", when=prompt)
+    yield Claim(
+        "E4",
+        "With epsilon 0.01 the norm of the value decides about most of what is kept",
+        "share of the kept entries that the norm alone would keep, minus 1/2",
+        {case: values - 0.5 for case, values in share.items()},
+        needs=e.lacks([some], "value_norm_overlap", when=prompt),
+    )
+    says = "... more than it does without epsilon"
+    yield e.compared("E4", says, some, none, "value_norm_overlap", when=prompt)
+    normed = of(MADE, value_norm=("v", "wo_v"), epsilon=0.0)
+    says = "The norm of the value makes it better"
+    # without the norm epsilon is added to every score alike and does nothing
+    alone = of(MADE, value_norm="none", epsilon=...)
+    yield e.compared("E4", says, alone, normed, when=prompt)
+    yield e.compared("E4", "Epsilon 0.01 makes it better", none, some, when=prompt)
+
+
+def _normal_queries(e: Evidence) -> Iterator[Claim]:
+    """E7: what eq. 7 needs of the queries."""
+
+    def off(layer: int, skip: int) -> Floats:
+        return e.value(None, None, "projection_gap", f"skip={skip}", layer)
+
+    said = "distance of log mean exp(x) from that of normal samples, median over keys"
+    yield Claim(
+        "E7",
+        "Projections of queries are nearly normal: their mean exponential is within a factor of 2",
+        f"log 2 minus {said}",
+        e.by_layer("projection_gap", "skip=4", lambda i: np.log(2) - off(i, 4)),
+        needs=e.untraced("projection_gap"),
+    )
+    yield Claim(
+        "E7",
+        "... and the queries of the first 4 tokens, the sinks, are what deviates",
+        f"{said}: of all queries minus without these",
+        e.by_layer("projection_gap", "skip=4", lambda i: off(i, 0) - off(i, 4)),
+        needs=e.untraced("projection_gap"),
+    )

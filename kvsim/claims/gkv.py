@@ -1,0 +1,223 @@
+"""What the paper on G-KV says, arXiv 2512.00504: the 14 claims that need no generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvsim.claims.claim import Claim, Floats
+from kvsim.claims.evidence import Evidence, of
+
+Number = Callable[[int], Floats]
+
+#: The score over all windows, and the one over the last window alone.
+GLOBAL, LOCAL = of("global_max"), of("morphkv@gkv")
+
+
+def gkv(e: Evidence) -> Iterator[Claim]:
+    """G-KV: what attention is like, and what its scores make of it."""
+    yield from _windows(e)
+    yield from _intermittence(e)
+    yield from _sparsity(e)
+    yield from _places(e)
+    yield from _later_attention(e)
+    yield from _fusion(e)
+    says = "Pooling hurts in decoding"
+    pooled = of("global_max", pool=("max", "avg"))
+    yield e.compared("G10", f"{says}: the global score", pooled, of("global_max", pool=None))
+    yield e.compared("G10", f"{says}: the local score", of("snapkv@gkv"), LOCAL)
+    yield from _redundancy(e)
+    yield Claim(
+        "G12",
+        "Attention thins out as the text grows, so that scores have to be normalised",
+        "rank correlation of the number of a window with its largest score of a prompt's key, "
+        "times -1",
+        {case: -values for case, values in e.of_layers("score_decline").items()},
+        needs=e.untraced("score_decline"),
+    )
+    says = "H2O neglects the end of a long text"
+    h2o = of("h2o")
+    place = e.values(h2o, "retained_position", "older")
+    yield Claim(
+        "G13",
+        says,
+        "1/2 minus the mean place of what is kept behind the recent half, 0 to 1, h2o",
+        {case: 0.5 - values for case, values in place.items()},
+        needs=e.lacks([h2o], "retained_position", "older"),
+    )
+    says = "... more than chance does, for what is old has survived more events"
+    yield e.compared("G13", says, of("random"), h2o, "retained_position", "older")
+    last = e.layers("punctuation_lift")[-1:]
+    lift = e.values(of("gkv"), "punctuation_lift", layers=last)
+    yield Claim(
+        "G14",
+        'Deep layers keep punctuation and words such as "wait" out of proportion',
+        "share kept of the punctuation in the last layer over that of all tokens, minus 1, gkv; "
+        "words are not tested",
+        {case: values - 1 for case, values in lift.items()},
+        needs=e.lacks([of("gkv")], "punctuation_lift"),
+    )
+
+
+def _windows(e: Evidence) -> Iterator[Claim]:
+    """G1 and G2: what windows of rows attend to."""
+
+    def value(layer: int, variant: str) -> Floats:
+        return e.value(None, None, "window_overlap", variant, layer)
+
+    def chance(layer: int, variant: str) -> Floats:
+        return e.chance("window_overlap", variant, layer)
+
+    def before(layer: int, share: str) -> Floats:
+        """Mean over the three windows before the last."""
+        each = [value(layer, f"share={share},block={block}") for block in (1, 2, 3)]
+        return sum(each, start=0 * each[0]) / len(each)
+
+    def lift(layer: int, share: str) -> Floats:
+        random = chance(layer, f"share={share},block=1")
+        return (before(layer, share) - random) / (1 - random)
+
+    def claim(says: str, tested: str, number: str, variant: str, make: Number) -> Claim:
+        cases = e.by_layer("window_overlap", variant, make)
+        needs = e.unmeasured("window_overlap", variant)
+        return Claim(number, says, tested, cases, needs=needs)
+
+    newest, oldest = "share=0.1,block=3", "share=0.1,block=1"
+    half, union, merged = "share=0.5,block=1", "share=0.55,union", "share=0.55,equal_budget"
+    yield claim(
+        "What the last window attends to is less like an older window than like a newer one",
+        "overlap of its top 10 % with that of the window before it, minus with the oldest of three",
+        "G1",
+        newest,
+        lambda i: value(i, newest) - value(i, oldest),
+    )
+    yield claim(
+        "Windows attend to different keys, the more so the fewer of the top are taken",
+        "overlap of the top 50 % minus that of the top 5 %",
+        "G1",
+        half,
+        lambda i: before(i, "0.5") - before(i, "0.05"),
+    )
+    yield claim(
+        "The same beyond what chance gives to larger sets",
+        "the same of (overlap - chance) / (1 - chance)",
+        "G1",
+        half,
+        lambda i: lift(i, "0.5") - lift(i, "0.05"),
+    )
+    yield claim(
+        "The union of three earlier top 55 % holds 95 % of the last one",
+        "overlap with the union, minus 0.95",
+        "G2",
+        union,
+        lambda i: value(i, union) - 0.95,
+    )
+    yield claim(
+        "That is more than chance gives to such a union",
+        "overlap with the union, minus its chance (0.91)",
+        "G2",
+        union,
+        lambda i: value(i, union) - chance(i, union),
+    )
+    yield claim(
+        "Earlier scores merged into one top 55 % say more than chance about the last one",
+        "overlap with a set of the same size, minus its chance (0.55)",
+        "G2",
+        merged,
+        lambda i: value(i, merged) - chance(i, merged),
+    )
+
+
+def _intermittence(e: Evidence) -> Iterator[Claim]:
+    """G3: against windows in random order, which come back as often as anything can."""
+    at = "attention_return", "share=0.1,returns"
+    yield Claim(
+        "G3",
+        "Attention is intermittent: what one window does without is wanted again later",
+        "share of a window's top 10 % that was top before, but not in the window just before; "
+        "minus half of that share with the windows in random order",
+        e.by_layer(*at, lambda i: e.value(None, None, *at, i) - e.chance(*at, i) / 2),
+        needs=e.unmeasured(*at),
+    )
+
+
+def _sparsity(e: Evidence) -> Iterator[Claim]:
+    """G4 and G5: of the whole cache, and of what is left of it."""
+    for peak, said in (("sequence", "all keys"), ("behind_sink", "without the first 4")):
+        at = "sparsity", f"p=0.01,max={peak}"
+        yield Claim(
+            "G4",
+            f"More than 90 % of the keys get less than 1 % of the largest score ({said})",
+            "that share in the last 16 rows, minus 0.9",
+            {case: values - 0.9 for case, values in e.of_layers(*at).items()},
+            needs=e.unmeasured(*at),
+        )
+    for share, most in ((0.01, 0.9), (0.05, 0.8)):
+        at = "sparsity_compressed", f"p={share:g},max=sequence"
+        found = e.values(of("gkv"), *at, layers=e.layers(*at))
+        yield Claim(
+            "G5",
+            f"... and so it is with what is kept: more than {most * 100:.0f} % get less than "
+            f"{share * 100:.0f} %",
+            f"that share of what gkv keeps, in the last 16 rows, minus {most:g}",
+            {case: values - most for case, values in found.items()},
+            needs=e.lacks([of("gkv")], *at),
+        )
+
+
+def _places(e: Evidence) -> Iterator[Claim]:
+    """G6 and G7: where in the text the scores keep."""
+    says = "The local score keeps later positions than the global one"
+    yield e.compared("G6", says, LOCAL, GLOBAL, "retained_position")
+    says = "What the global score keeps is spread more evenly"
+    yield e.compared("G6", says, LOCAL, GLOBAL, "retained_position", "distance")
+    yield Claim(
+        "G7",
+        "It is the rotary embedding that draws the local score to late positions",
+        needs="needs a local score before the rotary embedding, which kvsim does not have yet",
+    )
+
+
+def _later_attention(e: Evidence) -> Iterator[Claim]:
+    """G8: what the global score keeps is what later rows attend to."""
+    beside = ((GLOBAL, LOCAL), (GLOBAL, of("random")), (GLOBAL, of("streaming_llm")))
+    for whole, other in (*beside, (of("gkv"), of("rkv"))):
+        says = f"{whole} keeps more of what is attended to later than {other}"
+        yield e.compared("G8", says, whole, other, "retained_mass")
+        yield e.compared("G8", f"... with a lower output error than {other}", other, whole)
+
+
+def _fusion(e: Evidence) -> Iterator[Claim]:
+    """G9: how scores of windows become one, and how fast they are forgotten."""
+    total = of("global_sum")
+    yield Claim(
+        "G9",
+        "Fusion by maximum and by sum are alike",
+        f"relative change of the output error from {GLOBAL} to {total}; within 5 %",
+        e.change(e.pairs(total, GLOBAL), "output_error"),
+        margin=0.05,
+        needs=e.lacks([total, GLOBAL], "output_error"),
+    )
+    says = "Fusion by maximum is better than by mean"
+    yield e.compared("G9", says, of("global_mean"), GLOBAL)
+    usual = of("global_max", decay=0.8)
+    for decay in (0.0, 0.5):
+        says = f"A decay of 0.8 is better than one of {decay:g}"
+        yield e.compared("G9", says, of("global_max", decay=decay), usual)
+    longer = of("global_max", decay=0.9)
+    yield Claim(
+        "G9",
+        "Decays of 0.8 and 0.9 are alike",
+        f"relative change of the output error of {GLOBAL} from 0.8 to 0.9; within 5 %",
+        e.change(e.pairs(longer, usual), "output_error"),
+        margin=0.05,
+        needs=e.lacks([longer, usual], "output_error"),
+    )
+
+
+def _redundancy(e: Evidence) -> Iterator[Claim]:
+    """G11: each weight of the attention score beside the score alone."""
+    says = "Redundancy makes the kept keys less alike"
+    yield e.compared("G11", says, GLOBAL, of("gkv"), "key_similarity")
+    for weight in (0.5, 0.7, 0.9):
+        says = f"... and the output better (mix_lambda {weight})"
+        yield e.compared("G11", says, GLOBAL, of("gkv", mix_lambda=weight))
