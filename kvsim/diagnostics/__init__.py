@@ -3,6 +3,7 @@
     ranking   how each layer ranks the tokens of a prompt, and ASL's test on these ranks
     gold      the tokens that an answer needs
     report    both together as tables: one row per layer, one per trace, one per selection layer
+    layers    overlap and sparsity of attention, and patterns of ranks, at the knobs of a reader
     findings  these, and those below, as named values of one Table per trace
 
 What Expected Attention expects, and why it may be wrong:
@@ -27,6 +28,7 @@ from kvsim.diagnostics.expectation import (
 from kvsim.diagnostics.findings import FINDINGS, Analysis, Finding, findings
 from kvsim.diagnostics.fit import NormalFit, fit_normal
 from kvsim.diagnostics.gold import answer_facts, check_positions, find_text
+from kvsim.diagnostics.layers import RankPattern, overlap_table, rank_pattern, sparsity_table
 from kvsim.diagnostics.normality import (
     Histogram,
     Normality,
@@ -60,6 +62,7 @@ __all__ = [
     "NormalFit",
     "Normality",
     "Projections",
+    "RankPattern",
     "Ranking",
     "answer_facts",
     "check_positions",
@@ -76,11 +79,14 @@ __all__ = [
     "layer_table",
     "loss_table",
     "normality_table",
+    "overlap_table",
     "projection_table",
     "quantiles",
+    "rank_pattern",
     "ranking",
     "reconstruction_table",
     "selection_table",
+    "sparsity_table",
     "state_normality",
     "states",
     "task_of",
