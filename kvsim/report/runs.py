@@ -37,12 +37,22 @@ def read_run(path: str | Path) -> Saved:
             f"{folder} is no run folder: {error.filename} is missing; expected what `kvsim replay "
             "... --out DIR` wrote"
         ) from None
-    except (ValueError, pl.exceptions.PolarsError) as error:
+    except (ValueError, OSError, pl.exceptions.PolarsError) as error:
         raise OutputError(f"{folder} is damaged: {error}; replay it again") from error
+    if not isinstance(parameters, dict):
+        raise OutputError(
+            f"{folder} is damaged: run.json holds no object with parameters; replay it again"
+        )
     missing = [name for name in COLUMNS if name not in table.columns]
     if missing:
         raise OutputError(
             f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
             "kvsim; replay it again"
         )
-    return Saved(folder, parameters, table.select(list(COLUMNS)))
+    try:
+        typed = table.select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
+    except pl.exceptions.PolarsError as error:
+        raise OutputError(
+            f"{folder} has values that no result has: {error}; replay it again"
+        ) from error
+    return Saved(folder, parameters, typed)
