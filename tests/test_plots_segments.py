@@ -93,7 +93,12 @@ def test_axes_and_caption_say_what_is_shown(trace):
     assert lower.get_xlabel() == "position"
     expected = "small: ams+tova, layer 1, KV head 0, budget 24 (fidelity: open)"
     assert figure.get_suptitle() == expected
-    assert len(figure.legends[0].get_texts()) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "a segment begins",
+        "entries",
+        "quota",
+        "an entry stays",
+    ]
 
 
 def test_what_cannot_be_shown_is_an_error(trace):

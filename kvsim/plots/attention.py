@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,7 +15,7 @@ from kvsim.errors import PolicyError
 from kvsim.metrics import window_overlap
 from kvsim.metrics.overlap import default_window
 from kvsim.plots.prompts import counted, mean_line
-from kvsim.plots.style import caption, legend_below, plain, series
+from kvsim.plots.style import LINES, asked_order, caption, legend_below, plain, series
 from kvsim.statistics import averages
 from kvsim.trace import Trace
 
@@ -90,6 +91,17 @@ def _overlaps(
     return out
 
 
+def _by_policy(found: pl.DataFrame) -> dict[str, Mapping[str, Any]]:
+    """A colour and a marker for each policy, a line for each of its budgets; by label."""
+    known = found.filter(pl.col("policy").is_not_null()).select("policy", "asked", "label")
+    colours = series(known["policy"].unique(maintain_order=True))
+    budgets = asked_order(known["asked"].to_list())
+    return {
+        label: {**colours[policy], "linestyle": LINES[budgets.index(asked) % len(LINES)]}
+        for policy, asked, label in known.unique(maintain_order=True).iter_rows()
+    }
+
+
 def sparsity_by_layer(table: pl.DataFrame, shares: Sequence[float] = (0.01, 0.05)) -> Figure:
     """Share of the keys below p times the maximum by layer, of the full and of compressed caches.
 
@@ -115,7 +127,7 @@ def sparsity_by_layer(table: pl.DataFrame, shares: Sequence[float] = (0.01, 0.05
     budgets = found["asked"].drop_nulls().n_unique()
     asked = pl.format("{}, budget {}", "policy", "asked") if budgets > 1 else pl.col("policy")
     found = found.with_columns(label=asked)
-    styles = series(found["label"].drop_nulls().unique(maintain_order=True))
+    styles = _by_policy(found)
     full = {"color": "black", "linestyle": "-", "marker": "."}
     figure = Figure(figsize=(7.6, 2.5 * len(shares) + 0.9), dpi=150)
     grid = figure.subplots(len(shares), 2, squeeze=False, sharex=True, sharey=True)

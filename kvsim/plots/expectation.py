@@ -229,7 +229,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     ratios, layers = sorted(table["ratio"].unique()), sorted(table["layer"].unique())
     names = table["name"].unique(maintain_order=True).to_list()
     unit = "relative to the full output" if relative else "units of the trace"
-    across = min(3, len(names))
+    across = 2 if len(names) == 4 else min(3, len(names))
     down = -(-len(names) // across)
     height = 0.9 + down * max(1.45, 0.6 + 0.1 * len(layers))
     size = (4.6 + 1.8 * across, max(3.9, height))

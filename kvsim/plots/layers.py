@@ -7,7 +7,7 @@ keys, as if no layer had selected.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -22,7 +22,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from kvsim.diagnostics import Diagnosis, Grid, window_attention
-from kvsim.plots.style import COLOURS, palette
+from kvsim.plots.panels import known
+from kvsim.plots.style import COLOURS, caption, legend_of, palette, plain, plain_text, series
 from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -46,19 +47,18 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     A line per trace and budget. It goes on behind the selection layer: what the layers would rank
     if none had selected.
     """
-    figure, axis = _one(7.2, 4.0)
+    figure, axis = _one(7.2, 3.7 + 0.17 * len(diagnoses) * (len(diagnoses) <= _NAMED))
     taus = sorted({one.curve.rule.tau for one in diagnoses})
     named = len(diagnoses) <= _NAMED
-    colours = palette(len(diagnoses))
-    for one, colour in zip(diagnoses, colours, strict=True):
+    alike: dict[str, Any] = {"color": OTHER, "marker": ".", "lw": 0.8}
+    for one, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
         curve, at = one.curve, one.layer
         layers = np.arange(curve.first_layer, curve.n_layers)
-        style: dict[str, Any] = {"color": colour if named else OTHER, "lw": 1.6 if named else 0.8}
-        end = f"layer {at}" if at is not None else "never"
-        label = f"{_label(one, diagnoses)} ({'fits the budget' if curve.fits else end})"
-        axis.plot(layers, curve.relative[layers], ".-", ms=4, label=label, **style)
+        end = f"selects after layer {at}" if at is not None else "never selects"
+        label = f"{_label(one, diagnoses)}: {'fits the budget' if curve.fits else end}"
+        axis.plot(layers, curve.relative[layers], label=label, **(style if named else alike))
         if at is not None:
-            marked = colour if named else SELECTED
+            marked = style["color"] if named else SELECTED
             axis.plot(at, curve.relative[at], "o", ms=9, mfc="none", mec=marked, mew=1.8)
     for tau in taus:
         axis.axhline(tau, color=SELECTED, lw=1, ls="--")
@@ -76,10 +76,9 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     axis.set_ylim(bottom=0)
     axis.set_ylabel("rank variance / that of the first tested layer", fontsize=8)
     if named:
-        axis.legend(fontsize=7.5, frameon=False, title="selects after", title_fontsize=7.5)
-    names = list(dict.fromkeys(one.trace for one in diagnoses))
-    what = names[0] if len(names) == 1 else f"{len(names)} traces"
-    _title(axis, f"{what}: do ranks settle? circle: selection layer", _rule(diagnoses))
+        _legend(figure, axis)
+    what = known(one.trace for one in diagnoses)
+    _caption(figure, f"{what}: do ranks settle? circle: selection layer", _rule(diagnoses))
     return figure
 
 
@@ -113,10 +112,10 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
     axis.set_xlabel("look-back, layers (hatched: as many as there are)", fontsize=8)
     axis.set_ylabel("first tested layer", fontsize=8)
     axis.tick_params(labelsize=7)
-    _title(
-        axis,
+    _caption(
+        figure,
         f"{trace}: selection layer",
-        f"budget {grid.budget} (k = {grid.k}), tau {grid.tau:g}; fidelity: exact",
+        f"budget {grid.budget} (k = {grid.k}), tau {grid.tau:g}",
     )
     return figure
 
@@ -146,7 +145,7 @@ def rank_pattern(one: Diagnosis) -> Figure:
     if one.layer is not None:
         axis.axhline(one.layer + 0.5, color=SELECTED, lw=1.2)
     if curve.k < image.shape[1]:
-        axis.axvline(curve.k + 0.5, color="black", lw=0.8, ls=":")
+        axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylabel("layer", fontsize=8)
     axis.set_xlabel(f"{len(tokens)} tokens, by rank in the last layer (dotted: k)", fontsize=8)
@@ -158,10 +157,10 @@ def rank_pattern(one: Diagnosis) -> Figure:
     bar.ax.invert_yaxis()
     tail = f"; each column is the geometric mean of {factor}" if factor > 1 else ""
     line = "" if one.layer is None else "; red: selected after"
-    _title(
-        axis,
+    _caption(
+        figure,
         f"{one.trace}: ranks of what is among the first k in the last {back} layers{tail}",
-        f"budget {curve.budget} (k = {curve.k}); fidelity: exact{line}",
+        f"budget {curve.budget} (k = {curve.k}){line}",
     )
     return figure
 
@@ -201,6 +200,7 @@ def rank_bumps(one: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) 
             fontsize=6,
             va="center",
             color=SELECTED if marked else "black",
+            parse_math=False,
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": OTHER, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
@@ -218,10 +218,10 @@ def rank_bumps(one: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) 
         axis.set_xlabel("layer (dashed: selection layer)", fontsize=8)
     marks = "; red: gold" if gold.intersection(best.tolist()) else ""
     labels = "position" if texts is None else "position and text"
-    _title(
-        axis,
+    _caption(
+        figure,
         f"{one.trace}: the {len(best)} tokens that the last layer ranks best",
-        f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}; fidelity: exact",
+        f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}",
     )
     return figure
 
@@ -266,10 +266,10 @@ def layer_attention(
         axis.set_xlabel("position", fontsize=7)
         axis.tick_params(labelbottom=True)
     pooled = f", maximum of {factor} positions" if factor > 1 else ""
-    figure.suptitle(
-        f"{trace.name}: attention of the prompt's last {height} rows, mean over "
-        f"{trace.n_qheads} query heads{pooled} (fidelity: exact)",
-        fontsize=9,
+    _caption(
+        figure,
+        f"{trace.name}: attention of the prompt's last {height} rows",
+        f"mean over {trace.n_qheads} query heads{pooled}",
     )
     bar = figure.colorbar(ScalarMappable(scale, colours), ax=axes, pad=0.01, aspect=40)
     bar.set_label("share of a row's attention (black: 1e-5 or less)", fontsize=7)
@@ -304,7 +304,8 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
             if mean is not None:
                 axis.axvline(mean, color=colour, lw=1, ls="--")
         total = int(distribution.filter(pl.col("task") == task)["of"].max() or 0)  # type: ignore[arg-type]
-        axis.set_title(f"{task}, {total} {'trace' if total == 1 else 'traces'}", fontsize=8)
+        title = plain_text(f"{task}, {total} {'trace' if total == 1 else 'traces'}")
+        axis.set_title(title, fontsize=8, parse_math=False)
         axis.set_ylabel("traces", fontsize=8)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.tick_params(labelsize=7)
@@ -316,7 +317,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     axes[-1].set_xticks(ticks, [*map(str, ticks[:-1]), "never"])
     axes[-1].set_xlim(-0.7, n_layers + 0.7)
     axes[-1].set_xlabel("selection layer (dashed: mean of those that select)", fontsize=8)
-    figure.suptitle("Selection layers of ASL (fidelity: exact)", fontsize=10)
+    caption(figure, "Selection layers of ASL", ["exact"])
     figure.tight_layout()
     return figure
 
@@ -327,11 +328,10 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
     A line per trace and budget. A set is what goes on if this layer selects: the first k tokens and
     the window. Traces without gold are left out.
     """
-    known = [one for one in diagnoses if one.recall is not None]
-    named = 0 < len(known) <= _NAMED
-    figure, axis = _one(7.2, 3.6 + 0.17 * len(known) * named)
-    colours = palette(len(known))
-    for one, colour in zip(known, colours, strict=True):
+    found = [one for one in diagnoses if one.recall is not None]
+    named = 0 < len(found) <= _NAMED
+    figure, axis = _one(7.2, 3.6 + 0.17 * len(found) * named)
+    for one, style in zip(found, _lines(len(found)), strict=True):
         if one.recall is None:
             continue
         at, full, late = one.layer, one.first_full_recall, one.layer_regret
@@ -340,21 +340,19 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
             "never selects" if at is None else f"selects after {at} with {one.recall[at]:.0%}",
             "" if late is None else f"regret {late:+d}",
         ]
-        label = f"{_label(one, known)}: {', '.join(filter(None, where))}"
-        layers = np.arange(one.curve.n_layers)
-        axis.plot(layers, one.recall, ".-", ms=4, lw=1.6, color=colour, label=label)
+        label = f"{_label(one, found)}: {', '.join(filter(None, where))}"
+        axis.plot(np.arange(one.curve.n_layers), one.recall, label=label, **style)
         if at is not None:
-            axis.plot(at, one.recall[at], "o", ms=9, mfc="none", mec=colour, mew=1.8)
-    _layers(axis, max((one.curve.n_layers for one in known), default=1))
+            axis.plot(at, one.recall[at], "o", ms=9, mfc="none", mec=style["color"], mew=1.8)
+    _layers(axis, max((one.curve.n_layers for one in found), default=1))
     axis.set_ylim(-0.03, 1.05)
     axis.set_ylabel("share of gold tokens in top k + window", fontsize=8)
-    if named:  # below the axes, where it hides no line
-        figure.legend(fontsize=7.5, frameon=False, loc="outside lower center")
-    names = list(dict.fromkeys(one.trace for one in known))
-    what = names[0] if len(names) == 1 else f"{len(names)} traces"
-    sizes = sorted({0 if one.gold is None else len(one.gold) for one in known})
+    if named:
+        _legend(figure, axis)
+    what = known(one.trace for one in found)
+    sizes = sorted({0 if one.gold is None else len(one.gold) for one in found})
     tokens = f"{'/'.join(map(str, sizes))} gold tokens"
-    _title(axis, f"{what}: recall of {tokens}; circle: selection layer", _rule(known))
+    _caption(figure, f"{what}: recall of {tokens}; circle: selection layer", _rule(found))
     return figure
 
 
@@ -365,15 +363,14 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     """
     figure = Figure(figsize=(7.2, 5.0), dpi=150)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    colours = palette(len(diagnoses))
-    for one, colour in zip(diagnoses, colours, strict=True):
+    for one, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
         layers = np.arange(1, one.curve.n_layers)
         name = f"budget {one.asked} (k = {one.curve.k})"
-        upper.plot(layers, one.jaccard[1:], ".-", ms=4, lw=1.6, color=colour, label=name)
-        upper.axhline(one.jaccard_chance, color=colour, lw=0.9, ls=":")
+        upper.plot(layers, one.jaccard[1:], label=name, **style)
+        upper.axhline(one.jaccard_chance, color=style["color"], lw=0.9, ls=":")
         if one.layer is not None:
             for axis in (upper, lower):
-                axis.axvline(one.layer, color=colour, lw=1, ls="--")
+                axis.axvline(one.layer, color=style["color"], lw=1, ls="--")
     one = diagnoses[0]
     upper.set_ylim(-0.03, 1.05)
     upper.set_ylabel("Jaccard with the layer before", fontsize=8)
@@ -386,13 +383,11 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     lower.set_ylabel("entropy, nats", fontsize=8)
     lower.legend(fontsize=7.5, frameon=False, loc="lower right")
     _layers(lower, one.curve.n_layers)
-    for axis in (upper, lower):
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.25)
-    figure.suptitle(
-        f"{one.trace}: top-k sets of consecutive layers, and how even their scores are\n"
-        "dotted: by chance, and for equal scores; dashed: selection layer (fidelity: exact)",
-        fontsize=9,
+    plain(upper)
+    _caption(
+        figure,
+        f"{one.trace}: top-k sets of consecutive layers, and how even their scores are",
+        "dotted: by chance, and for equal scores; dashed: selection layer",
     )
     figure.tight_layout()
     return figure
@@ -407,16 +402,26 @@ def _layers(axis: Axes, n_layers: int) -> None:
     axis.set_xlabel("layer", fontsize=8)
     axis.set_xlim(-0.5, n_layers - 0.5)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.tick_params(labelsize=7)
-    axis.grid(alpha=0.25)
+    plain(axis)
 
 
-def _title(axis: Axes, what: str, how: str) -> None:
-    axis.set_title(f"{what}\n{how}", fontsize=9)
+def _lines(count: int) -> list[Mapping[str, Any]]:
+    """How so many lines look: of different colours and markers."""
+    return [{**style, "lw": 1.4, "ms": 3} for style in series(map(str, range(count))).values()]
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    """A line of the legend for each line, below the axes, where it hides none."""
+    handles, names = axis.get_legend_handles_labels()
+    legend_of(figure, handles, names, columns=1, loc="outside lower center")
+
+
+def _caption(figure: Figure, what: str, how: str) -> None:
+    caption(figure, f"{what}\n{how}", ["exact"])
 
 
 def _rule(diagnoses: Sequence[Diagnosis]) -> str:
-    """The parameters that all of them share, and the fidelity."""
+    """The parameters that all of them share."""
     curves = [one.curve for one in diagnoses]
 
     def shared(name: str, values: Iterable[object]) -> str:
@@ -429,7 +434,7 @@ def _rule(diagnoses: Sequence[Diagnosis]) -> str:
         shared("first tested layer", (one.first_layer for one in curves)),
         shared("look-back", (one.look_back for one in curves)),
     )
-    return f"{', '.join(part for part in parts if part)} (fidelity: exact)"
+    return ", ".join(part for part in parts if part)
 
 
 def _label(one: Diagnosis, among: Sequence[Diagnosis]) -> str:
@@ -442,9 +447,8 @@ def _label(one: Diagnosis, among: Sequence[Diagnosis]) -> str:
 
 
 def _plain(text: str) -> str:
-    """A token's text that matplotlib draws as it is."""
-    shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
-    return shown.replace("$", r"\$")[:12]
+    """A token's text on one line, cut."""
+    return plain_text(text).replace("\n", "\\n")[:12]
 
 
 def _log_means(image: Floats, factor: int) -> Floats:

@@ -75,16 +75,17 @@ def state_ridges(
     deviation = np.where(fit.deviation > 0, fit.deviation, np.nan)[:, None]
     edges = (shape.edges - fit.mean.numpy()[:, None]) / deviation
     density = shape.density * deviation / _NORMAL_PEAK * _RIDGE
-    top = 1.05 * max(_RIDGE, np.nanmax(density, initial=0))
     columns = 2 if len(names) > 1 else 1
     rows = -(-len(names) // columns)
+    bases = rows - 1 - np.arange(len(names)) % rows
+    top = 0.15 + (bases + np.fmax(_RIDGE, density.max(1))).max()
     figure = Figure(figsize=(3.6 * columns, 0.3 * rows + 1.5), dpi=150, layout="constrained")
     axes = figure.subplots(1, columns, squeeze=False, sharex=True)[0]
     x = np.linspace(-4, 4, 201)
     bell = np.exp(-(x**2) / 2) * _RIDGE
     for place, name in enumerate(names):
         axis, row = axes[place // rows], place % rows
-        base, front = rows - 1 - row, 2 * row  # the lower ridge lies in front
+        base, front = bases[place], 2 * row  # the lower ridge lies in front
         axis.plot(x, base + bell, color="black", lw=0.8, zorder=front + 1.5, label="fitted normal")
         ks = "constant"
         if np.isfinite(edges[place]).all():
@@ -100,7 +101,7 @@ def state_ridges(
         axis.set_yticks([], [])
         axis.text(-4.1, base, name, fontsize=6, ha="right", va="bottom")
     for axis in axes:
-        axis.set(xlim=(-4, 4), ylim=(-0.2, rows - 1 + top))
+        axis.set(xlim=(-4, 4), ylim=(-0.2, top))
         axis.spines[["left", "right", "top"]].set_visible(False)
         axis.tick_params(labelsize=7)
         axis.set_xlabel("standard deviations from the mean", fontsize=8)
@@ -147,7 +148,7 @@ def normal_distance(found: Normality) -> Figure:
     """
     values = mean_known(found.effects["ks"])
     layers, heads = values.shape
-    size = (max(4.4, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))
+    size = (max(5.2, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axis = figure.subplots()
     image = axis.imshow(values, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")

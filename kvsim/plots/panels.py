@@ -9,7 +9,7 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvsim.plots.style import plain
+from kvsim.plots.style import legend_of, plain
 
 
 class Panels:
@@ -58,14 +58,7 @@ def legend_outside(figure: Figure, axis: Axes, *, columns: int) -> None:
     """One legend below a figure of constrained layout, with the names of one panel."""
     handles, names = axis.get_legend_handles_labels()
     once = dict(zip(names, handles, strict=True))
-    figure.legend(
-        list(once.values()),
-        list(once),
-        fontsize=7.5,
-        frameon=False,
-        ncols=columns,
-        loc="outside lower center",
-    )
+    legend_of(figure, list(once.values()), list(once), columns=columns, loc="outside lower center")
 
 
 def known(values: Iterable[str]) -> str:

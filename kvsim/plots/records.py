@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from kvsim.metrics import fidelity, output_error
-from kvsim.plots.style import series
+from kvsim.plots.style import caption, legend_below, plain, series
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -89,11 +89,8 @@ def retention_map(
     labels = {
         fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
     }
-    figure.suptitle(
-        f"{trace.name}: layer {trace.layer_ids[layer]}, KV head {head}; dotted: end of the prompt "
-        f"(fidelity: {', '.join(sorted(labels))})",
-        fontsize=10,
-    )
+    where = f"layer {trace.layer_ids[layer]}, KV head {head}"
+    caption(figure, f"{trace.name}: {where}; dotted: end of the prompt", labels)
     figure.tight_layout(rect=(0, 0.05, 1, 0.99))
     return figure
 
@@ -120,18 +117,13 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
     for axis, budget in zip(axes, budgets, strict=True):
         axis.set_title(f"budget {budget}", fontsize=9)
         axis.set_ylabel("relative output error", fontsize=8)
-        axis.tick_params(labelsize=7)
+        plain(axis)
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
     axes[-1].set_xlabel("row", fontsize=8)
-    handles, found = axes[0].get_legend_handles_labels()
-    figure.legend(handles, found, fontsize=8, frameon=False, ncols=6, loc="lower center")
-    figure.suptitle(
-        f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows "
-        f"(fidelity: {', '.join(sorted(labels))})",
-        fontsize=10,
-    )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    what = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
+    caption(figure, f"{what}\nmean over layers and query heads", labels)
+    height = legend_below(figure, axes[0], columns=6)
+    figure.tight_layout(rect=(0, height, 1, 1))
     return figure
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
@@ -22,7 +23,7 @@ from kvsim.trace import Trace
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_LINE, _QUOTA, _ROOM, _KEPT = COLOURS[0], COLOURS[4], "#e9e5dc", "black"
+_LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def mass_curve(
             f"no event after row {missing[0]} acts on layer {layer}, head {head}; events are after "
             f"rows {', '.join(map(str, rows))}"
         )
-    figure = Figure(figsize=(4.6 * len(wanted) + 0.6, 4.6), dpi=150)
+    figure = Figure(figsize=(max(6.4, 4.6 * len(wanted) + 0.6), 5.0), dpi=150)
     grid = figure.subplots(
         2, len(wanted), squeeze=False, sharex="col", sharey="row", height_ratios=[3, 2]
     )
@@ -134,12 +135,13 @@ def mass_curve(
     )
     figure.legend(
         handles=[
+            Line2D([], [], color=_CUT, lw=0.9, ls="--", label="a segment begins"),
             Patch(color=_ROOM, label="entries"),
             Patch(color=_QUOTA, label="quota"),
-            Patch(color=_KEPT, label="ticks: entries that stay"),
+            Line2D([], [], color=_KEPT, marker="|", ls="", ms=7, label="an entry stays"),
         ],
         loc="lower center",
-        ncols=3,
+        ncols=4,
         fontsize=7.5,
         frameon=False,
     )
@@ -150,7 +152,7 @@ def mass_curve(
 def _mass(axis: Axes, one: Segmented) -> None:
     """The cumulative mass, where segments begin, and the entries that stay."""
     for start in _starts(one)[1:]:
-        axis.axvline(start, color="#777777", lw=0.6, ls="--")
+        axis.axvline(start, color=_CUT, lw=0.6, ls="--")
     axis.plot(one.pos, one.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")
     stay = one.pos[one.kept]
     axis.plot(stay, np.full(len(stay), -0.045), "|", color=_KEPT, ms=6, mew=0.6)

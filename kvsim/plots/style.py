@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -41,18 +43,62 @@ def plain(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
+def plain_text(text: str) -> str:
+    """Printable ASCII, line ends kept: fonts lack the rest, and what is not is escaped."""
+    return "".join(
+        c if c == "\n" or (c.isascii() and c.isprintable()) else escaped(c) for c in text
+    )
+
+
+def escaped(character: str) -> str:
+    """A character as a string of Python would have it, by its number."""
+    return character.encode("unicode_escape").decode("ascii")
+
+
 def caption(figure: Figure, text: str, fidelities: Iterable[str]) -> None:
-    """The title, with how far the numbers can be trusted."""
+    """The title, with how far the numbers can be trusted; lines wider than the figure go on below.
+
+    Names in it come from files: they are escaped, cut where they fill three lines, and no
+    mathematics, however many dollars they hold.
+    """
     known = ", ".join(sorted(set(fidelities)))
-    figure.suptitle(f"{text} (fidelity: {known})" if known else text, fontsize=10)
+    label = f" (fidelity: {known})" if known else ""
+    lines = plain_text(text).split("\n")
+    title = figure.suptitle("\n".join(lines) + label, fontsize=10, parse_math=False)
+    room = 0.98 * figure.bbox.width / title.get_window_extent().width
+    if room < 1:
+        fits = int(room * max(len(lines[-1] + label), *map(len, lines)))
+        kept = [line if len(line) <= 3 * fits else f"{line[: 3 * fits]} ..." for line in lines]
+        kept[-1] += label
+        title.set_text("\n".join(part for line in kept for part in textwrap.wrap(line, fits)))
 
 
 def legend_below(figure: Figure, axis: Axes, *, columns: int) -> float:
     """One legend under all panels, with the entries of one; returns the height that it takes."""
     handles, names = axis.get_legend_handles_labels()
-    rows = -(-len(names) // columns)
-    figure.legend(handles, names, fontsize=7.5, frameon=False, ncols=columns, loc="lower center")
+    across = legend_of(figure, handles, names, columns=columns, loc="lower center")
+    rows = -(-len(names) // across)
     return (0.2 * rows + 0.1) / float(figure.get_figheight())
+
+
+def legend_of(
+    figure: Figure,
+    handles: Sequence[Artist],
+    names: Sequence[str],
+    *,
+    columns: int,
+    loc: Literal["lower center", "outside lower center"],
+) -> int:
+    """One legend of a figure in as many columns as fit, at most `columns`; how many they are."""
+    shown = [plain_text(name) for name in names]
+    for across in range(max(1, min(columns, len(shown))), 0, -1):
+        legend = figure.legend(handles, shown, fontsize=7.5, frameon=False, ncols=across, loc=loc)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+        if across == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+    return across
 
 
 def asked_order(budgets: Sequence[str]) -> list[str]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvsim.errors import PolicyError
 from kvsim.metrics import METRICS
+from kvsim.metrics.catalogue import metric
 from kvsim.plots.prompts import counted
 from kvsim.plots.style import asked_order, caption, legend_below, plain, series
 from kvsim.statistics import averages
@@ -26,14 +28,13 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
         metrics: a panel each, their main variants; those that the table lacks are left out.
 
     Raises:
-        PolicyError: the table has none of the metrics.
+        PolicyError: no such metric, or the table has none of them.
     """
     found = _means(table, metrics)
     shown = [name for name in metrics if name in set(found["metric"])]
     budgets = asked_order(found["asked"].to_list())
     styles = series(found["policy"].unique(maintain_order=True))
-    figure = Figure(figsize=(3.3 * len(shown) + 0.4, 3.6 + 0.05 * len(styles)), dpi=150)
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    figure, axes = _panels(len(shown), (3.3, 2.9), len(styles))
     for axis, name in zip(axes, shown, strict=True):
         of_metric = found.filter(metric=name)
         for policy, style in styles.items():
@@ -55,15 +56,16 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
 def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeout")) -> Figure:
     """Each metric against the entries that rows really saw; policies on the front are drawn bold.
 
-    A policy is on the front at a budget if none is at most as large and better. Budgets bind
-    policies differently, so the axis is `entries_seen` and not what was asked for.
+    A policy is on the front at a budget if none is at most as large and better; of a metric without
+    a better direction there is none. Budgets bind policies differently, so the axis is
+    `entries_seen` and not what was asked for.
 
     Args:
         table: of a sweep with the metrics and `entries_seen`.
         metrics: a panel each, their main variants; those that the table lacks are left out.
 
     Raises:
-        PolicyError: the table has none of the metrics, or not `entries_seen`.
+        PolicyError: no such metric, or the table has none of them, or not `entries_seen`.
     """
     found = _means(table, [*metrics, "entries_seen"])
     known = set(found["metric"])
@@ -76,11 +78,11 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
     key = ["policy", "params", "asked", "interval", "prefill"]
     sizes = found.filter(metric="entries_seen").select(*key, seen="mean")
     styles = series(found["policy"].unique(maintain_order=True))
-    figure = Figure(figsize=(4.2 * len(shown) + 0.4, 3.8 + 0.05 * len(styles)), dpi=150)
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    figure, axes = _panels(len(shown), (4.2, 3.1), len(styles))
     for axis, name in zip(axes, shown, strict=True):
         of_metric = found.filter(metric=name).join(sizes, on=key, nulls_equal=True)
-        best = front(of_metric, higher=METRICS[name].better == "higher")
+        better = METRICS[name].better
+        best = front(of_metric, higher=better == "higher") & (better is not None)
         for policy, style in styles.items():
             part = of_metric.with_columns(best=best).filter(policy=policy).sort("seen")
             at, mean = part["seen"].to_numpy(), part["mean"].to_numpy()
@@ -93,7 +95,9 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
         axis.set_xlabel("entries that a row sees, mean", fontsize=8)
         axis.set_ylabel(_label(name), fontsize=8)
         plain(axis)
-    caption(figure, f"Mean over {counted(found['n'])}; filled: on the front", found["fidelity"])
+    neutral = any(METRICS[name].better is None for name in shown)
+    marked = "on the front" + ", where one direction is better" * neutral
+    caption(figure, f"Mean over {counted(found['n'])}; filled: {marked}", found["fidelity"])
     height = legend_below(figure, axes[0], columns=6)
     figure.tight_layout(rect=(0, height, 1, 1))
     return figure
@@ -114,7 +118,7 @@ def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
 def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
     """Averages of the main variants of what belongs to a policy."""
     wanted = [
-        (pl.col("metric") == name) & (pl.col("variant") == METRICS[name].main) for name in metrics
+        (pl.col("metric") == name) & (pl.col("variant") == metric(name).main) for name in metrics
     ]
     found = averages(table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted)))
     found = found.filter(pl.col("mean").is_not_null())
@@ -122,6 +126,18 @@ def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
         had = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
         raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {had}")
     return found
+
+
+def _panels(count: int, size: tuple[float, float], lines: int) -> tuple[Figure, list[Axes]]:
+    """So many panels of a size in inches, at most three beside each other; lines in the legend."""
+    across = min(3, count)
+    rows = -(-count // across)
+    shape = (max(5.6, size[0] * across + 0.4), size[1] * rows + 0.7 + 0.05 * lines)
+    figure = Figure(figsize=shape, dpi=150)
+    grid = figure.subplots(rows, across, squeeze=False)
+    for axis in grid.flat[count:]:
+        axis.remove()
+    return figure, list(grid.flat[:count])
 
 
 def _label(name: str) -> str:

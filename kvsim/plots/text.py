@@ -17,7 +17,7 @@ from kvsim.metrics import fidelity, retention_lift
 from kvsim.metrics.output import check_record
 from kvsim.metrics.retention import RECENT, SINK, event_rows
 from kvsim.plots.prompts import Shown
-from kvsim.plots.style import COLOURS, GRID, caption
+from kvsim.plots.style import COLOURS, GRID, caption, escaped, plain_text
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -224,7 +224,7 @@ def lift_bars(
     at = np.arange(table.height)
     figure = Figure(figsize=(6.4, 0.19 * table.height + 1.5), dpi=150)
     axis = figure.subplots()
-    axis.barh(at, rate / mean, 0.75, color=COLOURS[0])
+    axis.barh(at, rate / mean, 0.75, color=COLOURS[5])
     ends = np.stack([rate - low, high - rate]).clip(0) / mean
     axis.errorbar(rate / mean, at, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
     axis.axvline(1.0, color="black", lw=1, ls=":")
@@ -267,15 +267,11 @@ def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
 
 
 def _plain(text: str) -> str:
-    """Printable ASCII: fonts lack the rest, and widths differ; what is not is escaped."""
-    return "".join(c if c.isascii() and c.isprintable() else _escaped(c) for c in text)
+    """Printable ASCII on one line."""
+    return plain_text(text).replace("\n", "\\n")
 
 
 def _visible(text: str) -> str:
     """Text as it is, but for newlines shown and control characters escaped."""
-    shown = (c if c.isprintable() else "\\n\n" if c == "\n" else _escaped(c) for c in text)
+    shown = (c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)
     return "".join(shown)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,107 @@
+"""What all figures share: captions, legends and names that come from files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from kvsim.plots.panels import Panels
+from kvsim.plots.style import caption, legend_below, plain_text
+
+
+def lines(names):
+    """A figure of 5 by 3 inches with a line for each name."""
+    figure = Figure(figsize=(5, 3))
+    axis = figure.subplots()
+    for name in names:
+        axis.plot([0, 1], label=name)
+    return figure, axis
+
+
+def widest(figure):
+    """The share of the figure's width that its title and its legends take at most."""
+    figure.draw_without_rendering()
+    parts = [figure._suptitle] if figure._suptitle else []
+    return max(one.get_window_extent().width for one in (*parts, *figure.legends)) / (
+        figure.bbox.width
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x" * 5000, "walk " * 200, "a" * 90, "short", "$\\frac{", "\x1b[31m\u202e\ud800漢\x00", ""],
+)
+def test_the_caption_fits_and_keeps_its_fidelity(name):
+    """Long lines go on below, endless ones are cut, and the label stays."""
+    figure = Figure(figsize=(5, 3))
+
+    caption(figure, f"{name}: layer 0\nsecond line", ["open", "exact", "open"])
+
+    said = figure.get_suptitle()
+    assert said.replace("\n", " ").endswith("second line (fidelity: exact, open)")
+    assert said.isascii()
+    assert said.replace("\n", "").isprintable()
+    assert widest(figure) <= 1
+    assert said.count("\n") < 10
+    assert not figure._suptitle.get_parse_math()
+
+
+def test_a_caption_that_fits_is_as_it_was_given():
+    """And one without fidelities has no label."""
+    figure, other = Figure(figsize=(5, 3)), Figure(figsize=(5, 3))
+
+    caption(figure, "sample: layer 0, KV head 1", ["open"])
+    caption(other, "sample", [])
+
+    assert figure.get_suptitle() == "sample: layer 0, KV head 1 (fidelity: open)"
+    assert other.get_suptitle() == "sample"
+
+
+@pytest.mark.parametrize("count", [1, 3, 11])
+@pytest.mark.parametrize("size", [4, 24, 200])
+def test_the_legend_fits_if_any_number_of_columns_does(count, size):
+    """As many as asked for, or as fit, and one at least; names are no mathematics."""
+    names = [f"{i} $x" + "w" * size for i in range(count)]
+    figure, axis = lines(names)
+
+    height = legend_below(figure, axis, columns=5)
+
+    (legend,) = figure.legends
+    across = legend._ncols
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert height == pytest.approx((0.2 * -(-count // across) + 0.1) / 3)
+    assert across == count or (count, size) not in {(1, 4), (3, 4)}
+    if size < 200:
+        assert widest(figure) <= 1
+    else:
+        assert across == 1
+
+
+def test_panels_share_one_legend_that_fits():
+    """With each name once, below all panels."""
+    panels = Panels(2)
+    for axis in panels.axes:
+        for i in range(6):
+            axis.plot([0, 1], label=f"a rather long name of a line {i % 3}")
+
+    panels.legend(columns=6)
+
+    assert len(panels.figure.legends[0].get_texts()) == 3
+    assert widest(panels.figure) <= 1
+
+
+@given(st.text())
+def test_plain_text_is_printable_and_says_what_it_was(text):
+    """ASCII and line ends as they are, everything else by its number."""
+    shown = plain_text(text)
+
+    assert shown.isascii()
+    assert shown.replace("\n", "").isprintable()
+    kept = "".join(c for c in text if c == "\n" or " " <= c <= "~")
+    if kept == text:
+        assert shown == text
+    else:
+        assert np.char.count(shown, "\\") > kept.count("\\")
