@@ -4,6 +4,7 @@
     layers    how the layers rank the tokens of a prompt, and where ASL selects
     summary   policies against each other over budgets
     attention whether attention comes back to its keys, and how sparse it is
+    strips    what is held after an event, and the long runs that were dropped
     segments  how attention mass cuts the cache, and what each piece may keep
     sets      where in the text kept entries lie, and how much of them stays
     expectation  what Expected Attention expects beside what happens, and what its errors cost
@@ -40,6 +41,7 @@ from kvsim.plots.records import NEEDED, error_over_rows, retention_map
 from kvsim.plots.saving import save
 from kvsim.plots.segments import mass_curve
 from kvsim.plots.sets import iou_by, middle_coverage, position_density
+from kvsim.plots.strips import bursts
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.plots.text import lift_bars, token_html, token_text
 
@@ -47,6 +49,7 @@ __all__ = [
     "NEEDED",
     "agreement_steps",
     "attention_loss",
+    "bursts",
     "error_over_rows",
     "expected_observed",
     "gold_recall",
