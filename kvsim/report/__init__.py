@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-import polars as pl
-
 from kvsim.errors import OutputError, PolicyError
-from kvsim.metrics import COLUMNS
 from kvsim.report.html import PAGE
-from kvsim.report.runs import Saved, read_run
+from kvsim.report.runs import Saved, joined, read_run
 from kvsim.report.sections import sections
 
-__all__ = ["Saved", "page", "read_run", "write_report"]
+__all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 
 
 def write_report(
@@ -52,22 +49,9 @@ def write_report(
 
 def page(runs: Sequence[Saved], base: str | None = None) -> str:
     """The HTML page of runs; see `write_report`."""
-    table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
-    _check_distinct(table)
+    table = joined(runs)
     if not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
     parts = sections(table, runs, base)
     title = ", ".join(run.path.name for run in runs)
     return PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
-
-
-def _check_distinct(table: pl.DataFrame) -> None:
-    """Raise PolicyError where runs have different values in one and the same place."""
-    place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
-    twice = table.filter(table.select(place).is_duplicated())
-    if twice.height:
-        policy, metric, trace = twice.select("policy", "metric", "trace").row(0)
-        raise PolicyError(
-            f"two of the runs have different values of {metric} for {policy or 'the trace'} on "
-            f"{trace}, with the same parameters and schedule; report them one by one"
-        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from kvsim.errors import OutputError
+from kvsim.errors import OutputError, PolicyError
 from kvsim.metrics import COLUMNS
 
 
@@ -56,3 +57,21 @@ def read_run(path: str | Path) -> Saved:
             f"{folder} has values that no result has: {error}; replay it again"
         ) from error
     return Saved(folder, parameters, typed)
+
+
+def joined(runs: Sequence[Saved]) -> pl.DataFrame:
+    """The Table of several runs; what is in several of them is there once.
+
+    Raises:
+        PolicyError: runs have different values in one and the same place.
+    """
+    table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
+    place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
+    twice = table.filter(table.select(place).is_duplicated())
+    if twice.height:
+        policy, metric, trace = twice.select("policy", "metric", "trace").row(0)
+        raise PolicyError(
+            f"two of the runs have different values of {metric} for {policy or 'the trace'} on "
+            f"{trace}, with the same parameters and schedule; take them one by one"
+        )
+    return table
