@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,74 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from numpy.typing import NDArray
 
 from kvsim.errors import PolicyError
 from kvsim.metrics import fidelity
 from kvsim.metrics.output import check_record
 from kvsim.plots.style import COLOURS, caption, plain
-from kvsim.record import Plans, Record
+from kvsim.record import Record
+from kvsim.segmentation import Segmented, segmented
 from kvsim.trace import Trace
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
-
-
-@dataclass(frozen=True)
-class Segmented:
-    """One head at one event, in order of position.
-
-    pos, mass, kept [n] of the live entries: position, share of the attention mass, whether it is
-    still there after the event; segment [n] of each. quota [S]: entries that each segment may keep.
-    """
-
-    row: int
-    pos: Ints
-    mass: Floats
-    kept: NDArray[np.bool_]
-    segment: Ints
-    quota: Ints
-
-
-def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
-    """The events at which a head of a layer was cut into segments of attention mass, ascending.
-
-    Raises:
-        PolicyError: the record has no masses of the layer, because it is not of `ams`, because
-            `replay` was not asked for internals, or because no event acted there.
-    """
-    gone = record.evicted_at[record.layers.index(layer), head]
-    found = []
-    for plans in sorted(record.internals, key=lambda one: one.row):
-        if layer not in plans.layers or "mass" not in plans.notes:
-            continue
-        at = plans.layers.index(layer), head
-        live = plans.pos[at] >= 0
-        pos = plans.pos[at][live]
-        if not (gone == plans.row).any():
-            continue
-        quotas, groups = _segments(plans)
-        mass, segment = plans.notes["mass"][at][live], groups[at][live]
-        quota = quotas[at][: segment.max() + 1]  # other heads may have more segments
-        found.append(Segmented(plans.row, pos, mass, gone[pos] > plans.row, segment, quota))
-    if not found:
-        raise PolicyError(
-            f"the record of {record.policy} has no segments of layer {layer}; replay ams with "
-            "internals=True at a budget that makes it evict"
-        )
-    return found
-
-
-def _segments(plans: Plans) -> tuple[Ints, Ints]:
-    """Quotas [L, H, S], and the segment of each entry [L, H, n].
-
-    The release's way of choosing leaves them among the notes, since its last cut is by head.
-    """
-    if plans.groups is None:
-        return plans.notes["quota"], plans.notes["segment"]
-    return plans.quotas, plans.groups
 
 
 def mass_curve(
@@ -151,7 +92,7 @@ def mass_curve(
 
 def _mass(axis: Axes, one: Segmented) -> None:
     """The cumulative mass, where segments begin, and the entries that stay."""
-    for start in _starts(one)[1:]:
+    for start in one.boundaries:
         axis.axvline(start, color=_CUT, lw=0.6, ls="--")
     axis.plot(one.pos, one.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")
     stay = one.pos[one.kept]
@@ -162,17 +103,9 @@ def _mass(axis: Axes, one: Segmented) -> None:
 
 def _quotas(axis: Axes, one: Segmented) -> None:
     """A bar for each segment from its first position to the next one's: entries and quota."""
-    starts = _starts(one)
+    starts = one.starts
     widths = np.diff(np.append(starts, one.pos[-1] + 1))
-    length = np.bincount(one.segment, minlength=len(starts))
     edge: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": 0.6}
-    axis.bar(starts, length, widths, color=_ROOM, **edge)
+    axis.bar(starts, one.counts(), widths, color=_ROOM, **edge)
     axis.bar(starts, one.quota, widths, color=_QUOTA, **edge)
     plain(axis)
-
-
-def _starts(one: Segmented) -> Ints:
-    """The first position of each segment, ascending."""
-    _, first = np.unique(one.segment, return_index=True)
-    starts: Ints = one.pos[first]
-    return starts

@@ -161,7 +161,10 @@ class AMS(Allocator):
         budget = view.budget.expand_as(view.count).minimum(view.count)
         quotas = self.share(parts, budget)
         notes = {
+            "observed": observed,
+            "credit": credit,
             "mass": mass,
+            "protected": protected & view.live,
             "segment_mass": parts.mass,
             "segment_length": parts.length,
             "suffix_mass": (mass * suffix).sum(-1),
