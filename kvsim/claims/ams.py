@@ -66,7 +66,7 @@ def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
     return Claim(
         "Q1",
         f"AMS around {base} wipes out fewer regions, whatever their length and the threshold",
-        f"wipe-out rate: {base} minus {made}, of every length and threshold; cases in which "
+        f"wipe-out: {base} minus {made}, regions of every length and threshold; cases in which "
         "neither wipes out anything are left out",
         cases,
         needs=e.lacks([base, made], "wipeout"),
@@ -149,7 +149,9 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
             f"The lead of AMS over {base} grows as the budget falls ({called(metric)})",
             f"{base} minus {made} at the smallest budget, minus the same at the largest",
             cases,
-            needs=e.lacks([base, made], metric) + "; at two budgets",
+            needs="needs two budgets: kvsim replay --budget N,M"
+            if e.pairs(base, made)
+            else e.lacks([base, made], metric),
         )
 
 

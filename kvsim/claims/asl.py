@@ -93,7 +93,7 @@ def _later(e: Evidence) -> Iterator[Claim]:
             for (k, tau, more), layer in chosen.items()
             if not more and k != least
         },
-        needs=_NO_SELECTION,
+        needs=_never(e),
     )
     taus = sorted({tau for _, tau, _ in chosen}, key=float)
     yield Claim(
@@ -106,7 +106,7 @@ def _later(e: Evidence) -> Iterator[Claim]:
             for (k, tau, more), layer in chosen.items()
             if not more and tau == taus[0] != taus[-1]
         },
-        needs=_NO_SELECTION,
+        needs=_never(e),
     )
 
 
@@ -125,7 +125,7 @@ def _sensitivity(e: Evidence) -> Iterator[Claim]:
             for at, layer in backs.items()
             if at in usual and _tokens(at[2]) == shortest
         },
-        needs=_NO_SELECTION,
+        needs=_never(e),
     )
     firsts = {at: layer for at, layer in chosen.items() if at[2].startswith("first_layer=")}
     latest = max((_tokens(at[2]) for at in firsts), default=0)
@@ -139,7 +139,7 @@ def _sensitivity(e: Evidence) -> Iterator[Claim]:
             for at, layer in firsts.items()
             if at in usual and _tokens(at[2]) == latest
         },
-        needs=_NO_SELECTION,
+        needs=_never(e),
     )
 
 
@@ -157,7 +157,7 @@ def _by_level(e: Evidence) -> Claim:
         "Harder tasks select later",
         "covariance over prompts of the level of a prompt with its selection layer",
         cases,
-        needs=f"{_NO_SELECTION}, of several levels (kvsim prompts --level)",
+        needs=f"{_never(e)}, of several levels (kvsim prompts --level)",
     )
 
 
@@ -169,6 +169,11 @@ def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
         layer = _of(e, "selection_layer", variant)
         found[k, tau.removeprefix("tau="), ",".join(more)] = layer
     return found
+
+
+def _never(e: Evidence) -> str:
+    """Why there is no selection layer."""
+    return e.untraced("selection_layer", "(ASL selects nowhere in them, as in three layers)")
 
 
 def _spread(layer: Floats) -> Floats:
@@ -186,10 +191,3 @@ def _level(text: str | None) -> float:
         return float(text or "nan")
     except ValueError:
         return np.nan
-
-
-#: Where ASL has nothing to choose from.
-_NO_SELECTION = (
-    "needs traces on which ASL selects, of a model with more layers than three: kvsim report RUN "
-    "TRACE..."
-)

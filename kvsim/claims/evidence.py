@@ -123,10 +123,17 @@ class Evidence:
         known = self._of(metric, variant, layered=layer is not None)
         return known.get((result, asked, layer), (self._none, self._none))[0]
 
-    def chance(self, metric: str, variant: str, layer: int) -> Floats:
-        """What chance alone gives, for a property of the traces; [prompt]."""
-        known = self._of(metric, variant, layered=True)
-        return known.get((None, None, layer), (self._none, self._none))[1]
+    def chance(
+        self,
+        result: Result | None,
+        asked: str | None,
+        metric: str,
+        variant: str | None = None,
+        layer: int | None = None,
+    ) -> Floats:
+        """What chance alone gives, as `value`."""
+        known = self._of(metric, variant, layered=layer is not None)
+        return known.get((result, asked, layer), (self._none, self._none))[1]
 
     def layers(self, metric: str, variant: str | None = None) -> list[int]:
         """The layers that have a value of a metric."""
@@ -301,17 +308,14 @@ class Evidence:
     ) -> str:
         """What has to be replayed for a value of a metric of some settings at the same terms."""
         rows = "--interval N --no-prefill" if when is decoding else _ONE_EVENT
-        own = dict.fromkeys(one.policy for one in settings)
-        absent = [name for name in own if not any(one.policy == name for one in self.results)]
-        if absent:
-            names = ",".join(own)
-            return f"needs {_listed(absent)}: kvsim replay --policy {names} {rows} --out RUN"
         lost = [one for one in settings if not any(map(one.fits, self.results))]
         if lost:
-            return (
-                f"needs {_listed(map(str, lost))}, with all else equal: kvsim replay "
-                f"{lost[0].command} {rows} --out RUN, and all runs in one report"
-            )
+            alone = ",".join(dict.fromkeys(one.policy for one in settings))
+            plain = not any(one.said for one in settings)
+            options = [f"--policy {alone}"] if plain else [one.command for one in lost]
+            commands = ", ".join(f"kvsim replay {one} {rows} --out RUN" for one in options)
+            last = "" if plain else "; with all else equal, and all runs in one report"
+            return f"needs {_listed(map(str, lost))}: {commands}{last}"
         pairs = self.pairs(settings[0], settings[-1], when)
         if not (pairs if len(settings) > 1 else self.alone(settings[0], when)):
             after = _listed(
@@ -353,7 +357,7 @@ _CALLED = {
     ("retained_position", "distance"): "largest distance of the places kept from even ones",
     ("retained_position", "older"): "mean place of what is kept behind the recent half, 0 to 1",
     ("key_similarity", ""): "mean cosine of two kept keys",
-    ("wipeout", ""): "wipe-out rate",
+    ("wipeout", ""): "wipe-out of regions of 32",
 }
 
 

@@ -65,7 +65,7 @@ def _windows(e: Evidence) -> Iterator[Claim]:
         return e.value(None, None, "window_overlap", variant, layer)
 
     def chance(layer: int, variant: str) -> Floats:
-        return e.chance("window_overlap", variant, layer)
+        return e.chance(None, None, "window_overlap", variant, layer)
 
     def before(layer: int, share: str) -> Floats:
         """Mean over the three windows before the last."""
@@ -135,7 +135,7 @@ def _intermittence(e: Evidence) -> Iterator[Claim]:
         "Attention is intermittent: what one window does without is wanted again later",
         "share of a window's top 10 % that was top before, but not in the window just before; "
         "minus half of that share with the windows in random order",
-        e.by_layer(*at, lambda i: e.value(None, None, *at, i) - e.chance(*at, i) / 2),
+        e.by_layer(*at, lambda i: e.value(None, None, *at, i) - e.chance(None, None, *at, i) / 2),
         needs=e.unmeasured(*at),
     )
 
