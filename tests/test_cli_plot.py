@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import matplotlib as mpl
+import polars as pl
 import pytest
 
 import kvsim
+from kvsim import plots
 from kvsim.cli.figures import FIGURES
 from kvsim.tiny.tasks import prompts
 
@@ -17,6 +19,9 @@ OPTIONS = {
     "middle_coverage": ["--layer", "1"],
     "mass_curve": ["--policy", "ams+tova", "--set", "window=16", "--head", "1"],
     "iou_by": ["--by", "task"],
+    "bursts": ["--layer", "1", "--zoom", "40-70", "--no-prefill"],
+    "pareto": ["--metric", "burst_length,regret", "--policy", "tova,h2o"],
+    "reconstruction_error": ["--policy", "knorm,random", "--ratio", "25%,75%"],
 }
 
 
@@ -36,9 +41,9 @@ def arguments(name, paths):
     drawing = FIGURES[name]
     traces = paths[:1] if drawing.single else paths
     given = OPTIONS.get(name, [])
-    if drawing.policies and "--policy" not in given:
+    if drawing.replay and "--policy" not in given:
         given = [*given, "--policy", "tova"]
-    budget = ["--budget", "32", "--interval", "8"] if drawing.policies else []
+    budget = ["--budget", "32", "--interval", "8"] if drawing.replay in ("sweep", "plans") else []
     return ["plot", name, *traces, *given, *budget]
 
 
@@ -87,6 +92,26 @@ def test_help_lists_the_figures(run):
         ("pareto --policy tofa --budget 8", "tofa"),
         ("pareto --policy tova --budget x", "budget is 'x'"),
         ("pareto --policy tova --budget 8 --layer 0", "--layer was given, but pareto has none"),
+        ("iou_by --policy tova --budget 8 --metric regret", "--metric was given, but iou_by has"),
+        ("pareto --policy tova --budget 8 --zoom 1-2", "--zoom was given, but pareto has none"),
+        ("pareto --policy tova --budget 8 --ratio 5%", "--ratio was given, but pareto has none"),
+        ("pareto --policy tova --budget 8 --metric regrett", "'regrett'; did you mean 'regret'"),
+        ("pareto --policy tova --budget 8 --metric sparsity", "is about traces and the same for"),
+        ("pareto --policy tova --budget 8 --metric ,", "--metric is ','"),
+        ("rank_pattern", "rank_pattern is drawn by `kvsim layers TRACE --budget N --figures DIR`"),
+        (
+            "overlap_curves --interval 8 --no-prefill",
+            "no policies; leave --interval, --prefill out",
+        ),
+        ("overlap_curves --set window=1", "shows no policies; leave --set out"),
+        ("reconstruction_error --policy tova --budget 8", "of the entries; leave --budget out"),
+        ("reconstruction_error --policy tova --interval 8", "the entries; leave --interval out"),
+        ("reconstruction_error --policy tova --ratio 0.5", "--ratio is '0.5'; expected a share"),
+        ("reconstruction_error --policy tova --ratio 100%", "--ratio is '100%'; expected a share"),
+        ("reconstruction_error", "--policy is ''"),
+        ("bursts --policy tova --budget 8 --zoom 9", "--zoom is '9'; expected two positions"),
+        ("bursts --policy tova --budget 8 --zoom 9-9", "--zoom is '9-9'; expected two positions"),
+        ("bursts --policy tova --budget 8 --zoom 9-9999", "expected two positions of 0 to"),
         ("pareto --policy tova --budget 8 --set nothing=1", "nothing"),
         ("overlap_curves --policy tova", "overlap_curves shows no policies"),
         ("overlap_curves --layer 99", "--layer is 99; a has 0 to"),
@@ -135,3 +160,182 @@ def test_files_and_traces_that_do_not_fit(run, paths, tmp_path):
     assert status == 2
     assert "no" in none
     assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, paths):
+    """Runs of both traces: three policies at two budgets, and one of them with a parameter."""
+    folder = tmp_path_factory.mktemp("runs")
+    traces = [kvsim.open_trace(path) for path in paths]
+    from kvsim.sweeps import sweep
+
+    metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
+    metrics += ["sparsity", "sparsity_compressed", "middle_coverage"]
+    named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
+    sweep(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
+    other = kvsim.policy("tova", heads="group")
+    sweep(traces, [other], ["16", "40%"], interval=8, metrics=metrics).save(folder / "other")
+    return folder
+
+
+RUNS = [name for name, drawing in FIGURES.items() if drawing.runs]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_drawn_as_its_traces_are(run, paths, finished, tmp_path, name):
+    """The same file, without replaying anything."""
+    policies = ["--policy", "tova,h2o,random", "--budget", "16,40%", "--interval", "8"]
+    out = [tmp_path / "run.svg", tmp_path / "traces.svg"]
+
+    drawn = run("plot", name, finished / "three", "--out", out[0])
+    replayed = run("plot", name, *paths, *policies, "--out", out[1])
+
+    assert drawn == (0, f"Written to {out[0]}.\n", "")
+    assert replayed[0] == 0
+    assert out[0].read_bytes() == out[1].read_bytes()
+
+
+def shown(monkeypatch, name):
+    """What a figure of `kvsim.plots` is called with, in a list that the call fills."""
+    seen = []
+    real = getattr(plots, name)
+    monkeypatch.setattr(plots, name, lambda *given: seen.append(given) or real(*given))
+    return seen
+
+
+def test_policies_and_budgets_of_a_run_can_be_chosen(run, finished, tmp_path, monkeypatch):
+    """Those asked for; what belongs to no policy stays."""
+    seen = shown(monkeypatch, "sparsity_by_layer")
+
+    status, _, err = run("plot", "sparsity_by_layer", finished / "three", "--policy", "h2o,tova",
+                         "--budget", "40%", "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    ((table,),) = seen
+    assert set(table["policy"].drop_nulls()) == {"tova", "h2o"}
+    assert set(table["share"].drop_nulls()) == {"40%"}
+    assert table.filter(pl.col("policy").is_null())["metric"].unique().to_list() == ["sparsity"]
+
+
+def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeypatch):
+    """One policy with two sets of parameters has two lines."""
+    seen = shown(monkeypatch, "over_budgets")
+
+    status, _, err = run("plot", "over_budgets", finished / "three", finished / "other",
+                         "--metric", "middle_coverage", "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    (((table, metrics),)) = seen
+    names = table["policy"].drop_nulls().unique().to_list()
+    assert len(names) == 4
+    assert {"h2o", "random"} < {*names}
+    assert sum(name.startswith("tova") for name in names) == 2
+    assert metrics == ["middle_coverage"]
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("bursts three", "bursts is drawn from traces, but {0}/three is a run; give the traces"),
+        ("pareto three a.zarr", "{0}/three is a run and a.zarr is none; give either"),
+        ("pareto three --interval 8", "{0}/three is replayed already; leave --interval out"),
+        ("pareto three --no-prefill --set x=1", "already; leave --prefill, --set out"),
+        ("pareto three --policy tofa", "--policy tofa: the run has none; did you mean 'tova'?; it"),
+        ("pareto three --budget 17", "--budget 17: the run has none"),
+        ("pareto three --metric regret", "one of regret; the table has entries_seen"),
+        ("pareto broken", "broken"),
+        ("iou_by three --by level", "no retained_iou by level"),
+    ],
+)
+def test_what_runs_cannot_show_is_one_line(run, finished, tmp_path, command, complaint):
+    """Status 2, and nothing is written."""
+    broken = finished / "broken"
+    broken.mkdir(exist_ok=True)
+    (broken / "run.json").write_text("{}")
+    name, *words = command.split()
+    known = {one: finished / one for one in ("three", "broken")}
+
+    status, said, err = run(
+        "plot", name, *(known.get(word, word) for word in words), "--out", tmp_path / "out.png"
+    )
+
+    assert (status, said) == (2, "")
+    assert complaint.format(finished) in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------- what options come to
+
+
+def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
+    """No event follows the prompt, in figures of records and of Plans."""
+    seen = []
+    real, plans = plots.error_over_rows, plots.mass_curve
+    monkeypatch.setattr(plots, "error_over_rows", lambda *given: seen.append(given) or real(*given))
+    monkeypatch.setattr(
+        plots, "mass_curve", lambda *given, **more: seen.append(given) or plans(*given, **more)
+    )
+    same = [paths[0], "--budget", "32", "--interval", "8", "--no-prefill"]
+
+    one = run("plot", "error_over_rows", *same, "--policy", "tova", "--out", tmp_path / "a.png")
+    two = run("plot", "mass_curve", *same, "--policy", "ams+tova", "--set", "window=16",
+              "--out", tmp_path / "b.png")  # fmt: skip
+
+    assert (one[0], two[0]) == (0, 0)
+    (trace, (record,)), (_, planned) = seen
+    for found in (record, planned):
+        assert found.prefill is False
+        assert found.events[0] > trace.prompt_len - 1
+        assert found.interval == 8
+
+
+def test_metrics_asked_for_are_measured(run, paths, tmp_path, monkeypatch):
+    """Each in a panel of its own, also one that needs the oracle."""
+    seen = shown(monkeypatch, "over_budgets")
+
+    status, _, err = run("plot", "over_budgets", paths[0], "--policy", "tova", "--budget", "16,32",
+                         "--metric", "regret", "--metric", "burst_length",
+                         "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    (((table, metrics),)) = seen
+    assert metrics == ["regret", "burst_length"]
+    assert {*metrics} < {*table["metric"]}
+    assert table.filter(metric="regret")["value"].is_not_null().all()
+
+
+def test_ratios_are_shares_of_what_is_evicted(run, paths, tmp_path, monkeypatch):
+    """One eviction each, of all traces, and by default from 10 % to 90 %."""
+    seen = shown(monkeypatch, "reconstruction_error")
+    given = ["plot", "reconstruction_error", *paths, "--policy", "knorm"]
+
+    run(*given, "--ratio", "75%,12.5%", "--out", tmp_path / "a.png")
+    run(*given, "--out", tmp_path / "b.png")
+
+    (few,), (all_of,) = seen
+    assert sorted(few["ratio"].unique()) == [0.125, 0.75]
+    assert few["trace"].n_unique() == 2
+    assert sorted(all_of["ratio"].unique()) == pytest.approx([i / 10 for i in range(1, 10)])
+    trace = kvsim.open_trace(paths[0])
+    part = few.filter(trace=trace.name, ratio=0.75)
+    cut = int(trace.n_pos * 0.8)
+    assert part["budget"].unique().to_list() == [int(cut * 0.25)]
+
+
+def test_zoom_reaches_the_figure(run, paths, tmp_path, monkeypatch):
+    """As two positions; without it the figure finds its own."""
+    seen = []
+    real = plots.bursts
+    monkeypatch.setattr(
+        plots, "bursts", lambda *given, **more: seen.append(more) or real(*given, **more)
+    )
+    given = ["plot", "bursts", paths[0], "--policy", "tova", "--budget", "16"]
+
+    run(*given, "--zoom", "20-40", "--out", tmp_path / "a.png")
+    run(*given, "--layer", "1", "--out", tmp_path / "b.png")
+
+    assert seen == [{"zoom": (20, 40)}, {"zoom": None, "layer": 1}]

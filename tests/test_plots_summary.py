@@ -65,8 +65,46 @@ def test_a_table_without_the_metrics_is_an_error(table):
     """It says what the table has."""
     with pytest.raises(PolicyError, match="no value of regret; it has output_error"):
         over_budgets(table, ["regret"])
+    with pytest.raises(PolicyError, match="unknown metric 'wipout'; did you mean 'wipeout'"):
+        over_budgets(table, ["wipout"])
     with pytest.raises(PolicyError, match="needs entries_seen"):
         pareto(table.filter(pl.col("metric") != "entries_seen"))
+
+
+def test_a_metric_without_a_better_direction_has_no_front(table):
+    """Its panel has points and no mark, and the caption says that others have one."""
+    neutral = table.with_columns(
+        metric=pl.col("metric").replace("wipeout", "middle_coverage"),
+        variant=pl.when(pl.col("metric") == "wipeout").then(pl.lit("")).otherwise("variant"),
+    )
+
+    figure = pareto(neutral, ["output_error", "middle_coverage"])
+
+    error, middle = figure.axes
+    marks = [
+        [len(line.get_xdata()) for line in axis.lines if line.get_markersize() == 7]
+        for axis in (error, middle)
+    ]
+    assert marks == [[0, 2], [0, 0]]
+    assert middle.get_ylabel() == "middle coverage (share)"
+    assert "on the front, where one direction is better" in figure.get_suptitle()
+
+
+def test_many_metrics_stand_in_rows_of_three(table):
+    """Whatever was asked for, a panel each."""
+    names = ["output_error", "wipeout", "entries_seen"]
+    parts = [table, *(table.filter(metric="output_error").with_columns(metric=pl.lit(name))
+                      for name in ("missing_mass", "error_distance"))]  # fmt: skip
+
+    figure = over_budgets(pl.concat(parts), [*names, "missing_mass", "error_distance"])
+
+    assert [axis.get_ylabel().split(" (")[0] for axis in figure.axes] == [
+        *("output error", "wipeout", "entries seen", "missing mass", "error distance")
+    ]
+    places = [axis.get_subplotspec() for axis in figure.axes]
+    assert [(one.rowspan.start, one.colspan.start) for one in places] == [
+        *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+    ]
 
 
 @given(

@@ -20,9 +20,11 @@ class Case:
     traces: Sequence[Trace]
     records: Sequence[Record]
     table: pl.DataFrame
-    layer: int | None
-    head: int | None
-    by: str
+    layer: int | None = None
+    head: int | None = None
+    by: str | None = None
+    metric: Sequence[str] | None = None
+    zoom: tuple[int, int] | None = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -40,35 +42,43 @@ class Case:
 class Drawing:
     """A figure by name.
 
-    takes: which of --layer, --head and --by it knows. single: it shows one trace, or one record
-    of it. metrics: what its Table needs; policies: whether it shows any; internals: whether their
-    Plans.
+    takes: which of --layer, --head, --by, --metric and --zoom it knows. single: it shows one trace,
+    or one record of it. replay: how policies are replayed for it, to a Table of `metrics` and
+    records ("sweep"), to a record with its Plans ("plans"), or to the error of one eviction at each
+    --ratio ("once"); None where it shows no policies. runs: it is drawn from a Table alone, so that
+    a run folder will do.
     """
 
     draw: Callable[[Case], Any]
     takes: tuple[str, ...] = ()
     single: Literal["trace", "record"] | None = None
+    replay: Literal["sweep", "plans", "once"] | None = "sweep"
     metrics: tuple[str, ...] = ()
-    policies: bool = True
-    internals: bool = False
+    runs: bool = False
 
 
 def _over_budgets(case: Case) -> Any:
     from kvsim.plots import over_budgets
 
-    return over_budgets(case.table)
+    return over_budgets(case.table, case.metric or _OVER_BUDGETS)
 
 
 def _pareto(case: Case) -> Any:
     from kvsim.plots import pareto
 
-    return pareto(case.table)
+    return pareto(case.table, case.metric or _PARETO)
 
 
 def _retention_map(case: Case) -> Any:
     from kvsim.plots import retention_map
 
     return retention_map(case.traces[0], case.records, **case.where)
+
+
+def _bursts(case: Case) -> Any:
+    from kvsim.plots import bursts
+
+    return bursts(case.traces[0], case.records, **case.where, zoom=case.zoom)
 
 
 def _error_over_rows(case: Case) -> Any:
@@ -95,8 +105,10 @@ def _iou_by(case: Case) -> Any:
     from kvsim.plots import iou_by
     from kvsim.statistics import stages
 
-    staged = [stages(case.table.filter(trace=one.name), one.n_layers) for one in case.traces]
-    return iou_by(pl.concat(staged), case.by)
+    # every layer of a trace has rows, also one that nothing left
+    of_trace = case.table.partition_by("trace", maintain_order=True)
+    staged = [stages(one, 1 + max(one["layer"].drop_nulls(), default=0)) for one in of_trace]
+    return iou_by(pl.concat(staged) if staged else case.table, case.by or "stage")
 
 
 def _overlap_curves(case: Case) -> Any:
@@ -127,6 +139,12 @@ def _lift_bars(case: Case) -> Any:
     from kvsim.plots import lift_bars
 
     return lift_bars(case.traces[0], case.records[0], **case.where)
+
+
+def _reconstruction_error(case: Case) -> Any:
+    from kvsim.plots import reconstruction_error
+
+    return reconstruction_error(case.table)
 
 
 def _expectation(case: Case) -> Any:
@@ -182,25 +200,31 @@ def _projection_gap(case: Case) -> Any:
 
 
 _PLACE = ("layer", "head")
+_OVER_BUDGETS = ("output_error", "retained_mass", "wipeout")
+_PARETO = ("output_error", "wipeout")
 
 FIGURES: Mapping[str, Drawing] = {
-    "over_budgets": Drawing(_over_budgets, metrics=("output_error", "retained_mass", "wipeout")),
-    "pareto": Drawing(_pareto, metrics=("output_error", "wipeout", "entries_seen")),
+    "over_budgets": Drawing(_over_budgets, ("metric",), metrics=_OVER_BUDGETS, runs=True),
+    "pareto": Drawing(_pareto, ("metric",), metrics=(*_PARETO, "entries_seen"), runs=True),
     "retention_map": Drawing(_retention_map, _PLACE, "trace"),
+    "bursts": Drawing(_bursts, (*_PLACE, "zoom"), "trace"),
     "error_over_rows": Drawing(_error_over_rows, single="trace"),
     "middle_coverage": Drawing(_middle_coverage, _PLACE),
     "position_density": Drawing(_position_density, _PLACE),
-    "iou_by": Drawing(_iou_by, ("by",), metrics=("retained_iou",)),
-    "overlap_curves": Drawing(_overlap_curves, ("layer",), policies=False),
-    "sparsity_by_layer": Drawing(_sparsity_by_layer, metrics=("sparsity", "sparsity_compressed")),
-    "mass_curve": Drawing(_mass_curve, _PLACE, "record", internals=True),
+    "iou_by": Drawing(_iou_by, ("by",), metrics=("retained_iou",), runs=True),
+    "overlap_curves": Drawing(_overlap_curves, ("layer",), replay=None),
+    "sparsity_by_layer": Drawing(
+        _sparsity_by_layer, metrics=("sparsity", "sparsity_compressed"), runs=True
+    ),
+    "mass_curve": Drawing(_mass_curve, _PLACE, "record", "plans"),
     "token_text": Drawing(_token_text, _PLACE, "record"),
     "lift_bars": Drawing(_lift_bars, ("layer",), "record"),
-    "expected_observed": Drawing(_expected_observed, ("layer",), "trace", policies=False),
-    "agreement_steps": Drawing(_agreement_steps, ("layer",), policies=False),
-    "attention_loss": Drawing(_attention_loss, ("layer",), policies=False),
-    "state_ridges": Drawing(_state_ridges, ("layer",), "trace", policies=False),
-    "state_quantiles": Drawing(_state_quantiles, ("layer",), "trace", policies=False),
-    "normal_distance": Drawing(_normal_distance, single="trace", policies=False),
-    "projection_gap": Drawing(_projection_gap, single="trace", policies=False),
+    "reconstruction_error": Drawing(_reconstruction_error, ("ratio",), replay="once"),
+    "expected_observed": Drawing(_expected_observed, ("layer",), "trace", None),
+    "agreement_steps": Drawing(_agreement_steps, ("layer",), replay=None),
+    "attention_loss": Drawing(_attention_loss, ("layer",), replay=None),
+    "state_ridges": Drawing(_state_ridges, ("layer",), "trace", None),
+    "state_quantiles": Drawing(_state_quantiles, ("layer",), "trace", None),
+    "normal_distance": Drawing(_normal_distance, (), "trace", None),
+    "projection_gap": Drawing(_projection_gap, (), "trace", None),
 }
