@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.metrics import chance
+from kvsim.metrics.nearest import above, tops
 from kvsim.metrics.retention import event_rows, histogram, share
 
 Ints = NDArray[np.int64]
@@ -134,19 +135,8 @@ def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
     line[1:].reshape(heads, width)[:, :-1] = died
     at = np.flatnonzero(line < n_events)
     own = line[at]
-    left, right = at.copy(), at.copy()
-    highest = [line]  # highest[k][i]: the latest event among line[i : i + 2**k]
-    while len(highest[-1]) > 1 << (len(highest) - 1):
-        half = 1 << (len(highest) - 1)
-        highest.append(np.maximum(highest[-1][:-half], highest[-1][half:]))
-    for level in reversed(range(len(highest))):
-        reach, top = 1 << level, highest[level]
-        to = left - reach
-        left = np.where((to >= 0) & (top[np.clip(to, 0, len(top) - 1)] <= own), to, left)
-        to = right + 1
-        right = np.where(
-            (to < len(top)) & (top[np.minimum(to, len(top) - 1)] <= own), right + reach, right
-        )
+    highest = tops(line)
+    left, right = above(highest, at, own, -1) + 1, above(highest, at, own, 1) - 1
     _, first, members = np.unique(
         left * (n_events + 1) + own, return_index=True, return_counts=True
     )
