@@ -214,6 +214,9 @@ class Allocator(ABC):
 
     #: carried with each entry, as a scorer's
     columns: ClassVar[Mapping[str, float]] = {}
+    #: names of what its plans note that metrics read: a few numbers for each head, not one for each
+    #: entry (`kvsim.metrics.segments` says which)
+    notes: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def rows(self) -> int:

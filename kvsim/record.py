@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,19 @@ class Plans:
     groups: NDArray[np.int64] | None = None
     eligible: NDArray[np.bool_] | None = None
     notes: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    def brief(self, names: Collection[str]) -> Plans:
+        """The notes of these names alone: no entries (n is 0) and no quotas (S is 0)."""
+        none = np.empty((*self.pos.shape[:2], 0))
+        return replace(
+            self,
+            pos=none.astype(np.int64),
+            scores=none,
+            quotas=none.astype(np.int64),
+            groups=None,
+            eligible=None,
+            notes={name: note for name, note in self.notes.items() if name in names},
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ class Block:
     """The cache of a block of layers while a policy is replayed over it.
 
     evicted_at: int32 [L, H, T], what the replay is for. since: int [L], the row of the last event
-    that acted on each layer, -1 for none. poison: called with what has left, bool [L, H, T].
+    that acted on each layer, -1 for none. Called after an event that acts are poison, with what has
+    left, bool [L, H, T], and note, with what was decided.
     """
 
     def __init__(
@@ -30,11 +31,11 @@ class Block:
         layers: Tensor,
         *,
         poison: Callable[[Tensor], None] | None = None,
-        internals: list[Plans] | None = None,
+        note: Callable[[Plans], None] | None = None,
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
         self.layers = layers
-        self.poison, self._internals = poison, internals
+        self.poison, self._note = poison, note
         keys = source.keys
         shape = keys.shape[:3]
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
@@ -68,8 +69,8 @@ class Block:
         keep = select(values, plan.quotas, protected, entries.live, plan.groups, plan.eligible)
         acts = acts.view(-1, 1, 1)
         keep = keep.where(acts, entries.live)
-        if self._internals is not None:
-            self._internals.append(self._plans(view, values, plan))
+        if self._note is not None:
+            self._note(self._plans(view, values, plan))
         self._evict(entries.live & ~keep, row)
         for name, column in (*scores.columns.items(), *plan.columns.items()):
             entries.columns[name] = column.where(acts, entries.columns[name])

@@ -37,7 +37,7 @@ def replay(
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     memory: int | None = None,
-    internals: bool = False,
+    internals: bool | frozenset[str] = False,
     progress: Callable[[int, int], None] | None = None,
     _poison: bool = False,
     _by_row: bool = True,
@@ -47,7 +47,8 @@ def replay(
     interval, prefill: replace the policy's own schedule (rows between events; whether the event
     that ends the prefill fires). layers: indices in the trace, all by default. memory: bytes that a
     block of layers may take, 2 GiB by default; a larger trace is replayed block by block.
-    internals: keep scores and quotas of every event. progress: called with (layers done, layers).
+    internals: keep scores, quotas and notes of every event; or the notes of these names alone,
+    which take little memory. progress: called with (layers done, layers).
 
     Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
     where the policy has no rule for the budget, ScoreError, MemoryLimitError.
@@ -63,7 +64,11 @@ def replay(
     if not chosen or len(set(chosen)) < len(chosen):
         raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
-    plans: list[Plans] | None = [] if internals else None
+    plans: list[Plans] = []
+
+    def note(made: Plans) -> None:
+        plans.append(made if isinstance(internals, bool) else made.brief(internals))
+
     by_row = (
         _by_row
         and schedule.interval == 1
@@ -96,16 +101,16 @@ def replay(
                 replace(setting, prompt_len=part.prompt_len),
                 torch.tensor(run.layers, device=device),
                 poison=read.poison if _poison else None,
-                internals=plans,
+                note=note if internals else None,
             )
-            noted = len(plans or ())
+            noted = len(plans)
             events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos)
             if by_row:
                 replay_rows(block, events)
             else:
                 for row in events:
                     block.event(row)
-            if plans is not None and run.rows is not None:
+            if run.rows is not None:
                 at = part.positions.numpy()
                 plans[noted:] = [_at(one, at) for one in plans[noted:]]
             found = block.evicted_at.cpu().numpy()
@@ -131,7 +136,7 @@ def replay(
         own_schedule=schedule == policy.schedule,
         remark=_remark(trace, policy, budget, schedule, descent),
         selection=None if descent is None else descent.selection,
-        internals=tuple(plans or ()),
+        internals=tuple(plans),
     )
 
 

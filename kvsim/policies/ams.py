@@ -77,6 +77,9 @@ class AMS(Allocator):
     recent: int = 32
 
     columns: ClassVar[Mapping[str, float]] = {"credit": 0.0}
+    notes: ClassVar[frozenset[str]] = frozenset(
+        {"segment_length", "quota_by_mass", "quota_minimum", "infeasible", "suffix_mass"}
+    )
 
     def __post_init__(self) -> None:
         least = {
