@@ -125,7 +125,8 @@ def sweep(
 
     regret: replay the mass oracle beside each cell, at the same events and with the same entries
     protected, and measure by how much it retains more (metric `regret`). Policies that no budget
-    binds have none.
+    binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
+    measured; the records are returned without it.
 
     Budgets that a policy has no rule for (BudgetError) and a memory budget that holds no layer
     (MemoryLimitError) are found before any work starts. A cell that fails later is listed in
@@ -135,7 +136,7 @@ def sweep(
     _distinct(policies)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
-    choose(metrics, oracles=regret)
+    read = frozenset[str]().union(*(m.notes for m in choose(metrics, oracles=regret).values()))
     for trace, one, budget, _ in _cells(traces, policies, budgets):
         check_cell(trace, one, budget, memory, one.schedule.override(interval, prefill))
     total = len(traces) * len(policies) * len(budgets)
@@ -160,6 +161,7 @@ def sweep(
                         prefill=prefill,
                         memory=memory,
                         device=device,
+                        internals=read & one.allocator.notes,
                     )
                     of_trace.append(replace(record, share=share))
                     if oracles is not None:
@@ -183,7 +185,7 @@ def sweep(
             ]
         except KeyboardInterrupt:
             interrupted = True
-        records += of_trace
+        records += [replace(record, internals=()) for record in of_trace]
         if interrupted:
             break
     parameters = {
@@ -268,27 +270,29 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")
     Means over layers and heads within a trace, then over traces, of each metric's main variant:
     `wipeout` is that of 32-token regions of which nothing is left, after the last event;
     `iou_chance` stands beside `retained_iou`; `exact` is the share of the values behind the row
-    whose fidelity is exact.
+    whose fidelity is exact. Null where a policy has no value of the main variant, whatever others
+    it has: the segments of a policy that makes none are not counted by those of its proxy.
     """
     main = pl.col("metric").replace_strict({name: one.main for name, one in METRICS.items()})
     keys = ["policy", "params", "asked", "interval", "prefill"]
     last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric", "layer")
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     chosen = (
-        table.with_columns(asked=asked)
+        table.with_columns(asked=asked, main=pl.col("variant") == main)
         .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
-        .filter(pl.col("variant") == main)
         .filter((pl.col("metric") != "wipeout") | last)
     )
     within = chosen.group_by(*keys, "trace", "metric", maintain_order=True).agg(
-        pl.col("value").mean(), pl.col("chance").mean()
+        pl.col("value", "chance").filter(pl.col("main")).mean()
     )
     means = within.group_by(*keys, "metric", maintain_order=True).agg(
         pl.col("value").mean(), pl.col("chance").mean()
     )
     wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
-    exact = chosen.group_by(keys).agg(exact=(pl.col("fidelity") == "exact").mean())
+    exact = chosen.group_by(keys).agg(
+        exact=(pl.col("fidelity") == "exact").filter(pl.col("main")).mean()
+    )
     of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share").first())
     sizes = of_trace.group_by(keys).agg(
         pl.col("budget").mean().round().cast(pl.Int64), pl.col("share").first()

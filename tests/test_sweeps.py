@@ -77,9 +77,10 @@ def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
 
 def test_every_metric_of_a_policy_has_a_main_variant():
     """One variant of each stands in the summary; a mean over variants would mean nothing."""
-    run = sweep(
-        [kvsim.open_trace(kvsim.sample_trace())], [kvsim.policy("snapkv")], ["25%"], interval=64
-    )
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    # segments and quotas are of ams alone
+    policies = [kvsim.policy("snapkv"), kvsim.policy("ams", window=16)]
+    run = sweep([trace], policies, ["25%"], interval=64)
     of_policy = run.table.filter(pl.col("policy").is_not_null())
     found = dict(of_policy.group_by("metric").agg(pl.col("variant").unique()).iter_rows())
 

@@ -19,7 +19,9 @@ from kvsim.metrics.retention import (
     retention_ratio,
     wipeout,
 )
+from kvsim.metrics.segments import Segments, ams_segments, noted, proxy_segments
 from kvsim.metrics.similarity import KeySimilarity, key_similarity
+from kvsim.metrics.slots import LeavingSlots, SlotWipeout
 from kvsim.metrics.sparsity import Sparsity, attention_sparsity, compressed_sparsity
 from kvsim.metrics.table import COLUMNS, fidelity, measure, selection_fidelity
 from kvsim.metrics.text import max_loop, punctuation_lift, repetition, retention_lift
@@ -33,12 +35,16 @@ __all__ = [
     "Coverage",
     "Gaps",
     "KeySimilarity",
+    "LeavingSlots",
     "Metric",
     "NormOverlap",
     "OutputError",
     "RetainedPositions",
     "RetentionRatio",
+    "Segments",
+    "SlotWipeout",
     "Sparsity",
+    "ams_segments",
     "attended",
     "attention_gaps",
     "attention_sparsity",
@@ -52,7 +58,9 @@ __all__ = [
     "max_loop",
     "measure",
     "metric",
+    "noted",
     "output_error",
+    "proxy_segments",
     "punctuation_lift",
     "repetition",
     "retained_iou",

@@ -20,6 +20,7 @@ from kvsim.metrics.retention import (
     retained_iou,
     retention_ratio,
 )
+from kvsim.metrics.segments import AMS, noted
 from kvsim.metrics.similarity import key_similarities
 from kvsim.metrics.sparsity import Sparsity, attention_sparsity, compressed_sparsity
 from kvsim.metrics.subject import Cells, Subject
@@ -29,16 +30,23 @@ from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 
+#: What events note of how they deal the budget to segments.
+QUOTA_NOTES = ("quota_by_mass", "quota_minimum", "infeasible")
+#: What they note of the segments.
+SEGMENT_NOTES = frozenset({"segment_length"})
+
 
 @dataclass(frozen=True)
 class Metric:
     """A named function from a trace and a record to Cells.
 
-    kind: "sets" reads kept sets alone, "rows" what rows of attention become, "trace" no record.
+    kind: "sets" reads what events kept and decided alone, "rows" what rows of attention become,
+    "trace" no record.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. beside_oracle: compares the record
     with one of the mass oracle, which is replayed on request alone. main: the variant that stands
-    for the others where there is room for one number.
+    for the others where there is room for one number. notes: what it reads of what allocators note
+    at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`).
     """
 
     summary: str
@@ -50,6 +58,7 @@ class Metric:
     over_events: Literal["last", "mean"] = "mean"
     beside_oracle: bool = False
     main: str = ""
+    notes: frozenset[str] = frozenset()
 
 
 def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
@@ -57,6 +66,10 @@ def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Itera
         for layer, variant, found in subject.wipeouts:
             rates, chance = getattr(found, kind), getattr(found, f"{kind}_chance")
             yield Cells(layer, rates, "head", variant, chance, found.rows)
+        if kind == "hazard":
+            for layer, variant, of_slots in subject.slot_wipeouts:
+                rates, chance = of_slots.hazard, of_slots.hazard_chance
+                yield Cells(layer, rates, "head", variant, chance, of_slots.rows)
 
     return cells
 
@@ -102,6 +115,47 @@ def _burst_count(subject: Subject) -> Iterator[Cells]:
 def _dense(subject: Subject) -> Iterator[Cells]:
     for layer, evicted_at in subject.layers():
         yield Cells(layer, dense_share(evicted_at), "head", events=event_rows(evicted_at))
+
+
+def _segment_count(subject: Subject) -> Iterator[Cells]:
+    for layer, kind, found in subject.segments:
+        count = found.count.astype(np.float64)
+        yield Cells(layer, count, "head", kind, found.count_chance, found.rows)
+
+
+def _segment_length(subject: Subject) -> Iterator[Cells]:
+    for layer, kind, found in subject.segments:
+        mean = f"{kind},mean"
+        yield Cells(layer, found.length, "head", mean, found.length_chance, found.rows)
+        yield Cells(layer, found.pooled_length, "head", f"{kind},pooled")
+
+
+def _boundaries(name: Literal["shift", "f1"]) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layer, kind, found in subject.segments:
+            yield Cells(layer, getattr(found, name), "head", kind, events=found.rows[:-1])
+
+    return cells
+
+
+def _quota_share(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        found = (noted(subject.record, layer, name) for name in QUOTA_NOTES)
+        mass, minimum, infeasible = found
+        if mass is None or minimum is None or infeasible is None:
+            continue
+        shares = {"mass": mass.by_event, "minimum": minimum.by_event}
+        shares["rounding"] = 1.0 - shares["mass"] - shares["minimum"]
+        shares["infeasible"] = infeasible.by_event
+        for variant, values in shares.items():
+            yield Cells(layer, values, "head", variant, events=mass.rows)
+
+
+def _suffix_mass(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        found = noted(subject.record, layer, "suffix_mass")
+        if found is not None:
+            yield Cells(layer, found.by_event, "head", events=found.rows)
 
 
 def _position(subject: Subject) -> Iterator[Cells]:
@@ -298,6 +352,36 @@ METRICS: Mapping[str, Metric] = {
     "dense_drops": Metric(
         "share of the text in windows of 64 positions of which at least 95% are dropped",
         "sets", "share", None, "as burst_length", _dense,
+    ),
+    "segment_count": Metric(
+        "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
+        "sets", "segments", None, "AMS, Table 14", _segment_count,
+        main=AMS, notes=SEGMENT_NOTES,
+    ),
+    "segment_length": Metric(
+        "entries of such a segment: mean over events, and over all segments",
+        "sets", "entries", None, "AMS, Table 14", _segment_length,
+        main=f"{AMS},mean", notes=SEGMENT_NOTES,
+    ),
+    "boundary_shift": Metric(
+        "positions from a segment's start to the nearest one of the event before",
+        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"),
+        main=AMS, notes=SEGMENT_NOTES,
+    ),
+    "boundary_f1": Metric(
+        "agreement of consecutive events in where segments start, within 8 positions",
+        "sets", "share", None, "as boundary_shift", _boundaries("f1"),
+        main=AMS, notes=SEGMENT_NOTES,
+    ),
+    "quota_share": Metric(
+        "share of the budget that segments are dealt by their mass, as a minimum, by rounding",
+        "sets", "share", None, "kvsim, of AMS", _quota_share,
+        main="mass", notes=frozenset(QUOTA_NOTES),
+    ),
+    "suffix_mass": Metric(
+        "share of the mass, by which segments are cut, that lies on the window's own entries",
+        "sets", "share", None, "kvsim, of AMS", _suffix_mass,
+        notes=frozenset({"suffix_mass"}),
     ),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, beside 1/2 for uniform sets",

@@ -15,6 +15,8 @@ from kvsim.metrics.intermittence import SHARE, Gaps, attention_gaps, default_wid
 from kvsim.metrics.output import OutputError
 from kvsim.metrics.regions import steps
 from kvsim.metrics.retention import LENGTHS, THRESHOLDS, Wipeout, wipeout
+from kvsim.metrics.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
+from kvsim.metrics.slots import LeavingSlots, SlotWipeout
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -93,6 +95,32 @@ class Subject:
             for layer, evicted_at in self.layers()
             for space, n, regions in [*spaces, *(("space=steps", 0, found) for found in by_step)]
             for least in THRESHOLDS
+        ]
+
+    @property
+    def slot_wipeouts(self) -> Iterator[tuple[int, str, SlotWipeout]]:
+        """(layer, variant, wipe-out) for regions of slots of each length."""
+        for layer, evicted_at in self.layers():
+            leaving = LeavingSlots.of(evicted_at)
+            for length in LENGTHS:
+                for least in THRESHOLDS:
+                    variant = f"space=slots,length={length},threshold={least:g}"
+                    yield layer, variant, leaving.wipeout(length, least)
+
+    @cached_property
+    def segments(self) -> list[tuple[int, str, Segments]]:
+        """(layer, kind, segments): those that the policy made, if it did, and runs of what stays.
+
+        The two kinds differ in meaning and are never compared.
+        """
+        return [
+            (layer, kind, found)
+            for layer, evicted_at in self.layers()
+            for kind, found in (
+                (AMS, ams_segments(self.record, layer)),
+                (PROXY, proxy_segments(evicted_at)),
+            )
+            if found is not None
         ]
 
     @cached_property
