@@ -59,6 +59,10 @@ def measure(
     oracles: for `regret`, beside each record that of the mass oracle on the same terms, or None;
     `kvsim.sweeps.sweep(..., regret=True)` makes them.
 
+    Metrics of what a policy decided at its events (`Metric.notes`: segments and quotas of `ams`)
+    need a record with internals, `kvsim.replay(..., internals=True)`. Without them they have no
+    value, or that of their proxy alone; a sweep asks for them itself.
+
     Raises PolicyError for an unknown metric and for regret without oracles, TraceError where a
     record belongs to another trace.
     """
