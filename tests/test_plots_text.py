@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -137,6 +138,20 @@ def test_no_token_becomes_markup(trace, record):
         expected[-1] = state, expected[-1][1] + shown(token)
     assert read.runs == expected
     page.encode("utf-8")  # no lone surrogate is left
+
+
+def test_a_part_of_the_page_holds_these_tokens_alone():
+    """Positions start to stop; the states are those of the whole."""
+    trace = made([f"w{i} " for i in range(90)])
+    record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=16)
+
+    page = token_html(trace, record, start=25, stop=70)
+
+    words = re.findall(r"w(\d+) ", page)
+    assert [int(word) for word in words] == list(range(25, 70))
+    codes = token_states(trace, record).codes[25:70]
+    assert page.count("<span") == 1 + np.count_nonzero(np.diff(codes))
+    assert token_html(trace, record) == token_html(trace, record, start=0, stop=90)
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=6))

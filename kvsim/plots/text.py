@@ -155,7 +155,14 @@ def token_text(
 
 
 def token_html(
-    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> str:
     """The same text as an HTML fragment: a `pre` with a `span` for each run of one state.
 
@@ -167,16 +174,18 @@ def token_html(
         layer: index in the trace; -1 is the last.
         head: KV head.
         row: of the event; the layer's last by default.
+        start, stop: the first position shown, and the one behind the last.
 
     Raises:
         TraceError, NeedsError, IndexError: as `token_states`.
     """
     found = token_states(trace, record, layer=layer, head=head, row=row)
-    edges = np.flatnonzero(np.diff(found.codes, prepend=-1)).tolist()
+    codes, pieces = found.codes[start:stop], found.text[start:stop]
+    edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
     spans = []
-    for first, last in zip(edges, [*edges[1:], len(found.codes)], strict=True):
-        code = found.codes[first]
-        text = html.escape("".join(map(_visible, found.text[first:last])))
+    for first, last in zip(edges, [*edges[1:], len(codes)], strict=True):
+        code = codes[first]
+        text = html.escape("".join(map(_visible, pieces[first:last])))
         spans.append(f'<span title="{STATES[code]}" style="{_CSS[code]}">{text}</span>')
     return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
 
