@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 
-import kvsim
 from kvsim import Policy, Trace
 from kvsim.diagnostics import findings
 from kvsim.policies.asl import ASL
@@ -30,8 +27,16 @@ from results_page.policies import (
 from results_page.quantities import Numbers
 from results_page.traces import in_memory
 
-_METRICS = ("output_error", "retained_mass", "entries_seen", "retained_iou")
 _SHORT = {"output_error": "error", "retained_mass": "mass", "entries_seen": "entries"}
+_OF_SEGMENTS = {
+    ("segment_count", "ams"): "segments",
+    ("boundary_shift", "ams"): "boundary shift",
+    ("quota_share", "mass"): "quota_by_mass",
+    ("quota_share", "minimum"): "quota_minimum",
+    ("quota_share", "infeasible"): "infeasible",
+    ("suffix_mass", ""): "suffix_mass",
+}
+_METRICS = (*_SHORT, "retained_iou", *dict.fromkeys(metric for metric, _ in _OF_SEGMENTS))
 
 
 def measure_trace(path: Path, calibration: Path, budgets: Sequence[int]) -> Numbers:
@@ -43,12 +48,7 @@ def measure_trace(path: Path, calibration: Path, budgets: Sequence[int]) -> Numb
     out |= replayed(trace, decode, budgets, "", interval=INTERVAL, prefill=False)
     alone = prompt_policies()
     out |= replayed(trace, alone, budgets, "prompt: ", interval=PROMPT_ALONE, prefill=True)
-    out |= across_layers(trace, budgets)
-    for label in ("ams", "ams, no credit", "ams@release"):
-        for budget in budgets:
-            found = of_segments(trace, decode[label], budget)
-            out |= {(label, budget, key): value for key, value in found.items()}
-    return out
+    return out | across_layers(trace, budgets)
 
 
 def replayed(
@@ -84,6 +84,7 @@ def replayed(
     by_layer = main.filter(metric="retained_iou").group_by("policy", "budget", "layer")
     for label, budget, layer, iou in by_layer.agg(pl.col("value").mean()).iter_rows():
         out[label, budget, f"retained_iou {layer}"] = _number(iou)
+    out |= of_segments(run.table)
     for one in run.records:
         out |= {(one.policy, one.budget, key): value for key, value in of_record(trace, one)}
     if prefill:
@@ -145,30 +146,16 @@ def _number(value: float | None) -> float:
     return np.nan if value is None else value
 
 
-def of_segments(trace: Trace, one: Policy, budget: int) -> dict[str, float]:
-    """What AMS decided, mean over events and heads."""
-    plans = kvsim.replay(
-        trace, one, budget, interval=INTERVAL, prefill=False, internals=True
-    ).internals
-    out: dict[str, float] = {}
-    for name in ("suffix_mass", "quota_minimum", "quota_by_mass", "infeasible"):
-        out[name] = float(np.mean([plan.notes[name] for plan in plans]))
-    number = np.mean([(plan.notes["segment_length"] > 0).sum(-1).mean(-1) for plan in plans], 0)
-    out |= {f"segments {layer}": float(x) for layer, x in enumerate(number)}
-    out["segments"] = float(number.mean())
-    cuts = [_boundaries(plan) for plan in plans]
-    moved = []
-    for old, new, plan in zip(cuts, cuts[1:], plans, strict=False):
-        for head, at in new.items():
-            known = at[at <= plan.row]
-            if len(known) and len(old[head]):
-                moved.append(np.abs(known[:, None] - old[head]).min(-1).mean())
-    out["boundary shift"] = float(np.mean(moved)) if moved else np.nan
+def of_segments(table: pl.DataFrame) -> Numbers:
+    """What policies with segments decided, mean over events and heads; not their proxies."""
+    out: Numbers = {}
+    for (metric, variant), quantity in _OF_SEGMENTS.items():
+        found = table.filter(metric=metric, variant=variant)
+        means = found.group_by("policy", "budget").agg(pl.col("value").mean())
+        for label, budget, value in means.iter_rows():
+            out[label, budget, quantity] = _number(value)
+    by_layer = table.filter(metric="segment_count", variant="ams")
+    means = by_layer.group_by("policy", "budget", "layer").agg(pl.col("value").mean())
+    for label, budget, layer, value in means.iter_rows():
+        out[label, budget, f"segments {layer}"] = _number(value)
     return out
-
-
-def _boundaries(plan: Any) -> dict[tuple[int, int], NDArray[np.int64]]:
-    """Positions at which a segment starts, the first segment left out, by layer and head."""
-    group = plan.notes["segment"] if plan.groups is None else plan.groups
-    starts = (np.diff(group, axis=-1) > 0) & (plan.pos[..., :-1] >= 0)
-    return {at: plan.pos[at][1:][starts[at]] for at in np.ndindex(*starts.shape[:2])}
