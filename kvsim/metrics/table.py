@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from kvsim.errors import PolicyError
 from kvsim.metrics.catalogue import METRICS, Metric, mean_known, metric
@@ -17,6 +19,9 @@ from kvsim.metrics.subject import Cells, Subject, Walk, Walks
 from kvsim.record import Record
 from kvsim.schema import FIDELITY, LABELS
 from kvsim.trace import Trace
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 #: Columns of a Table and their types; one row is one value.
 COLUMNS: dict[str, Any] = {
@@ -89,25 +94,23 @@ def measure(
     def walks(one: Record) -> Walks:
         return lambda walk: answers(walk)[id(one)]
 
-    frames = []
+    blocks = []
     for i, (one, best) in enumerate(zip(records, beside, strict=True)):
         oracle = None if best is None else output(best)
         subject = Subject(trace, one, output(one), walks(one), oracle)
+        origin = _origin(trace, one)
         for name, what in chosen.items():
             if what.kind == "trace" and i:
                 continue  # the same for every record
-            parts = [
-                _frame(trace, one, what, cells, events=events) for cells in what.cells(subject)
-            ]
-            if parts:
-                frames.append(
-                    pl.concat(parts).with_columns(
-                        metric=pl.lit(name), unit=pl.lit(what.unit), **_origin(trace, one, what)
-                    )
-                )
-    empty = pl.DataFrame(schema=COLUMNS)
-    typed = [frame.select(pl.col(n).cast(t) for n, t in COLUMNS.items()) for frame in frames]
-    return pl.concat([empty, *typed])
+            shared = (origin if what.kind != "trace" else origin | _NO_RECORD) | {
+                "metric": name,
+                "unit": what.unit,
+            }
+            for cells in what.cells(subject):
+                level = fidelity(trace, one, what.kind, cells.layer)
+                own = {"variant": cells.variant, "layer": cells.layer, "fidelity": level}
+                blocks.append(_block(one, what, cells, shared | own, events=events))
+    return _table(blocks)
 
 
 def choose(metrics: Sequence[str] | None, *, oracles: bool) -> dict[str, Metric]:
@@ -124,9 +127,21 @@ def choose(metrics: Sequence[str] | None, *, oracles: bool) -> dict[str, Metric]
     return chosen
 
 
-def _frame(
-    trace: Trace, record: Record, what: Metric, cells: Cells, *, events: bool
-) -> pl.DataFrame:
+@dataclass(frozen=True)
+class _Block:
+    """Rows [n] that share most of their columns; -1 where a row has no such index."""
+
+    shared: dict[str, Any]
+    value: Floats
+    chance: Floats
+    head: Ints
+    qhead: Ints
+    event: Ints
+
+
+def _block(
+    record: Record, what: Metric, cells: Cells, shared: dict[str, Any], *, events: bool
+) -> _Block:
     values = cells.values
     chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
     rows = cells.events
@@ -136,27 +151,51 @@ def _frame(
         else:
             values, chance, rows = mean_known(values), mean_known(chance), None
     m, n_events = len(values), 1 if rows is None else len(rows)
-    index = pl.Series(np.repeat(np.arange(m), n_events))
-    none = pl.Series([None] * len(index), dtype=pl.Int64)
+    index = np.repeat(np.arange(m), n_events)
+    none = np.full(len(index), -1)
     # a record per query head counts query heads on its head axis
     axis = "qhead" if cells.heads == "head" and record.per_query_head else cells.heads
-    return pl.DataFrame(
-        {
-            "layer": pl.Series([cells.layer] * len(index), dtype=pl.Int64),
-            "head": index if axis == "head" else none,
-            "qhead": index if axis == "qhead" else none,
-            "event": none if rows is None else pl.Series(np.tile(rows, m)),
-            "value": pl.Series(values.ravel()).fill_nan(None),
-            "chance": pl.Series(chance.ravel()).fill_nan(None),
-        }
-    ).with_columns(
-        variant=pl.lit(cells.variant),
-        fidelity=pl.lit(fidelity(trace, record, what.kind, cells.layer)),
+    return _Block(
+        shared,
+        values.ravel(),
+        chance.ravel(),
+        index if axis == "head" else none,
+        index if axis == "qhead" else none,
+        none if rows is None else np.tile(rows, m),
     )
 
 
-def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
-    values: dict[str, Any] = {
+def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
+    """One frame of all blocks: one for each would take longer than what it holds."""
+    if not blocks:
+        return pl.DataFrame(schema=COLUMNS)
+    same = {name: kind for name, kind in COLUMNS.items() if name not in _OWN}
+    block = np.repeat(np.arange(len(blocks)), [len(one.value) for one in blocks])
+    own = {name: np.concatenate([getattr(one, name) for one in blocks]) for name in _OWN}
+    known = [pl.when(pl.col(name) >= 0).then(pl.col(name)) for name in ("head", "qhead", "event")]
+    numbers = [pl.col(name).fill_nan(None) for name in ("value", "chance")]
+    shared = pl.DataFrame([one.shared for one in blocks], schema=same)
+    return (
+        pl.concat([shared[block], pl.DataFrame(own)], how="horizontal")
+        .with_columns(*known, *numbers)
+        .select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
+    )
+
+
+#: The columns in which the rows of a block differ.
+_OWN = ("value", "chance", "head", "qhead", "event")
+#: What belongs to the trace has none of these.
+_NO_RECORD: dict[str, Any] = dict.fromkeys(
+    ("policy", "params", "budget", "share", "interval", "prefill")
+)
+
+
+def _origin(trace: Trace, record: Record) -> dict[str, Any]:
+    """The columns that say which trace and record a value is of."""
+    labels = {name: trace.labels.get(name) for name in LABELS}
+    return {
+        "trace": trace.name,
+        **{name: None if label is None else str(label) for name, label in labels.items()},
         "policy": record.policy,
         "params": json.dumps(dict(record.params)),
         "budget": record.budget,
@@ -164,11 +203,6 @@ def _origin(trace: Trace, record: Record, what: Metric) -> dict[str, pl.Expr]:
         "interval": record.interval,
         "prefill": record.prefill,
     }
-    if what.kind == "trace":
-        values = dict.fromkeys(values)
-    labels = {name: trace.labels.get(name) for name in LABELS}
-    values |= {name: None if label is None else str(label) for name, label in labels.items()}
-    return {name: pl.lit(value) for name, value in {"trace": trace.name, **values}.items()}
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
