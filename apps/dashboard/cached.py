@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import polars as pl
 import streamlit as st
+from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Record, Trace
+from kvsim.course import head_course, longest_gaps
 from kvsim.diagnostics.heads import HeadProfile, head_profile
-from kvsim.tiles import Tile, attention_tile
+from kvsim.tiles import Tile, attention_tile, retention_tile
 
 
 @dataclass(frozen=True)
@@ -37,16 +41,31 @@ class Choice:
     params: tuple[tuple[str, Any], ...]
     budget: int
     interval: int | None
+    prefill: bool | None = None
 
     @classmethod
-    def of(cls, policy: str, budget: int, interval: int | None = None, **params: Any) -> Choice:
-        """From keywords."""
-        return cls(policy, tuple(sorted(params.items())), budget, interval)
+    def of(
+        cls,
+        policy: str,
+        budget: int,
+        interval: int | None = None,
+        prefill: bool | None = None,
+        **params: Any,
+    ) -> Choice:
+        """From keywords; interval and prefill None are the policy's own."""
+        return cls(policy, tuple(sorted(params.items())), budget, interval, prefill)
 
     @property
     def keywords(self) -> Mapping[str, Any]:
         """The parameters by name."""
         return dict(self.params)
+
+
+class Retained(NamedTuple):
+    """A map of what events leave of a head; and the longest gap [E, 2] after each."""
+
+    tile: Tile
+    gaps: NDArray[np.int64]
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)
@@ -56,16 +75,41 @@ def trace(source: Source) -> Trace:
 
 
 @st.cache_resource(max_entries=48, show_spinner="replaying")
-def record(source: Source, choice: Choice, layer: int | None = None) -> Record:
-    """A replay of all layers; or of one alone, with what its events decided."""
+def record(
+    source: Source, choice: Choice, layer: int | None = None, *, internals: bool = False
+) -> Record:
+    """A replay of all layers, or of one alone; with what its events decided on request."""
     return kvsim.replay(
         trace(source),
         kvsim.policy(choice.policy, **choice.keywords),
         choice.budget,
         interval=choice.interval,
+        prefill=choice.prefill,
         layers=None if layer is None else [layer],
-        internals=layer is not None,
+        internals=internals,
     )
+
+
+@st.cache_data(show_spinner=False)
+def together(choice: Choice) -> bool:
+    """Whether the layers share one budget, so that none can be replayed alone."""
+    return kvsim.policy(choice.policy, **choice.keywords).layer_budgets.across_layers
+
+
+@st.cache_data(max_entries=64, show_spinner="counting")
+def course(
+    source: Source, choice: Choice, alone: int | None, layer: int, head: int
+) -> pl.DataFrame:
+    """What the events leave of a head; `alone`: the layer that was replayed, None for all."""
+    return head_course(record(source, choice, alone), layer, head)
+
+
+@st.cache_data(max_entries=32, show_spinner="drawing")
+def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Retained:
+    """What the events leave of every position of a head, and its longest gaps."""
+    found = record(source, choice, alone)
+    tile = retention_tile(found, found.layers.index(layer), head)
+    return Retained(tile, longest_gaps(found, layer, head, tile.rows))
 
 
 @st.cache_data(max_entries=32, show_spinner="computing attention")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import polars as pl
 import streamlit as st
 from numpy.typing import NDArray
 
+from kvsim.course import REGION
 from kvsim.tiles import Tile
 
 #: What each level of fidelity means, for a reader who has just arrived.
@@ -37,6 +39,32 @@ def fidelity(levels: Sequence[str]) -> None:
     """How far the numbers on the page can be trusted."""
     for level in sorted(set(levels)):
         st.caption(f":material/verified: fidelity **{level}**: {FIDELITY[level]}.")
+
+
+def numbers(courses: Mapping[str, pl.DataFrame]) -> None:
+    """What an event leaves of a head, by policy; of each one row of `head_course`, or none."""
+    rows = [
+        pl.DataFrame({"policy": name}, schema={"policy": pl.String}).join(
+            one.with_columns(policy=pl.lit(name)), on="policy", how="left"
+        )
+        for name, one in courses.items()
+    ]
+    form = st.column_config.NumberColumn
+    st.dataframe(
+        pl.concat(rows),
+        hide_index=True,
+        column_config={
+            "event": form("after row"),
+            "share": form("share kept", format="percent", help="of all positions there"),
+            "wipeout": form(
+                "wiped out",
+                format="percent",
+                help=f"regions of {REGION} positions of which nothing is left",
+            ),
+            "longest": form("longest gap", help="longest run of positions that are dropped"),
+            "middle": form("middle kept", format="percent", help="of the text's middle third"),
+        },
+    )
 
 
 def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[str]:

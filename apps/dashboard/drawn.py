@@ -1,0 +1,335 @@
+"""Figures that plotly draws: what events leave of a head, and how an event cuts its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+import cached
+import shown
+from kvsim.plots.style import COLOURS
+from kvsim.segmentation import Segmented, thinned
+from kvsim.tiles import SIDE, STATES
+
+Ints = NDArray[np.int64]
+
+#: Seen on white and on black.
+GREY = "#888888"
+PALE = "rgba(128,128,128,0.22)"
+
+KEPT, MASS, CREDIT, QUOTA, ALONE = COLOURS[1], COLOURS[0], COLOURS[2], COLOURS[4], COLOURS[3]
+
+# Colour of each of kvsim.tiles.STATES: they differ in lightness too.
+_STATES = ("rgba(0,0,0,0)", KEPT, PALE, "#1f3a68")
+_WIPED = 3
+# Cells up to which the pointer is told the state in words.
+_WORDS = 20_000
+# Segments up to which bars have their numbers.
+_LABELLED = 24
+
+
+def retention(
+    one: cached.Retained, texts: Sequence[str] | None, row: int, height: int
+) -> go.Figure:
+    """A line of cells for each event, the longest gap of each, and a frame around one event."""
+    tile, gaps = one
+    positions = shown.token_names(texts, tile.positions)
+    events = [f"row {event}" for event in tile.rows]
+    edges = np.linspace(0, 1, len(_STATES) + 1)
+    scale = [
+        [edges[place + side], colour] for place, colour in enumerate(_STATES) for side in (0, 1)
+    ]
+    words = tile.values.size <= _WORDS
+    figure = go.Figure(
+        go.Heatmap(
+            z=tile.values,
+            x=positions,
+            y=events,
+            zmin=-0.5,
+            zmax=len(_STATES) - 0.5,
+            colorscale=scale,
+            showscale=False,
+            ygap=1 if len(events) <= 100 else 0,
+            text=np.array(STATES)[tile.values] if words else None,
+            hovertemplate="after %{y}<br>position %{x}"
+            + ("<br>%{text}" if words else "")
+            + "<extra></extra>",
+        )
+    )
+    for state in (1, 2, _WIPED):
+        figure.add_trace(_key(STATES[state], _STATES[state], "square"))
+    # the first and the last cell of each gap, and nothing between two gaps
+    known = gaps[:, 1] > gaps[:, 0]
+    cells = np.searchsorted(tile.positions, gaps[known] - [0, 1], side="right") - 1
+    ends: list[str | None] = []
+    for first, last in cells.tolist():
+        ends += [positions[first], positions[last], None]
+    lines = [name for name, has in zip(events, known, strict=True) if has for _ in range(3)]
+    figure.add_trace(
+        go.Scatter(
+            x=ends,
+            y=lines,
+            mode="lines+markers" if len(events) <= 60 else "lines",
+            line={"color": QUOTA, "width": 3 if len(events) <= 60 else 1},
+            marker={"symbol": "line-ns", "size": 9, "line": {"width": 3, "color": QUOTA}},
+            name="longest dropped run",
+            hoverinfo="skip",
+        )
+    )
+    place = int(np.searchsorted(tile.rows, row, side="right")) - 1
+    if place >= 0:
+        figure.add_shape(
+            type="rect",
+            xref="paper",
+            x0=0,
+            x1=1,
+            y0=place - 0.5,
+            y1=place + 0.5,
+            line={"color": GREY, "width": 2},
+        )
+    figure.update_layout(
+        height=height,
+        margin={"l": 10, "r": 10, "t": 10, "b": 10},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    )
+    figure.update_xaxes(
+        title="position",
+        type="category",
+        nticks=12,
+        showgrid=False,
+        range=[-0.5, len(positions) - 0.5],  # markers would make room beside the cells
+    )
+    figure.update_yaxes(
+        title="event", type="category", autorange="reversed", nticks=24, showgrid=False
+    )
+    return figure
+
+
+def segments(
+    one: Segmented,
+    before: Segmented | None,
+    alone: Ints,
+    names: tuple[str, str],
+    texts: Sequence[str] | None,
+) -> go.Figure:
+    """How an event cuts a head's cache, in four parts over the positions.
+
+    Masses added up, with boundaries; where boundaries were at the event before; entries, quota and
+    what is kept of each segment; and what stays, also of the scorer alone.
+
+    before: the event before, None at the first one. alone: positions that the scorer alone holds.
+    names: of the policy and of the scorer alone.
+    """
+    figure = make_subplots(
+        rows=4, cols=1, shared_xaxes=True, row_heights=[0.42, 0.12, 0.29, 0.17],
+        vertical_spacing=0.035,
+    )  # fmt: skip
+    _masses(figure, one, before, texts)
+    _moves(figure, one, before)
+    _bars(figure, one, alone, names[1])
+    _ticks(figure, one, alone, names, texts)
+    figure.update_layout(
+        height=760,
+        margin={"l": 10, "r": 10, "t": 10, "b": 10},
+        barmode="overlay",
+        legend={"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0},
+        hovermode="closest",
+    )
+    figure.update_xaxes(range=[-0.01 * one.row, 1.01 * one.row], zeroline=False, showgrid=False)
+    figure.update_xaxes(title="position", row=4)
+    return figure
+
+
+def _masses(
+    figure: go.Figure, one: Segmented, before: Segmented | None, texts: Sequence[str] | None
+) -> None:
+    """Cumulative curves; where segments begin now, and where they began."""
+    if before is not None:
+        _uprights(figure, before.boundaries, GREY, "dot", "boundaries of the event before", 0.6)
+    _uprights(figure, one.boundaries, GREY, "solid", "boundaries", 1.0)
+    curves = (
+        ("observed", "observed by the window", COLOURS[5], "dot", 1.5),
+        ("credit", "credit", CREDIT, "dash", 2.0),
+        ("mass", "mass that is cut", MASS, "solid", 2.5),
+    )
+    for name, label, colour, dash, width in curves:
+        pos, share = one.curve(name, SIDE)
+        figure.add_trace(
+            go.Scatter(
+                x=pos,
+                y=share.astype(np.float32),
+                mode="lines",
+                line={"color": colour, "dash": dash, "width": width, "shape": "hv"},
+                name=label,
+                customdata=_tokens(pos, texts),
+                hovertemplate=f"{label}: %{{y:.3f}}<br>%{{customdata}}<extra></extra>",
+            ),
+            row=1,
+            col=1,
+        )
+    figure.update_yaxes(title="share, added up", range=[0, 1.02], row=1)
+
+
+def _uprights(
+    figure: go.Figure, at: Ints, colour: str, dash: str, label: str, opacity: float
+) -> None:
+    """Lines from bottom to top in one trace."""
+    gap = np.full(len(at), np.nan)
+    figure.add_trace(
+        go.Scatter(
+            x=np.stack([at, at, gap], axis=1).ravel(),
+            y=np.tile([0.0, 1.02, np.nan], len(at)),
+            mode="lines",
+            line={"color": colour, "dash": dash, "width": 1},
+            opacity=opacity,
+            name=label,
+            hoverinfo="skip",
+        ),
+        row=1,
+        col=1,
+    )
+
+
+def _moves(figure: go.Figure, one: Segmented, before: Segmented | None) -> None:
+    """A line from the nearest boundary before to each boundary that the event before could have."""
+    if before is not None:
+        pairs = one.moves(before)
+        gap = np.full(len(pairs), np.nan)
+        figure.add_trace(
+            go.Scatter(
+                x=np.concatenate([pairs, gap[:, None]], axis=1).ravel(),
+                y=np.tile([0.0, 1.0, np.nan], len(pairs)),
+                mode="lines",
+                line={"color": MASS, "width": 1.5},
+                showlegend=False,
+                hoverinfo="skip",
+            ),
+            row=2,
+            col=1,
+        )
+        _points(figure, before.boundaries, 0.0, "circle-open", GREY, "before")
+    _points(figure, one.boundaries, 1.0, "circle", MASS, "now")
+    figure.update_yaxes(
+        tickvals=[0, 1], ticktext=["before", "now"], range=[-0.35, 1.35], showgrid=False, row=2
+    )
+
+
+def _points(
+    figure: go.Figure, at: Ints, height: float, symbol: str, colour: str, label: str
+) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=at,
+            y=np.full(len(at), height),
+            mode="markers",
+            marker={"symbol": symbol, "color": colour, "size": 7},
+            showlegend=False,
+            hovertemplate=f"boundary {label}: %{{x}}<extra></extra>",
+        ),
+        row=2,
+        col=1,
+    )
+
+
+def _bars(figure: go.Figure, one: Segmented, alone: Ints, scorer: str) -> None:
+    """Entries, quota and what is kept, each narrower; what the scorer alone holds there."""
+    starts, stops = one.starts, np.append(one.boundaries, one.row + 1)
+    middle, width = (starts + stops) / 2, stops - starts
+    series = (
+        ("entries", one.counts(), PALE, 1.0),
+        ("quota", one.quota, QUOTA, 0.8),
+        ("kept", one.counts(one.kept), KEPT, 0.4),
+    )
+    spans = np.array([f"{a} to {b - 1}" for a, b in zip(starts, stops, strict=True)])
+    for label, heights, colour, share in series:
+        figure.add_trace(
+            go.Bar(
+                x=middle,
+                y=heights,
+                width=width * share,
+                marker={"color": colour, "line": {"width": 0.5, "color": GREY}},
+                name=label,
+                customdata=spans,
+                hovertemplate=f"{label}: %{{y}}<br>%{{customdata}}<extra></extra>",
+                text=heights if label == "kept" and len(heights) <= _LABELLED else None,
+                textposition="outside",
+                cliponaxis=False,
+            ),
+            row=3,
+            col=1,
+        )
+    figure.add_trace(
+        go.Scatter(
+            x=middle,
+            y=one.spread(alone),
+            mode="markers",
+            marker={"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}},
+            name=f"{scorer} alone holds",
+            customdata=spans,
+            hovertemplate=f"{scorer} alone: %{{y}}<br>%{{customdata}}<extra></extra>",
+        ),
+        row=3,
+        col=1,
+    )
+    figure.update_yaxes(title="entries", row=3)
+
+
+def _ticks(
+    figure: go.Figure,
+    one: Segmented,
+    alone: Ints,
+    names: tuple[str, str],
+    texts: Sequence[str] | None,
+) -> None:
+    """A tick for each position that stays; taller ones are kept in any case."""
+    must = one.pos[one.kept & one.protected]
+    free = one.pos[one.kept & ~one.protected]
+    for at, height, colour, size, label in (
+        (free, 1.0, KEPT, 9, "stays"),
+        (must, 1.0, MASS, 16, "must stay"),
+        (alone, 0.0, ALONE, 9, "stays with the scorer alone"),
+    ):
+        pos = thinned(at, one.row + 1, SIDE)
+        figure.add_trace(
+            go.Scatter(
+                x=pos,
+                y=np.full(len(pos), height),
+                mode="markers",
+                marker={
+                    "symbol": "line-ns",
+                    "size": size,
+                    "line": {"width": 1.5, "color": colour},
+                    "color": colour,
+                },
+                name=label,
+                showlegend=label == "must stay",  # the axis says what the others are
+                customdata=_tokens(pos, texts),
+                hovertemplate=f"{label}: %{{customdata}}<extra></extra>",
+            ),
+            row=4,
+            col=1,
+        )
+    figure.update_yaxes(
+        tickvals=[0, 1],
+        ticktext=[names[1], names[0]],
+        range=[-0.7, 1.7],
+        showgrid=False,
+        zeroline=False,
+        row=4,
+    )
+
+
+def _tokens(pos: Ints, texts: Sequence[str] | None) -> list[str]:
+    """What the pointer is told of positions, escaped."""
+    return [f"{at}" if texts is None else f"{at} {shown.shortened(texts[at])}" for at in pos]
+
+
+def _key(label: str, colour: str, symbol: str) -> go.Scatter:
+    """An entry of the legend alone."""
+    marker: dict[str, Any] = {"color": colour, "symbol": symbol, "size": 11}
+    return go.Scatter(x=[None], y=[None], mode="markers", marker=marker, name=label)

@@ -1,0 +1,226 @@
+"""The page of retention: its numbers are those of kvsim, every control works, tokens are text."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+import pytest
+
+import kvsim
+from kvsim.samples import sample_trace
+
+FIRST = {"layer": "1", "head": "2", "budget": "96", "interval": "64"}
+
+
+@pytest.fixture
+def page(opened, folder):
+    """The page after two runs: in the first one after a switch a shared widget forgets its link."""
+
+    def run(**link):
+        app = opened(folder, "retention", **{"trace": "sample.zarr", **link})
+        return app.run()
+
+    return run
+
+
+def numbers(app):
+    """The table of numbers: a row for each policy."""
+    return pl.DataFrame(app.dataframe[0].value)
+
+
+def spoken(app):
+    """All that may hold markup."""
+    kinds = ("markdown", "caption", "header", "subheader", "info", "warning", "error")
+    return [one.value for kind in kinds for one in app.get(kind)]
+
+
+def test_numbers_are_those_of_measure(page):
+    """Both policies, at an event that the link names."""
+    app = page(**FIRST, event="353")
+    trace = kvsim.open_trace(sample_trace())
+    assert not app.exception
+
+    for row in numbers(app).to_dicts():
+        fit = {"window": 32, "min_segment": 8, "max_segment": 64, "recent": 32}
+        params = fit if row["policy"] == "ams+tova" else {}
+        policy = kvsim.policy(row["policy"], **params)
+        record = kvsim.replay(trace, policy, 96, interval=64, layers=[1])
+        table = kvsim.measure(
+            trace, record, ["wipeout", "burst_length", "middle_coverage"], events=True
+        ).filter(pl.col("head") == 2, pl.col("event") == 353)
+        assert (row["event"], row["kept"], row["share"]) == (353, 96, 96 / 354)
+        assert row["kept"] == record.retained(353)[0, 2].sum()
+        for name, metric, variant in (
+            ("wipeout", "wipeout", "length=32,threshold=0"),
+            ("longest", "burst_length", "longest"),
+            ("middle", "middle_coverage", ""),
+        ):
+            told = table.filter(pl.col("metric") == metric, pl.col("variant") == variant)
+            assert row[name] == told["value"].item()
+        assert told["fidelity"].item() == "exact"
+    assert [row["policy"] for row in numbers(app).to_dicts()] == ["tova", "ams+tova"]
+    assert any("fidelity **exact**" in one for one in spoken(app))
+
+
+def test_text_has_the_states_of_the_event(page):
+    """Runs of tokens by what became of them; counts beside the words for it."""
+    app = page(**FIRST, event="353", beside="none")
+    trace = kvsim.open_trace(sample_trace())
+    record = kvsim.replay(trace, kvsim.policy("tova"), 96, interval=64, layers=[1])
+
+    (text,) = [one.proto.body for one in app.get("html")]
+    kept = record.retained(353)[0, 2]
+    states = ["retained" if kept[p] else "dropped" if p <= 353 else "later" for p in range(472)]
+    changes = 1 + sum(a != b for a, b in pairwise(states))
+    assert text.count("<span") == changes
+    assert text.count('title="not yet scored"') == 1
+    assert any(
+        "retained (96)" in one and "dropped (258)" in one and "scored (118)" in one
+        for one in spoken(app)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("selectbox", "layer", 0),
+        ("selectbox", "head", 3),
+        ("selectbox", "policy", "snapkv@gkv"),
+        ("selectbox", "beside", "none"),
+        ("selectbox", "beside_scorer", "snapkv"),
+        ("number_input", "budget", 64),
+        ("number_input", "interval", 16),
+        ("number_input", "interval", 0),
+        ("select_slider", "event", 289),
+        ("toggle", "all", True),
+        ("text_input", "set", "min_quota=4 sink=1"),
+    ],
+)
+def test_every_control_runs_the_page_anew(page, kind, key, value):
+    """No exception, and the control has the value."""
+    app = page()
+    (control,) = [one for one in app.get(kind) if one.key == key]
+
+    control.set_value(value)
+    app.run()
+
+    assert not app.exception
+    (control,) = [one for one in app.get(kind) if one.key == key]
+    assert control.value == value
+    assert not app.error
+
+
+def test_an_event_is_followed_to_the_nearest(page):
+    """Another interval has other events: the one that was looked at has a neighbour there."""
+    app = page(beside="none", event="321")
+    assert app.select_slider(key="event").value == 321
+    app.number_input(key="interval").set_value(50)
+    app.run()
+
+    assert not app.exception
+    assert app.select_slider(key="event").value == 325
+    assert numbers(app)["event"].to_list() == [325]
+
+
+def test_typed_parameters_reach_the_policies_that_have_them(page):
+    """Beside what fits the trace; what nobody has, and what could name a file, is refused."""
+    app = page(**FIRST, set="min_quota=3 window=8")
+    assert any(
+        "min_quota=3" in one.value and "window=8" in one.value and "max_segment=64" in one.value
+        for one in app.text
+    )
+    for typed, said in (
+        ("nonsense=1", "has a parameter 'nonsense'"),
+        ("window", "expected KEY=VALUE"),
+        ("calibration=/etc/passwd", "cannot be set here"),
+        ("scorer.calibration=/etc/passwd", "cannot be set here"),
+    ):
+        app.text_input(key="set").set_value(typed)
+        app.run()
+        assert not app.exception
+        assert app.error[0].value == "The parameters cannot be read."
+        assert said in app.text[0].value
+
+
+def test_a_policy_that_cannot_be_replayed_says_why(page):
+    """Layers that share a budget, on request all of them; what the trace lacks; a small budget."""
+    link = {"beside": "none"}
+    app = page(**link, policy="cake")
+    assert not app.exception
+    assert "layers share one budget" in app.text[0].value
+    app.toggle(key="all").set_value(True)
+    app.run()
+    assert not app.exception
+    trace = kvsim.open_trace(sample_trace())
+    record = kvsim.replay(trace, kvsim.policy("cake"), 128, interval=32)
+    row = numbers(app).to_dicts()[0]
+    assert row["kept"] == record.retained(row["event"])[2, 0].sum()
+    assert any("fidelity **open**" in one for one in spoken(app))
+
+    for more in ({"policy": "criticalkv"}, {"policy": "snapkv", "budget": "8"}):
+        app = page(**{**link, **more})
+        assert not app.exception
+        assert app.warning[0].value == "This policy cannot be replayed on these terms."
+        assert re.search(r"o_proj|below the 32 entries", app.text[0].value)
+
+
+@pytest.mark.parametrize("policy", ["asl", "fastkv", "pyramidkv", "snapkv@original", "qfilter"])
+def test_layers_behind_a_selection_are_replayed_with_their_rows(page, policy):
+    """What a policy holds where it drops rows across layers, per query head, or learns first."""
+    app = page(policy=policy, beside="none", head="1")
+    assert not app.exception
+    name = numbers(app)["policy"].item()
+    params = {"calibration": "prefix:64"} if policy == "qfilter" else {}
+    record = kvsim.replay(
+        kvsim.open_trace(sample_trace()), kvsim.policy(name, **params), 128, interval=32
+    )
+    row = numbers(app).to_dicts()[0]
+    head = 2 if policy == "snapkv@original" else 1
+    gone = record.gone_after[2, head]
+    assert row["kept"] == np.count_nonzero(gone[: row["event"] + 1] > row["event"])
+
+
+def test_nothing_dropped_is_an_empty_state(page):
+    """The full cache has no event; the page says what would make one."""
+    app = page(policy="full", beside="none")
+
+    assert not app.exception
+    assert any("Nothing is dropped" in one.value for one in app.info)
+
+
+def test_tokens_are_text(page):
+    """In the page's HTML no token opens an element; in no other text do tokens occur."""
+    app = page(trace="more/hostile.zarr")
+
+    assert not app.exception
+    texts = [one.proto.body for one in app.get("html")]
+    assert len(texts) == 2
+    for text in texts:
+        assert "<img" not in text
+        assert "<script" not in text
+        assert "&lt;img src=&#x27;http://tokens.invalid/a.png&#x27;&gt;" in text
+    assert not any("invalid" in one for one in spoken(app))
+    for chart in app.get("plotly_chart"):
+        assert "<img" not in chart.proto.spec
+        assert "<script" not in chart.proto.spec
+
+
+def test_a_trace_without_text_has_a_map(page):
+    """And says why there is no text."""
+    app = page(trace="more/plain.zarr")
+
+    assert not app.exception
+    assert len(app.get("plotly_chart")) == 2
+    assert any("no text" in one.value for one in app.info)
+
+
+def test_a_link_names_no_policy_beyond_the_catalogue(page):
+    """Nothing is imported for a link."""
+    app = page(policy="os:getcwd", beside="x+y")
+
+    assert not app.exception
+    assert app.selectbox(key="policy").value == "tova"
+    assert app.selectbox(key="beside").value == "ams"
