@@ -1,0 +1,249 @@
+"""The page of segments: its numbers are those of kvsim, every control works, tokens are text."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+
+import kvsim
+from kvsim.metrics.segments import ams_segments
+from kvsim.samples import sample_trace
+from kvsim.segmentation import segmented
+
+FIT = {"window": 32, "min_segment": 8, "max_segment": 64, "sink": 4, "recent": 32}
+
+
+@pytest.fixture
+def page(opened, folder):
+    """The page after two runs: in the first one after a switch a shared widget forgets its link."""
+
+    def run(**link):
+        app = opened(folder, "segments", **{"trace": "sample.zarr", **link})
+        return app.run()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """The sample."""
+    return kvsim.open_trace(sample_trace())
+
+
+def replayed(trace, layer, budget=128, interval=32, scorer="tova", **params):
+    """AMS as the page has it by default, and the scorer alone on the same events."""
+    policy = kvsim.policy(f"ams+{scorer}", **{**FIT, **params})
+    terms = {"interval": interval, "layers": [layer]}
+    return (
+        kvsim.replay(trace, policy, budget, internals=True, **terms),
+        kvsim.replay(trace, kvsim.policy(scorer), budget, prefill=False, **terms),
+    )
+
+
+def spoken(app):
+    """All that may hold markup."""
+    kinds = ("markdown", "caption", "header", "subheader", "info", "warning", "error")
+    return [one.value for kind in kinds for one in app.get(kind)]
+
+
+def drawn(app):
+    """The traces of the figure by name, with their numbers."""
+    spec = json.loads(app.get("plotly_chart")[0].proto.spec)
+
+    def numbers(values):
+        if isinstance(values, dict):
+            raw = base64.b64decode(values["bdata"])
+            return np.frombuffer(raw, np.dtype(values["dtype"])).astype(float)
+        return np.array([np.nan if value is None else value for value in values or []], float)
+
+    return {one.get("name"): (numbers(one["x"]), numbers(one["y"])) for one in spec["data"]}
+
+
+@pytest.mark.parametrize("mode", ["strict", "reference"])
+def test_numbers_are_those_of_kvsim(page, trace, mode):
+    """Metrics of both; segments and their moves, credit and mass, at an event of the link."""
+    app = page(layer="1", head="2", budget="96", interval="64", event="417", mode=mode)
+    assert not app.exception
+    record, alone = replayed(trace, 1, 96, 64, mode=mode)
+
+    shown = pl.DataFrame(app.dataframe[0].value).to_dicts()
+    for row, one in zip(shown, (record, alone), strict=True):
+        table = kvsim.measure(
+            trace, one, ["wipeout", "middle_coverage", "burst_length"], events=True
+        ).filter(pl.col("head") == 2, pl.col("event") == 417)
+        for name, metric, variant in (
+            ("wipeout", "wipeout", "length=32,threshold=0"),
+            ("middle", "middle_coverage", ""),
+            ("longest", "burst_length", "longest"),
+        ):
+            told = table.filter(pl.col("metric") == metric, pl.col("variant") == variant)
+            assert row[name] == told["value"].item()
+        assert (row["event"], row["kept"]) == (417, 96)
+    assert [row["policy"] for row in shown] == ["ams+tova", "tova alone"]
+
+    found = ams_segments(record, 1)
+    number = found.rows.tolist().index(417)
+    (one,) = [one for one in segmented(record, 1, 2) if one.row == 417]
+    told = {one.label: one for one in app.metric}
+    assert told["Segments"].value == str(len(one.quota)) == str(found.count[2, number])
+    assert told["Boundaries moved"].value == f"{found.shift[2, number - 1]:.1f}"
+    assert f"{found.f1[2, number - 1]:.2f}" in told["Boundaries moved"].delta
+    assert told["Credit held"].value == f"{one.credit.sum():.3f}"
+    suffix = one.mass[one.pos > 417 - 32].sum()
+    assert told["Mass of recent rows"].value == f"{suffix:.1%}"
+    assert any("fidelity **exact**" in one for one in spoken(app))
+
+
+def test_the_figure_draws_the_event(page, trace):
+    """Curves, boundaries of both events, bars and ticks are those of the replay."""
+    app = page(layer="2", head="1", event="353")
+    record, alone = replayed(trace, 2)
+    events = {one.row: one for one in segmented(record, 2, 1)}
+    one, before = events[353], events[321]
+
+    figure = drawn(app)
+
+    for name, label in (("mass", "mass that is cut"), ("observed", "observed by the window")):
+        x, y = figure[label]
+        np.testing.assert_array_equal(x, one.pos)
+        np.testing.assert_allclose(y, getattr(one, name).cumsum(), atol=1e-6)
+    x, y = figure["credit"]
+    np.testing.assert_allclose(y, one.credit.cumsum() / one.credit.sum(), atol=1e-6)
+    for label, which in (("boundaries", one), ("boundaries of the event before", before)):
+        x, _ = figure[label]
+        assert x[~np.isnan(x)].tolist() == np.repeat(which.boundaries, 2).tolist()
+    assert figure["entries"][1].tolist() == one.counts().tolist()
+    assert figure["quota"][1].tolist() == one.quota.tolist()
+    assert figure["kept"][1].tolist() == one.counts(one.kept).tolist()
+    held = np.flatnonzero(alone.retained(353)[0, 1])
+    assert figure["stays with the scorer alone"][0].tolist() == held.tolist()
+    assert figure["tova alone holds"][1].tolist() == one.spread(held).tolist()
+    must = [p for p in range(354) if p < 4 or p > 353 - 32]
+    assert figure["must stay"][0].tolist() == must
+    both = sorted([*figure["stays"][0].tolist(), *must])
+    assert both == np.flatnonzero(record.retained(353)[0, 1]).tolist()
+
+
+def test_the_first_event_has_none_before(page):
+    """No old boundaries, and nothing that has moved."""
+    app = page(event="257")
+
+    assert not app.exception
+    assert "boundaries of the event before" not in drawn(app)
+    (moved,) = [one for one in app.metric if one.label == "Boundaries moved"]
+    assert (moved.value, moved.delta) == ("-", "first event")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("selectbox", "layer", 0),
+        ("selectbox", "head", 3),
+        ("selectbox", "scorer", "snapkv"),
+        ("number_input", "budget", 64),
+        ("number_input", "interval", 16),
+        ("select_slider", "event", 289),
+        ("slider", "segment_mass", 0.25),
+        ("number_input", "min_segment", 16),
+        ("number_input", "max_segment", 32),
+        ("number_input", "min_quota", 4),
+        ("slider", "credit_decay", 0.5),
+        ("slider", "credit_mix", 0.1),
+        ("number_input", "window", 8),
+        ("selectbox", "mode", "reference"),
+        ("selectbox", "suffix_fill", "observed"),
+        ("number_input", "sink", 0),
+        ("number_input", "recent", 8),
+    ],
+)
+def test_every_control_replays_the_layer(page, trace, kind, key, value):
+    """No exception; the figure is that of a replay with the value."""
+    app = page()
+    (control,) = [one for one in app.get(kind) if one.key == key]
+
+    control.set_value(value)
+    app.run()
+
+    assert not app.exception
+    terms = {"layer": 2, "budget": 128, "interval": 32, "scorer": "tova"}
+    head, event = 0, 449
+    if key == "head":
+        head = value
+    elif key == "event":
+        event = value
+    else:
+        terms[key] = value
+    record, _ = replayed(trace, **terms)
+    events = {one.row: one for one in segmented(record, terms["layer"], head)}
+    one = events[event]
+    assert drawn(app)["quota"][1].tolist() == one.quota.tolist()
+    assert drawn(app)["kept"][1].tolist() == one.counts(one.kept).tolist()
+
+
+def test_downloads_are_the_tables_and_the_figure(page, trace):
+    """A row for each segment of each event; the figure is a PNG."""
+    app = page(layer="0")
+    record, _ = replayed(trace, 0)
+    table, figure = app.get("download_button")
+    assert table.proto.label == "Segments of all events as CSV"
+    assert figure.proto.label == "Figure as PNG"
+
+    stored = pl.DataFrame(app.dataframe[1].value)
+    last = segmented(record, 0, 0)[-1].table()
+    assert stored["quota"].to_list() == last["quota"].to_list()
+    read = pl.read_csv(io.StringIO(last.write_csv()))
+    assert read["kept"].sum() == 128
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ({"scorer": "cake"}, "share one budget"),
+        ({"scorer": "snapkv@original"}, ""),
+        ({"min_segment": "100", "max_segment": "50"}, "max_segment is 50"),
+        ({"scorer": "full"}, ""),
+    ],
+)
+def test_what_cannot_be_replayed_says_why(page, link, said):
+    """A message instead of a figure, or a figure."""
+    app = page(**link)
+
+    assert not app.exception
+    if app.get("plotly_chart"):
+        assert not said
+    else:
+        assert app.warning[0].value == "There are no segments on these terms."
+        assert said in app.text[0].value
+
+
+def test_nothing_dropped_is_an_empty_state(page):
+    """Its own schedule fires every 512 rows, and the sample has 472; the page says so."""
+    app = page(interval="0")
+
+    assert not app.exception
+    assert any("Nothing is dropped" in one.value for one in app.info)
+    assert "give an interval that fits the trace" in app.text[0].value
+
+
+def test_tokens_are_text(page):
+    """No token is markup anywhere, nor in the figure."""
+    app = page(trace="more/hostile.zarr")
+
+    assert not app.exception
+    (chart,) = app.get("plotly_chart")
+    assert "<img" not in chart.proto.spec
+    assert "<script" not in chart.proto.spec
+    assert not any("invalid" in one for one in spoken(app))
+
+
+def test_a_trace_without_text_has_segments(page):
+    """Positions alone."""
+    app = page(trace="more/plain.zarr")
+
+    assert not app.exception
+    assert len(app.get("plotly_chart")) == 1
