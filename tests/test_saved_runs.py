@@ -68,9 +68,10 @@ def test_a_folder_in_the_place_of_a_file_is_damage(run, tmp_path):
         read_run(folder)
 
 
-def test_a_run_comes_back_as_it_was(run, tmp_path):
-    """Types of columns included."""
-    found = read_run(run.save(tmp_path / "run"))
+@pytest.mark.parametrize("name", ["run", "runs of [a] *", "<b>?"])
+def test_a_run_comes_back_as_it_was(run, tmp_path, name):
+    """Types of columns included, and whatever its folder is called."""
+    found = read_run(run.save(tmp_path / name))
 
     assert found.table.equals(run.table)
     assert found.table.schema == run.table.schema

@@ -32,7 +32,7 @@ def read_run(path: str | Path) -> Saved:
     folder = Path(path)
     try:
         parameters = json.loads((folder / "run.json").read_text("utf-8"))
-        table = pl.read_parquet(folder / "results.parquet")
+        table = pl.read_parquet(folder / "results.parquet", glob=False)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise OutputError(
             f"{folder} is no run folder: {error.filename} is missing; expected what `kvsim replay "
