@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvsim.diagnostics.gold import check_positions
 from kvsim.diagnostics.ranking import Curve, Ranking
+from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY
 from kvsim.trace import Trace
 
@@ -161,13 +162,15 @@ def diagnose(
     *,
     gold: Iterable[int] | None = None,
     share: str | None = None,
+    rule: Selecting | None = None,
 ) -> Diagnosis:
     """One trace at one budget, from its ranking; no array of the trace is read again.
 
-    gold: positions in the prompt, GoldError for others.
+    gold: positions in the prompt, GoldError for others. rule: with another tau, first layer or
+    look-back than the ranking's; see `Ranking.curve`.
     """
     at = None if gold is None else check_positions(trace, gold)
-    return Diagnosis(ranking, ranking.curve(budget), task_of(trace), at, share)
+    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), at, share)
 
 
 def task_of(trace: Trace) -> str:
