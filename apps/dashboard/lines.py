@@ -1,0 +1,298 @@
+"""Lines that plotly draws: policies over budgets and against what they cost, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+from plotly.subplots import make_subplots
+
+import shown
+from kvsim.plots.style import COLOURS, asked_order, series
+
+#: What of two styles plotly calls otherwise than matplotlib.
+_DASHES = {"-": "solid", "--": "dash", ":": "dot"}
+_MARKERS = {
+    "o": "circle",
+    "s": "square",
+    "^": "triangle-up",
+    "D": "diamond",
+    "v": "triangle-down",
+    "<": "triangle-left",
+    ">": "triangle-right",
+}
+#: For references that belong to no line; it shows on light and on dark ground.
+GREY = COLOURS[-1]
+#: Panels of one picture, at most, and beside each other.
+PANELS, ACROSS = 12, 3
+
+Style = Mapping[str, Any]
+
+
+def styles(names: Sequence[str]) -> dict[str, Style]:
+    """Colour, dash and symbol of each name, as the figures of kvsim have them."""
+    return {
+        name: {
+            "color": one["color"],
+            "dash": _DASHES[one["linestyle"]],
+            "symbol": _MARKERS[one["marker"]],
+        }
+        for name, one in series(names).items()
+    }
+
+
+def style(colour: str, dash: str = "solid", *, marker: bool | None = None) -> Style:
+    """Of a line; by default dotted and dashed ones have no markers."""
+    marked = dash == "solid" if marker is None else marker
+    return {"color": colour, "dash": dash, "symbol": "circle" if marked else None}
+
+
+def draw(figure: go.Figure, key: str, height: int = 420) -> None:
+    """Show a figure in the width that there is."""
+    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 30, "b": 10})
+    figure.update_layout(hoverlabel={"align": "left"})
+    st.plotly_chart(figure, key=key, config={"displaylogo": False})
+
+
+def over_budgets(
+    found: pl.DataFrame,
+    of: Mapping[str, Style],
+    *,
+    key: str,
+    label: str,
+    by: str | None = None,
+    zero: bool = False,
+    logarithmic: bool = False,
+) -> None:
+    """A line per policy over budgets with 95 % intervals, a panel per value of `by`.
+
+    Args:
+        found: of `kvsim.statistics.averages` or `compare`.
+        of: styles of the policies.
+        key: of the picture.
+        label: of what is drawn.
+        by: a column of `found`.
+        zero: mark 0.
+        logarithmic: the scale.
+    """
+    groups: list[Any] = [None] if by is None else found[by].unique().sort().to_list()[:PANELS]
+    budgets = asked_order(found["asked"].to_list())
+    policies = found["policy"].unique(maintain_order=True).to_list()
+    across = min(ACROSS, len(groups))
+    down = -(-len(groups) // across)
+    titles = None if by is None else [f"{by} {shown.shortened(str(one), 40)}" for one in groups]
+    figure = make_subplots(
+        down, across, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.02
+    )
+    wide = found["low"].is_not_null().any()
+    step = min(0.06, 0.5 / len(policies)) if wide else 0.0
+    with_chance = "chance" in found.columns and found["chance"].is_not_null().any()
+    for place, group in enumerate(groups):
+        own = found if by is None else found.filter(pl.col(by) == group)
+        at = {"row": place // across + 1, "col": place % across + 1}
+        for order, policy in enumerate(policies):
+            part = own.filter(policy=policy)
+            shift = (order - (len(policies) - 1) / 2) * step
+            x = [budgets.index(asked) + shift for asked in part["asked"]]
+            first = place == 0
+            figure.add_trace(_line(part, x, policy, of[policy], legend=first), **at)
+            if with_chance and part["chance"].is_not_null().any():
+                figure.add_trace(_chance(part, x, policy, of[policy]), **at)
+        if zero:
+            figure.add_hline(0, line={"color": GREY, "width": 1}, **at)
+    figure.update_xaxes(
+        tickvals=list(range(len(budgets))), ticktext=budgets, range=[-0.4, len(budgets) - 0.6]
+    )
+    for column in range(across):
+        figure.update_xaxes(title="budget", row=down, col=column + 1)
+    figure.update_yaxes(title=label, col=1)
+    if logarithmic:
+        figure.update_yaxes(type="log")
+    draw(figure, key, 420 if down == 1 else 290 * down + 60)
+
+
+def _line(part: pl.DataFrame, x: list[float], policy: str, one: Style, *, legend: bool) -> Any:
+    """Means of one policy, with bars where there are intervals."""
+    mean, low, high = (part[name] for name in ("mean", "low", "high"))
+    return go.Scatter(
+        x=x,
+        y=mean.to_list(),
+        name=shown.shortened(policy, 48),
+        legendgroup=policy,
+        showlegend=legend,
+        mode="lines+markers",
+        line={"color": one["color"], "dash": one["dash"], "width": 1.8},
+        marker={"symbol": one["symbol"], "size": 8},
+        error_y=_bars(mean, low, high, one),
+        text=[_told(row) for row in part.to_dicts()],
+        hovertemplate="%{text}<extra></extra>",
+    )
+
+
+def _bars(mean: pl.Series, low: pl.Series, high: pl.Series, one: Style) -> dict[str, Any] | None:
+    if low.null_count() == len(low):
+        return None
+    return {
+        "type": "data",
+        "array": (high - mean).to_list(),
+        "arrayminus": (mean - low).to_list(),
+        "thickness": 1.2,
+        "width": 3,
+        "color": one["color"],
+    }
+
+
+def _chance(part: pl.DataFrame, x: list[float], policy: str, one: Style) -> Any:
+    """What random sets of the same sizes would reach, dotted."""
+    return go.Scatter(
+        x=x,
+        y=part["chance"].to_list(),
+        legendgroup=policy,
+        showlegend=False,
+        mode="lines+markers",
+        line={"color": one["color"], "dash": "dot", "width": 1},
+        marker={"symbol": "line-ew-open", "size": 9},
+        hovertemplate=f"{shown.shortened(policy, 48)}: chance %{{y:.4g}}<extra></extra>",
+    )
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    """A point in words, escaped."""
+    name = shown.shortened(row["policy"], 48)
+    lines = [f"<b>{name}</b>, budget {shown.shortened(str(row['asked']))}"]
+    if "base" in row:
+        lines[0] += f" minus {shown.shortened(row['base'], 48)}"
+    lines.append(f"{row['mean']:.4g}")
+    if row["low"] is not None:
+        lines[-1] += f" [{row['low']:.4g}, {row['high']:.4g}]"
+    if row.get("chance") is not None:
+        lines.append(f"chance {row['chance']:.4g}")
+    if row.get("seen") is not None:
+        lines.append(f"{row['seen']:.1f} entries seen")
+    lines.append(f"{row['n']} of {row['of']} prompts")
+    return "<br>".join(lines)
+
+
+def against_entries(
+    panels: Mapping[str, pl.DataFrame], of: Mapping[str, Style], *, key: str
+) -> None:
+    """A panel per metric: its mean against the entries that rows see; filled is on the front.
+
+    panels: by label; of `averages`, with `seen` and `best`.
+    """
+    figure = make_subplots(1, len(panels), horizontal_spacing=0.09)
+    for place, (label, found) in enumerate(panels.items()):
+        at = {"row": 1, "col": place + 1}
+        for policy in found["policy"].unique(maintain_order=True):
+            part, one = found.filter(policy=policy).sort("seen"), of[policy]
+            line = _line(part, part["seen"].to_list(), policy, one, legend=place == 0)
+            best = part["best"].to_list()
+            line.line.width = 1
+            line.marker.symbol = [one["symbol"] + ("" if on else "-open") for on in best]
+            line.marker.size = [10 if on else 7 for on in best]
+            line.marker.color = one["color"]
+            figure.add_trace(line, **at)
+        figure.update_yaxes(title=label, **at)
+        figure.update_xaxes(title="entries that a row sees, mean", **at)
+    draw(figure, key)
+
+
+def over_layers(
+    curves: Mapping[str, tuple[Sequence[float | None], Style]],
+    *,
+    key: str,
+    label: str,
+    x: Sequence[float] | None = None,
+    x_label: str = "layer",
+    top: float | None = None,
+    mark: tuple[float, str] | None = None,
+    height: int = 340,
+) -> None:
+    """Lines over the layers, or over other numbers `x`; by name, with a style each.
+
+    A style without a symbol is a reference: a line alone. top: of the axis. mark: a place on x, and
+    what it says there.
+    """
+    figure = go.Figure()
+    for name, (values, one) in curves.items():
+        figure.add_scatter(
+            x=list(range(len(values)) if x is None else x),
+            y=[None if value != value else value for value in values],  # noqa: PLR0124 NaN
+            name=name,
+            mode="lines" if one["symbol"] is None else "lines+markers",
+            line={"color": one["color"], "dash": one["dash"], "width": 1.6},
+            marker={"symbol": one["symbol"] or "circle", "size": 7},
+            hovertemplate=f"{name}<br>{x_label} %{{x}}: %{{y:.4g}}<extra></extra>",
+        )
+    if mark is not None:
+        figure.add_vline(
+            mark[0],
+            line={"color": COLOURS[1], "dash": "dash", "width": 1.2},
+            annotation={"text": mark[1], "font": {"color": COLOURS[1]}},
+        )
+    ticks = (
+        {"dtick": 1} if x is None and max(map(len, (v for v, _ in curves.values()))) < 24 else {}
+    )
+    figure.update_xaxes(title=x_label, **ticks)
+    figure.update_yaxes(title=label, range=None if top is None else [0, top], rangemode="tozero")
+    figure.update_layout(legend={"orientation": "h", "y": -0.25, "yanchor": "top"})
+    draw(figure, key, height)
+
+
+#: Colours of the levels of fidelity.
+LEVELS = {"exact": COLOURS[2], "closed": COLOURS[0], "semi": COLOURS[4], "open": COLOURS[1]}
+
+
+def shares(found: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:
+    """A bar for each value of a column, cut by the levels of fidelity; of `level_shares`."""
+    figure = go.Figure()
+    names = {one: shown.shortened(one, 40) for one in order}
+    for level, colour in LEVELS.items():
+        part = found.filter(pl.col("fidelity") == level)
+        if part.height:
+            figure.add_bar(
+                x=part["share"].to_list(),
+                y=[names[one] for one in part[column]],
+                name=level,
+                orientation="h",
+                marker={"color": colour},
+                customdata=part.select("values", "of").to_numpy(),
+                hovertemplate=f"%{{y}}: {level} %{{x:.1%}}<br>%{{customdata[0]:,}} of "
+                "%{customdata[1]:,} values<extra></extra>",
+            )
+    figure.update_xaxes(title="share of the values", range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=list(names.values()),
+        autorange="reversed",
+    )
+    figure.update_layout(barmode="stack", showlegend=True, bargap=0.25)
+    draw(figure, key, max(180, 26 * len(order) + 90))
+
+
+def between(found: pl.DataFrame, *, key: str) -> None:
+    """What a stronger level says minus what a weaker one does, by layer; of `between_levels`."""
+    called = pl.format("{}, budget {}: {} - {}", "policy", "asked", "stronger", "weaker")
+    found = found.with_columns(label=called)
+    known = found["label"].unique(maintain_order=True).to_list()
+    figure = go.Figure()
+    for label, one in styles(known).items():
+        part = found.filter(label=label).sort("layer", nulls_last=True)
+        places = ["none" if layer is None else str(layer) for layer in part["layer"]]
+        figure.add_scatter(
+            x=places,
+            y=part["mean"].to_list(),
+            name=shown.shortened(label, 60),
+            mode="lines+markers",
+            line={"color": one["color"], "dash": one["dash"], "width": 1.6},
+            marker={"symbol": one["symbol"], "size": 9},
+            error_y=_bars(part["mean"], part["low"], part["high"], one),
+        )
+    figure.add_hline(0, line={"color": GREY, "width": 1})
+    figure.update_xaxes(title="layer", type="category")
+    figure.update_yaxes(title="stronger minus weaker level")
+    draw(figure, key, 360)

@@ -1,0 +1,269 @@
+"""Runs: those of the folder, and a small one of the chosen trace that is made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import streamlit as st
+
+import cached
+import chosen
+import kvsim
+from kvsim import Trace
+from kvsim.errors import KvsimError
+from kvsim.metrics import METRICS
+from kvsim.policies import CATALOGUE, names
+from kvsim.report import read_run
+from kvsim.results import labelled
+from kvsim.statistics import averages, between_levels, compare, level_shares, stages, strongest
+from kvsim.sweeps import sweep
+
+#: In the list of runs: none of them, but the chosen trace, replayed.
+HERE = "the chosen trace, replayed here"
+
+#: What a variant without a name is called.
+PLAIN = "main"
+#: What is replayed where nothing else is asked for.
+POLICIES = ("streaming_llm", "snapkv", "tova", "ams+tova")
+BUDGETS = ("64", "128")
+#: For traces from so many tokens on.
+LONG, SHARES = 2048, ("10%", "25%")
+INTERVAL = 32
+MEASURED = (
+    *("output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
+    *("burst_share", "entries_seen"),
+)
+#: Tokens times layers up to which a trace is replayed without being asked to.
+AT_ONCE = 3000
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A run folder as it was when its values were written."""
+
+    path: str
+    written: float
+
+    @classmethod
+    def of(cls, path: Path) -> Folder:
+        """The folder as it is now."""
+        values = path / "results.parquet"
+        return cls(str(path), values.stat().st_mtime if values.exists() else 0.0)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A sweep over one trace."""
+
+    source: cached.Source
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    interval: int | None
+    regret: bool
+
+
+Origin = Folder | Replay
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as pages show it.
+
+    name: of the folder or the trace. table: results are called by what tells them apart. best: of
+    values that are there at several levels of fidelity the strongest.
+    """
+
+    origin: Origin
+    name: str
+    table: pl.DataFrame
+    best: pl.DataFrame
+    parameters: Mapping[str, Any]
+
+    @property
+    def policies(self) -> list[str]:
+        """What the results are called, in their order."""
+        return self.table["policy"].drop_nulls().unique(maintain_order=True).to_list()
+
+
+@st.cache_resource(max_entries=6, show_spinner="reading the run")
+def load(origin: Origin) -> Run:
+    """The run of a folder, or one that is made now."""
+    if isinstance(origin, Folder):
+        saved = read_run(origin.path)
+        return _run(origin, saved.path.name, saved.table, saved.parameters)
+    trace = cached.trace(origin.source)
+    made = sweep(
+        [trace],
+        [kvsim.policy(name) for name in origin.policies],
+        list(origin.budgets),
+        interval=origin.interval,
+        metrics=MEASURED,
+        regret=origin.regret,
+    )
+    return _run(origin, trace.name, made.table, made.describe())
+
+
+def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str, Any]) -> Run:
+    called = labelled(table)
+    return Run(origin, name, called, strongest(called), parameters)
+
+
+@st.cache_data(max_entries=128, show_spinner="averaging")
+def means(
+    origin: Origin,
+    policies: Sequence[str],
+    metrics: Mapping[str, str],
+    by: str | None = None,
+    base: str | None = None,
+) -> pl.DataFrame:
+    """Averages of one variant of each metric over prompts; beside a base the paired differences."""
+    wanted = [
+        (pl.col("metric") == name) & (pl.col("variant") == variant)
+        for name, variant in metrics.items()
+    ]
+    table = load(origin).best.filter(
+        pl.col("policy").is_in(list(policies)), pl.any_horizontal(wanted)
+    )
+    if by == "stage":
+        table = stages(table)
+    of = [] if by is None else [by]
+    table = table.drop_nulls(of) if of else table
+    found = averages(table, of) if base is None else compare(table, base, of)
+    return found.filter(pl.col("mean").is_not_null())
+
+
+@st.cache_data(max_entries=32, show_spinner="counting")
+def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
+    """How many values of a run have which fidelity."""
+    return level_shares(load(origin).table, by)
+
+
+@st.cache_data(max_entries=32, show_spinner="comparing levels")
+def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
+    """The same values of some runs at two levels."""
+    return between_levels(pl.concat([load(one).table for one in origins]), by)
+
+
+def run() -> Run:
+    """The chosen run. Where there is none the page says how one is made, and ends there."""
+    folders = {HERE: None, **chosen.runs()}
+    listed = [*(name for name in folders if name != HERE), HERE]
+    name = st.selectbox("Run", listed, key="run", bind="query-params")
+    path = folders[name]
+    if path is not None:
+        return read(path)
+    if len(listed) == 1:
+        st.info(
+            "This folder holds no run, so a few policies are replayed on the trace chosen on the "
+            "left. For more traces, policies and budgets, and for intervals over prompts, make a "
+            "run on the command line:"
+        )
+        st.code(
+            "kvsim replay traces/*.zarr --policy tova,snapkv,ams+tova --budget 64,128,25% "
+            "--interval 32 --regret --out runs/first",
+            language="bash",
+            wrap_lines=True,
+        )
+    return _replayed(chosen.trace())
+
+
+def read(path: Path) -> Run:
+    """The run of a folder. Where it cannot be read the page says why, and ends there."""
+    return _loaded(Folder.of(path), "This run cannot be read.", "Choose another one.")
+
+
+def _loaded(origin: Origin, what: str, advice: str) -> Run:
+    try:
+        return load(origin)
+    except KvsimError as error:
+        st.error(what, icon=":material/error:")
+        st.text(str(error))
+        st.caption(advice)
+        st.stop()
+
+
+def _replayed(trace: Trace) -> Run:
+    """A few policies on one trace: at once if it is short, else at a button's click."""
+    left, middle, right = st.columns([6, 4, 2], vertical_alignment="bottom")
+    policies = left.multiselect(
+        "Replay", _offered(), list(POLICIES), key="replay", bind="query-params"
+    )
+    sizes = BUDGETS if trace.n_pos < LONG else SHARES
+    offered = [*dict.fromkeys((*sizes, "32", "64", "128", "256", "512", "1024", *_SHARES))]
+    budgets = middle.multiselect(
+        "Budgets",
+        offered,
+        list(sizes),
+        key="budgets",
+        bind="query-params",
+        help="entries per KV head, or a share of the trace",
+    )
+    regret = right.toggle(
+        "Regret",
+        key="regret",
+        bind="query-params",
+        help="replays a mass oracle beside each policy, which takes twice as long",
+    )
+    if not policies or not budgets:
+        st.info("Choose at least one policy and one budget.")
+        st.stop()
+    origin = Replay(chosen.source(), tuple(policies), tuple(budgets), INTERVAL, regret)
+    asked: set[Origin] = st.session_state.setdefault("asked", set())
+    if trace.n_pos * trace.n_layers > AT_ONCE and origin not in asked:
+        st.caption(
+            f"{trace.n_pos:,} tokens and {trace.n_layers} layers take more than a moment, so the "
+            "replay waits for you."
+        )
+        if not st.button("Replay", type="primary"):
+            st.stop()
+        asked.add(origin)
+    return _loaded(origin, "These policies cannot be replayed.", "Choose others, or other budgets.")
+
+
+_SHARES = ("5%", "10%", "25%", "50%")
+
+
+def _offered() -> list[str]:
+    """The policies of the catalogue that need no parameters, each as it can be replayed."""
+    found = []
+    for name in names():
+        base, _, preset = name.partition("@")
+        entry = CATALOGUE[base].preset(preset)
+        if not entry.required:
+            found.append(name if entry.innermost else f"{name}+{entry.default or 'tova'}")
+    return found
+
+
+def variant(
+    values: pl.DataFrame,
+    metric: str,
+    where: st.delta_generator.DeltaGenerator,
+    *,
+    key: str = "variant",
+) -> str:
+    """A variant of a metric's values; the one that stands for the others by default."""
+    main = METRICS[metric].main if metric in METRICS else ""
+    listed = sorted(
+        values["variant"].unique(maintain_order=True).to_list(), key=lambda one: one != main
+    )
+    found = where.selectbox(
+        "Variant", [one or PLAIN for one in listed], key=key, bind="query-params"
+    )
+    return "" if found == PLAIN else str(found)
+
+
+def provenance(one: Run) -> None:
+    """Failures, and the parameters as they were written."""
+    failures = one.parameters.get("failures")
+    if isinstance(failures, list) and failures:
+        st.warning(f"{len(failures)} cells of this run failed; the others are shown.")
+        st.code(json.dumps(failures[:20], indent=2), language="json")
+    if one.parameters.get("interrupted"):
+        st.warning("This run was interrupted; what was done until then is shown.")
+    with st.expander("Parameters of the run"):
+        st.code(json.dumps(one.parameters, indent=2), language="json")

@@ -1,0 +1,258 @@
+"""Page *Compare* without a browser: its numbers are the Table's, whatever runs are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.metrics import METRICS
+from kvsim.plots.summary import front
+from kvsim.report import read_run
+from kvsim.results import labelled
+from kvsim.statistics import averages, compare, stages
+from kvsim.sweeps import sweep
+
+MEASURED = ("output_error", "wipeout", "entries_seen", "retained_iou", "sparsity")
+POLICIES = ("streaming_llm", "tova", "random")
+
+
+def made(seed, n=110):
+    """A small trace of three layers."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(3, heads, n, 8, generator=generator) for heads in (4, 2, 2))
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=40, rope=rope, name=f"made-{seed}")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A folder of runs: of three prompts in two domains, of one, a broken and a hostile one."""
+    root = tmp_path_factory.mktemp("compare")
+    made(0).save(root / "trace.zarr")
+    policies = [kvsim.policy(name) for name in POLICIES]
+    several = sweep(
+        [made(seed) for seed in range(3)], policies, [32, "50%"], interval=16, metrics=MEASURED,
+        regret=True,
+    )  # fmt: skip
+    domains = {"made-0": "paint", "made-1": "tea", "made-2": "paint"}
+    table = several.table.with_columns(domain=pl.col("trace").replace_strict(domains))
+    dataclasses.replace(several, table=table).save(root / "several")
+    first = several.table.filter(trace="made-0", metric="output_error")
+    dataclasses.replace(several, table=first, records=several.records[:1]).save(root / "one")
+    (root / "worse").mkdir()
+    (root / "worse" / "run.json").write_text("{")
+    return root
+
+
+def table_of(root, name="several", policies=POLICIES, **same):
+    """Values of a run with labels of results."""
+    found = labelled(read_run(root / name).table)
+    return found.filter(pl.col("policy").is_in(list(policies))).filter(**same)
+
+
+def numbers(frame):
+    """Policy, budget and mean in the order of a table."""
+    columns = [frame[name] for name in ("policy", "asked", "mean")]
+    return list(zip(*(list(one) for one in columns), strict=True))
+
+
+def drawn(app, place):
+    """The lines of a picture: name to values, those that are listed in the legend."""
+    spec = json.loads(app.get("plotly_chart")[place].proto.spec)
+    return {one["name"]: one for one in spec["data"] if one.get("showlegend")}
+
+
+def test_means_and_intervals_are_those_of_the_table(opened, ran):
+    """Of the main variant of the output error at first: the table, the lines and the bars."""
+    app = opened(ran, "compare", run="several")
+    expected = averages(table_of(ran, metric="output_error"))
+
+    assert not app.exception
+    shown = app.dataframe[0].value
+    assert numbers(shown) == numbers(expected)
+    for name in ("low", "high", "n", "of"):
+        assert shown[name].to_list() == pytest.approx(expected[name].to_list())
+    lines = drawn(app, 0)
+    assert list(lines) == list(POLICIES)
+    for policy in POLICIES:
+        part = expected.filter(policy=policy)
+        assert lines[policy]["y"] == pytest.approx(part["mean"].to_list())
+        upper = (part["high"] - part["mean"]).to_list()
+        assert lines[policy]["error_y"]["array"] == pytest.approx(upper)
+    assert "3 prompts." in [one.value for one in app.caption]
+
+
+@pytest.mark.parametrize(
+    "variant", ["length=32,threshold=0", "length=16,threshold=0", "length=32,threshold=0.1"]
+)
+def test_every_variant_can_be_shown(opened, ran, variant):
+    """The main one at first; chance stands beside it where it is known."""
+    app = opened(ran, "compare", run="several", metric="wipeout", variant=variant)
+    expected = averages(table_of(ran, metric="wipeout", variant=variant))
+    main = METRICS["wipeout"].main
+
+    assert app.selectbox(key="variant").options[0] == main
+    assert numbers(app.dataframe[0].value) == numbers(expected.filter(pl.col("mean").is_not_null()))
+
+
+@pytest.mark.parametrize("by", ["stage", "domain"])
+def test_a_split_has_a_panel_for_each_part(opened, ran, by):
+    """Stages of the model from each trace's layers, labels where prompts differ."""
+    app = opened(ran, "compare", run="several")
+    app.selectbox(key="by").select(by).run()
+    expected = averages(stages(table_of(ran, metric="output_error")), [by])
+    spec = json.loads(app.get("plotly_chart")[0].proto.spec)
+    titles = [one["text"] for one in spec["layout"]["annotations"]]
+
+    assert not app.exception
+    assert numbers(app.dataframe[0].value) == numbers(expected)
+    assert titles == [f"{by} {one}" for one in expected[by].unique().sort()]
+    assert app.selectbox(key="by").options == ["nothing", "stage", "domain"]
+
+
+def test_policies_and_base_of_the_link_are_compared(opened, ran):
+    """Two of three, one beside the other, prompt by prompt."""
+    app = opened(ran, "compare", run="several", policies=["tova", "random"], base="random")
+    values = table_of(ran, metric="output_error", policies=("tova", "random"))
+
+    assert app.multiselect(key="policies").value == ["tova", "random"]
+    assert numbers(app.dataframe[1].value) == numbers(compare(values, "random"))
+
+
+def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
+    """Entries seen beside error and wipe-out, the best filled."""
+    app = opened(ran, "compare", run="several")
+    shown = app.dataframe[2].value
+    for name in ("output_error", "wipeout"):
+        own = shown[shown["metric"] == name]
+        wanted = averages(table_of(ran, metric=name, variant=METRICS[name].main))
+        seen = averages(table_of(ran, metric="entries_seen"))
+        assert list(own["mean"]) == wanted["mean"].to_list()
+        assert list(own["seen"]) == seen["mean"].to_list()
+        assert list(own["best"]) == front(wanted.with_columns(seen=seen["mean"])).to_list()
+
+
+def test_regret_is_shown_where_it_was_asked_for(opened, ran):
+    """And where it was not, how to ask for it."""
+    app = opened(ran, "compare", run="several")
+    assert numbers(app.dataframe[3].value) == numbers(averages(table_of(ran, metric="regret")))
+
+    app = opened(ran, "compare", run="one")
+    assert any("--regret" in one.value for one in app.info)
+
+
+def test_one_prompt_has_no_bars(opened, ran):
+    """The page says so."""
+    app = opened(ran, "compare", run="one")
+
+    assert not app.exception
+    assert any("One prompt" in one.value for one in app.caption)
+    assert all("array" not in one.get("error_y", {}) for one in drawn(app, 0).values())
+    assert any("entries_seen" in one.value for one in app.info), "and nothing to say of costs"
+
+
+def test_a_damaged_run_is_a_message(opened, ran):
+    """Not a traceback, and another run can be chosen."""
+    app = opened(ran, "compare", run="worse")
+
+    assert not app.exception
+    assert "cannot be read" in app.error[0].value
+    app.selectbox(key="run").select("several").run()
+    assert not app.error
+    assert len(app.dataframe) == 4
+
+
+def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
+    """Numbers of a sweep on the same terms; the page says how a run is made."""
+    trace = made(0)
+    trace.save(tmp_path / "trace.zarr")
+    app = opened(tmp_path, "compare", replay=["tova", "random"], budgets=["32", "64"])
+    run = sweep([trace], [kvsim.policy(name) for name in ("tova", "random")], [32, 64], interval=32)
+    expected = averages(run.table.filter(metric="output_error", policy="tova"))
+
+    assert not app.exception
+    assert any("kvsim replay" in one.value for one in app.code)
+    shown = app.dataframe[0].value
+    own = shown[shown["policy"] == "tova"]
+    assert dict(zip(own["asked"], own["mean"], strict=True)) == pytest.approx(
+        dict(zip(expected["asked"], expected["mean"], strict=True))
+    )
+    app.toggle(key="regret").set_value(True).run()
+    assert len(app.dataframe) == 4
+    app.multiselect(key="replay").set_value([]).run()
+    assert any("at least one policy" in one.value for one in app.info)
+
+
+def test_a_long_trace_waits_for_a_click(opened, tmp_path):
+    """And is not replayed again while knobs are turned."""
+    made(0, n=1100).save(tmp_path / "long.zarr")
+    app = opened(tmp_path, "compare", replay=["streaming_llm"], budgets=["64"])
+
+    assert not app.dataframe
+    app.button[0].click().run()
+    assert app.dataframe
+    app.selectbox(key="metric").select("wipeout").run()
+    assert app.dataframe
+
+
+def test_a_policy_that_cannot_be_replayed_is_a_message(opened, tmp_path):
+    """A budget below what a policy needs."""
+    made(0).save(tmp_path / "trace.zarr")
+    app = opened(tmp_path, "compare", replay=["asl+snapkv"], budgets=["5%"])
+
+    assert not app.exception
+    assert app.error
+
+
+def test_a_link_chooses_from_what_there_is(opened, ran):
+    """Anything else is ignored: no path, no policy to import."""
+    app = opened(
+        ran, "compare", run="../../etc", metric="nothing", policies=["os:system"], by="value"
+    )
+
+    assert not app.exception
+    assert app.selectbox(key="run").value == "one"
+    assert "os:system" not in app.multiselect(key="policies").value
+
+
+@pytest.mark.parametrize("control", ["metric", "variant", "by", "base"])
+def test_every_choice_runs_the_page_anew(opened, ran, control):
+    """The last option of each; and the scale."""
+    app = opened(ran, "compare", run="several", metric="wipeout")
+    box = app.selectbox(key=control)
+    box.select(box.options[-1]).run()
+    app.toggle(key="log").set_value(True).run()
+
+    assert not app.exception
+    assert app.dataframe
+
+
+def test_names_are_text_and_nothing_else(opened, ran, tmp_path, hostile_tokens):
+    """Of runs, traces, policies and labels: escaped in pictures, plain in tables and files."""
+    saved = read_run(ran / "several").table
+    names = dict(zip(POLICIES, hostile_tokens, strict=False))
+    table = saved.with_columns(
+        policy=pl.col("policy").replace_strict(names),
+        domain=pl.col("trace").replace_strict(
+            dict(zip(saved["trace"].unique(maintain_order=True), hostile_tokens[3:], strict=False))
+        ),
+        trace=pl.format("{}<img src='http://names.invalid/t.png'>", "trace"),
+    )
+    folder = tmp_path / "<img src='x'> [a](b)"
+    folder.mkdir()
+    table.write_parquet(folder / "results.parquet")
+    (folder / "run.json").write_text(json.dumps({"note": "<script>"}))
+    app = opened(tmp_path, "compare", run=folder.name, by="domain")
+
+    assert not app.exception
+    assert app.multiselect(key="policies").value == list(names.values())
+    for chart in app.get("plotly_chart"):
+        assert "<img" not in chart.proto.spec
+        assert "<a href" not in chart.proto.spec
+    said = [one.value for kind in ("markdown", "caption", "info") for one in app.get(kind)]
+    assert not any("<img" in one or "tokens.invalid" in one for one in said)
