@@ -487,6 +487,7 @@ def test_heads_without_a_correlation_are_null():
         ({"ks": ("5",  "0%")}, r"k is '0%'; expected tokens \(128\) or a share"),
         ({"ks": ("120%",)}, "k is '120%'"),
         ({"ks": (0,)}, "k is 0; expected"),
+        ({"ks": ("all",), "names": ["expectation"]}, "k is 'all'"),
         ({"ks": (2.5,)}, "k is 2.5"),
         ({"ks": ("-3",)}, "k is '-3'"),
         ({"rule": ASL(first_layer=9)}, "layer is 9"),

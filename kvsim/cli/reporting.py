@@ -1,4 +1,4 @@
-"""`kvsim report`: run folders as one page."""
+"""`kvsim report`: run folders and traces as one page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import Annotated
 
 import typer
 
+from kvsim.cli.show import bar
+from kvsim.cli.values import locate
+
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Folders that `kvsim replay --out` wrote.")
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|TRACE",
+            help="Folders that `kvsim replay --out` wrote, and recorded traces to analyse, or "
+            "'sample' for the one shipped.",
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "report.html"
@@ -25,7 +33,17 @@ def report(
         bool, typer.Option("--overwrite", help="Replace the page that is there.")
     ] = False,
 ) -> None:
-    """Write results, figures and the papers' claims on them as one HTML page."""
-    from kvsim.report import write_report
+    """Write results, figures and the papers' claims on them as one HTML page.
 
-    typer.echo(f"Written to {write_report(runs, out, base, overwrite=overwrite)}.")
+    Of runs: every policy with intervals over prompts. Of traces: what they say before any policy
+    evicts. Traces beside runs have to be those that the runs replayed.
+    """
+    from kvsim.report import write_report
+    from kvsim.trace import open_trace
+
+    paths = [locate(one) for one in given]
+    traces = [open_trace(path) for path in paths if (path / "zarr.json").is_file()]
+    runs = [path for path in paths if not (path / "zarr.json").is_file()]
+    with bar("steps") as progress:
+        page = write_report(runs, out, base, traces=traces, overwrite=overwrite, progress=progress)
+    typer.echo(f"Written to {page}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
+from typing import Literal
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -19,8 +20,9 @@ def save(figure: Figure, path: str | Path) -> Path:
     return out
 
 
-def data_url(figure: Figure) -> str:
-    """A figure as an SVG that lies in the page itself."""
+def data_url(figure: Figure, form: Literal["svg", "png"] = "svg") -> str:
+    """A figure that lies in the page itself; as a PNG where an SVG of many points is too large."""
     image = io.BytesIO()
-    figure.savefig(image, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode("ascii")
+    figure.savefig(image, format=form, metadata={"Date" if form == "svg" else "Software": None})
+    kind = "svg+xml" if form == "svg" else "png"
+    return f"data:image/{kind};base64," + base64.b64encode(image.getvalue()).decode("ascii")

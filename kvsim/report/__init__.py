@@ -1,8 +1,16 @@
-"""`report`: run folders to one HTML page that needs nothing else, no network and no scripts.
+"""`report`: runs and traces to one HTML page that needs nothing else, no network and no scripts.
 
-What a page says: means over prompts with intervals, every policy beside the first one on the same
-prompts, figures, the split by domain, level and stage where there is one, the claims of the papers
-that these numbers can answer, and where all of it came from. Every text from a run is escaped.
+What a page says of runs: means over prompts with intervals, every policy beside the first one on
+the same prompts, figures, the split by domain, level and stage where there is one. Of traces: what
+they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
+Every text from a run or a trace is escaped.
+
+    runs      run folders, read again
+    study     the analyses of traces
+    sections  what a page says, in order; of runs
+    traces    of traces
+    answers   of the papers
+    html      the pieces
 """
 
 from __future__ import annotations
@@ -11,29 +19,44 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import polars as pl
+
 from kvsim.errors import OutputError, PolicyError
+from kvsim.metrics import COLUMNS
 from kvsim.report.html import PAGE
 from kvsim.report.runs import Saved, joined, read_run
 from kvsim.report.sections import sections
+from kvsim.report.study import Progress, check_traces, study
+from kvsim.trace import Trace
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 
 
 def write_report(
-    runs: Sequence[str | Path], out: str | Path, base: str | None = None, *, overwrite: bool = False
+    runs: Sequence[str | Path],
+    out: str | Path,
+    base: str | None = None,
+    *,
+    traces: Sequence[Trace] = (),
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
-    """Write the page of one run or of several together.
+    """Write the page of runs and traces together.
 
     Args:
         runs: folders that `kvsim replay --out` wrote.
         out: the file to write.
         base: what all other policies are compared with, by default the first one that evicts.
+        traces: what to analyse; where there are runs, traces that they replayed.
         overwrite: replace what is at `out`.
+        progress: called with (steps done, steps, what is being done).
 
     Raises:
-        OutputError: something is at `out`, or a run cannot be read.
-        PolicyError: two runs have different values for the same policy, parameters, schedule and
-            trace; the runs have no values, or not the policy `base`.
+        OutputError: something is at `out`, a run cannot be read, or a trace is none of the runs'.
+        TraceError: two traces have one name.
+        PolicyError: there is neither run nor trace; two runs have different values for the same
+            policy, parameters, schedule and trace; the runs have no values, or not the policy
+            `base`.
     """
     target = Path(out)
     saved = [read_run(one) for one in runs]
@@ -41,17 +64,31 @@ def write_report(
         raise OutputError(
             f"{target} exists; give another --out or --overwrite, nothing was changed"
         )
-    text = page(saved, base)
+    text = page(saved, base, traces, progress)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, "utf-8")
     return target
 
 
-def page(runs: Sequence[Saved], base: str | None = None) -> str:
-    """The HTML page of runs; see `write_report`."""
-    table = joined(runs)
-    if not table["value"].is_not_null().any():
+def page(
+    runs: Sequence[Saved],
+    base: str | None = None,
+    traces: Sequence[Trace] = (),
+    progress: Progress | None = None,
+) -> str:
+    """The HTML page of runs and traces; see `write_report`."""
+    if not runs and not traces:
+        raise PolicyError("there is nothing to report; give a run or a trace")
+    if base is not None and not runs:
+        raise PolicyError(f"traces have no policies to compare with {base!r}; give a run too")
+    table = joined(runs) if runs else pl.DataFrame(schema=COLUMNS)
+    if runs and not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
-    parts = sections(table, runs, base)
-    title = ", ".join(run.path.name for run in runs)
-    return PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
+    check_traces(traces, runs)
+    found = study(traces, progress) if traces else None
+    if found is not None:
+        table = pl.concat([table, found.findings])
+    parts = sections(table, runs, base, found)
+    several = [f"{len(traces)} traces"] if len(traces) > 1 else [one.name for one in traces]
+    title = escape(", ".join([*(run.path.name for run in runs), *several]))
+    return PAGE.format(title=title, body="\n".join(filter(None, parts)))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 
+from kvsim.diagnostics import FINDINGS
+from kvsim.errors import PolicyError
 from kvsim.metrics import METRICS
+from kvsim.plots.saving import data_url
 from kvsim.statistics import Interval
+
+#: Digits behind the point by unit; 3 for all others.
+_DIGITS = {"entries": 1, "layer": 1, "squared ranks": 0}
 
 
 def called(name: str) -> str:
-    """A metric's name as a heading: what it says on hover, what is better, the main variant."""
-    what = METRICS[name]
+    """A metric or finding as a heading: what it says on hover, what is better, the main variant."""
+    what = METRICS[name] if name in METRICS else FINDINGS[name]
     better = {"higher": " &uarr;", "lower": " &darr;", None: ""}[what.better]
     said = f"<br><small>{what.main}</small>" if what.main else ""
     return f'<span title="{escape(what.summary)}">{name.replace("_", " ")}{better}</span>{said}'
@@ -46,9 +53,33 @@ def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int =
 def interval(row: dict[str, Any]) -> str:
     """Mean and interval of a row of `averages`, or of a difference of `compare`."""
     mean, low, high = (np.nan if row[end] is None else row[end] for end in ("mean", "low", "high"))
-    digits = 1 if row["unit"] == "entries" else 3
+    digits = _DIGITS.get(row["unit"], 3)
     sign = "+" if "base" in row else ""
     return Interval(mean, low, high, row["n"]).text(f"{sign}.{digits}f")
+
+
+def cell(part: pl.DataFrame, *, chance: bool = False) -> str:
+    """Mean and interval of at most one row, how many were measured if not all, and chance."""
+    if not part.height or part["mean"][0] is None:
+        return "-"
+    (row,) = part.to_dicts()
+    text = escape(interval(row))
+    if row["n"] < row["of"]:
+        text += f" ({row['n']} of {row['of']})"
+    if chance and row.get("chance") is not None:
+        text += f"<br><small>chance {row['chance']:.3f}</small>"
+    return text
+
+
+def image(said: str, draw: Callable[[], Any], form: Literal["svg", "png"] = "svg") -> str:
+    """The figure that `draw` makes, nothing where it has nothing to show; said: what it shows."""
+    try:
+        figure = draw()
+    except PolicyError:
+        return ""
+    # a PNG has more pixels than it takes on the page, where an inch is 96 of them
+    width = f' width="{96 * figure.get_figwidth():.0f}"' if form == "png" else ""
+    return f'<img alt="{escape(said)}"{width} src="{data_url(figure, form)}">'
 
 
 #: The page, with its title and body.
@@ -70,7 +101,7 @@ th, td {{ padding: .25rem .7rem .25rem 0; text-align: left; vertical-align: top;
 th {{ border-bottom: 2px solid #33608c; }}
 td {{ border-bottom: 1px solid #e6e6e6; }}
 td.n {{ font-variant-numeric: tabular-nums; white-space: nowrap; }}
-small {{ color: #66717c; }} img {{ max-width: 100%; }} pre {{ font-size: 12px; }}
+small {{ color: #66717c; }} img {{ max-width: 100%; margin-top: .8rem; }} pre {{ font-size: 12px; }}
 summary {{ cursor: pointer; color: #33608c; }}
 </style>
 </head>

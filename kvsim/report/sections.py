@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 
 import polars as pl
 
-from kvsim.errors import PolicyError
 from kvsim.metrics import METRICS
-from kvsim.plots.saving import data_url
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.report.answers import answers
-from kvsim.report.html import called, details, interval, section, table_of
+from kvsim.report.html import called, cell, details, image, interval, section, table_of
 from kvsim.report.runs import Saved
+from kvsim.report.study import Study
+from kvsim.report.traces import trace_sections
 from kvsim.results import labelled
 from kvsim.schema import LABELS, schedule
 from kvsim.statistics import averages, compare
 
 
-def sections(table: pl.DataFrame, runs: Sequence[Saved], base: str | None) -> Iterator[str]:
-    """The sections of runs and the Table of them all, those that have nothing to say left out.
+def sections(
+    table: pl.DataFrame, runs: Sequence[Saved], base: str | None, found: Study | None
+) -> Iterator[str]:
+    """The sections of runs and traces, those that have nothing to say empty.
 
-    Results of one policy are called by what tells them apart (`kvsim.results.labels`).
+    table: of all runs, with the findings of the traces. Results of one policy are called by what
+    tells them apart (`kvsim.results.labels`).
     """
     shown = labelled(table)
-    yield _summary(shown, runs)
-    yield _figures(shown)
-    yield _paired(shown, base)
-    yield from _splits(shown)
-    yield _of_traces(shown)
+    if runs:
+        yield _summary(shown, runs)
+        yield _figures(shown)
+        yield _paired(shown, base)
+        yield from _splits(shown)
+        yield _of_traces(shown)
+    if found is not None:
+        yield from trace_sections(found)
     yield answers(table)
-    yield _provenance(runs)
+    if runs:
+        yield _provenance(runs)
 
 
 #: The metrics of the first table; all others are in the Parquet file.
@@ -75,7 +83,7 @@ def _wide(found: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
         for asked in budgets:
             part = found.filter(pl.col(first) == policy, pl.col("asked") == asked)
             if part.height:
-                cells = [_cell(part.filter(metric=name), chance=with_chance) for name in names]
+                cells = [cell(part.filter(metric=name), chance=with_chance) for name in names]
                 rows.append([escape(str(policy)) + _schedule(part), escape(asked), *cells])
     return table_of(head, rows, right=2)
 
@@ -88,31 +96,13 @@ def _schedule(part: pl.DataFrame) -> str:
     return f"<br><small>after: {said}</small>"
 
 
-def _cell(part: pl.DataFrame, *, chance: bool) -> str:
-    if not part.height or part["mean"][0] is None:
-        return "-"
-    (row,) = part.to_dicts()
-    text = escape(interval(row))
-    if row["n"] < row["of"]:
-        text += f" ({row['n']} of {row['of']})"
-    if chance and row.get("chance") is not None:
-        text += f"<br><small>chance {row['chance']:.3f}</small>"
-    return text
-
-
 def _figures(table: pl.DataFrame) -> str:
-    images = []
     drawn = {
         "Metrics against the budget": over_budgets,
         "Metrics against the entries that rows really saw": pareto,
     }
-    for said, draw in drawn.items():
-        try:
-            figure = draw(table)
-        except PolicyError:
-            continue  # not measured in these runs
-        images.append(f'<img alt="{said}" src="{data_url(figure)}">')
-    return section("Figures", "", "\n".join(images)) if images else ""
+    images = [image(said, partial(draw, table)) for said, draw in drawn.items()]
+    return section("Figures", "", "\n".join(images)) if any(images) else ""
 
 
 def _paired(table: pl.DataFrame, base: str | None) -> str:
@@ -151,7 +141,9 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
 
 
 def _of_traces(table: pl.DataFrame) -> str:
-    found = averages(table.filter(pl.col("policy").is_null()))
+    found = averages(
+        table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(list(METRICS)))
+    )
     rows = [
         [
             *(called(row["metric"]), escape(row["variant"]), escape(interval(row))),
