@@ -42,8 +42,13 @@ def report(
     from kvsim.trace import open_trace
 
     paths = [locate(one) for one in given]
-    traces = [open_trace(path) for path in paths if (path / "zarr.json").is_file()]
-    runs = [path for path in paths if not (path / "zarr.json").is_file()]
+    traces = [open_trace(path) for path in paths if _is_trace(path)]
+    runs = [path for path in paths if not _is_trace(path)]
     with bar("steps") as progress:
         page = write_report(runs, out, base, traces=traces, overwrite=overwrite, progress=progress)
     typer.echo(f"Written to {page}.")
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a path is meant as a trace, by its name or by what lies in it."""
+    return path.suffix == ".zarr" or (path / "zarr.json").is_file()

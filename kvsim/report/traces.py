@@ -120,7 +120,7 @@ def _layers(found: Study) -> str:
 
 def _selections(found: Study) -> str:
     """Where ASL selects under its own rule and others, or why nowhere."""
-    table = averages(found.findings.filter(metric="selection_layer"))
+    table = _averages(found, found.findings.filter(metric="selection_layer"))
     if not table["n"].sum():
         first = found.diagnoses[0]
         return (
@@ -176,7 +176,7 @@ def _reconstruction(found: Study) -> str:
 def _error(found: Study, by_trace: pl.DataFrame, name: str, ratio: float) -> str:
     values = by_trace.filter(policy=name, ratio=ratio)["relative_head_error"].to_numpy()
     one, of = Interval.of(values.astype(np.float64)), len(found.traces)
-    return (one.text(".3f") or "-") + (f" ({one.n} of {of})" if one.n < of else "")
+    return one.text(".3f") + (f" ({one.n} of {of})" if one.n < of else "") if one.n else "-"
 
 
 def _queries(found: Study) -> str:
@@ -213,6 +213,11 @@ def _queries(found: Study) -> str:
     )
 
 
+def _averages(found: Study, table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+    """As `averages`, of all traces, those without a row included."""
+    return averages(table, by).with_columns(of=pl.lit(len(found.traces)))
+
+
 def _by_layer(found: Study, columns: Sequence[Column], *, together: bool = True) -> str:
     """A row for each layer, below one for all of them `together`; many layers on demand."""
     wanted = [
@@ -220,7 +225,7 @@ def _by_layer(found: Study, columns: Sequence[Column], *, together: bool = True)
         for _, name, variant, _ in columns
     ]
     table = found.findings.filter(pl.any_horizontal(wanted))
-    layers = averages(table, by=["layer"])
+    layers = _averages(found, table, by=["layer"])
     parts = [(str(layer), layers.filter(layer=layer)) for layer in sorted(layers["layer"].unique())]
     head = [
         "layer",
@@ -242,7 +247,7 @@ def _by_layer(found: Study, columns: Sequence[Column], *, together: bool = True)
             for label, part in parts
         ]
 
-    first = [("all", averages(table))] if together else []
+    first = [("all", _averages(found, table))] if together else []
     if len(parts) <= _LAYERS:
         return table_of(head, rows([*first, *parts]), right=1)
     every = details(table_of(head, rows(parts), right=1), f"{len(parts)} layers")
