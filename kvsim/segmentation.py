@@ -79,7 +79,7 @@ class Segmented:
         """The nearest boundary of an earlier event and this one's, for each that it could have had.
 
         [m, 2]. Boundaries behind the earlier event have no place in it; the mean distance is the
-        metric `segment_shift` (`kvsim.metrics.segments`). The lower one of two at one distance.
+        metric `boundary_shift` (`kvsim.metrics.segments`). The lower one of two at one distance.
         """
         old, new = before.boundaries, self.boundaries
         new = new[new <= before.row]

@@ -102,7 +102,7 @@ def test_numbers_of_segments_are_those_of_their_entries(mode):
     longest=st.integers(8, 120),
 )
 def test_moves_are_those_of_the_metric(seed, interval, share, longest):
-    """Each boundary beside the nearest one before, by a loop; the mean is `segment_shift`."""
+    """Each boundary beside the nearest one before, by a loop; the mean is `boundary_shift`."""
     record = replayed(seed, interval=interval, segment_mass=share, max_segment=longest)
     shift = ams_segments(record, 1).shift[1]
     found = segmented(record, 1, 1)

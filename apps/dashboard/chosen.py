@@ -98,7 +98,7 @@ def qhead(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> 
 
 def part(one: Trace, parts: int, most: int = 1 << 20) -> int:
     """The power of two nearest to one of so many parts of a trace; 1 to `most`."""
-    return min(most, 2 ** max(0, round(math.log2(max(1, one.n_pos) / parts))))
+    return min(most, 1 << max(0, round(math.log2(max(1, one.n_pos) / parts))))
 
 
 def entry(name: str) -> Entry:

@@ -146,7 +146,7 @@ shown.fidelity([fidelity(trace, which, "sets", layer) for which in (record, othe
 
 table = pl.concat([which.table() for which in events])
 called = f"{trace.name}-{name}-layer-{layer}-head-{head}"
-left, right, _ = st.columns([1, 1, 2])
+left, right, _ = st.columns([3, 2, 3])
 left.download_button(
     "Segments of all events as CSV", table.write_csv(), f"{called}-segments.csv", "text/csv"
 )
