@@ -17,7 +17,7 @@ from kvsim.metrics import fidelity, retention_lift
 from kvsim.metrics.output import check_record
 from kvsim.metrics.retention import RECENT, SINK, event_rows
 from kvsim.plots.prompts import Shown
-from kvsim.plots.style import COLOURS, GRID, caption, escaped, plain_text
+from kvsim.plots.style import COLOURS, GRID, caption, escaped, short_text
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -174,7 +174,8 @@ def token_html(
         layer: index in the trace; -1 is the last.
         head: KV head.
         row: of the event; the layer's last by default.
-        start, stop: the first position shown, and the one behind the last.
+        start: the first position shown.
+        stop: the position behind the last one shown; all by default.
 
     Raises:
         TraceError, NeedsError, IndexError: as `token_states`.
@@ -238,7 +239,8 @@ def lift_bars(
     axis.errorbar(rate / mean, at, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
     axis.axvline(1.0, color="black", lw=1, ls=":")
     names = [
-        f"{_plain(token)}  ({count})" for token, count in table.select("token", "count").rows()
+        f"{short_text(token, 24)}  ({count})"
+        for token, count in table.select("token", "count").rows()
     ]
     axis.set_yticks(at, names, family="monospace", parse_math=False)
     axis.margins(y=0.01)
@@ -263,7 +265,7 @@ def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
     """(line, column, characters) of each token until the lines are used up."""
     line, column, out = 0, 0, []
     for token in text:
-        shown = _plain(token)[:COLUMNS]
+        shown = short_text(token, COLUMNS)
         if column + len(shown) > COLUMNS:
             line, column = line + 1, 0
         if line >= LINES:
@@ -273,11 +275,6 @@ def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
         if "\n" in token:
             line, column = line + 1, 0
     return out
-
-
-def _plain(text: str) -> str:
-    """Printable ASCII on one line."""
-    return plain_text(text).replace("\n", "\\n")
 
 
 def _visible(text: str) -> str:
