@@ -102,6 +102,17 @@ def metrics() -> str:
     return "\n".join(lines)
 
 
+def findings() -> str:
+    """The table of findings."""
+    from kvsim.diagnostics import FINDINGS  # noqa: PLC0415 - as policies()
+
+    lines = ["| finding | says | unit | main variant | source |", "| --- " * 5 + "|"]
+    for name, one in FINDINGS.items():
+        main = f"`{one.main}`" if one.main else ""
+        lines.append(f"| `{name}` | {one.summary} | {one.unit} | {main} | {one.source} |")
+    return "\n".join(lines)
+
+
 def commands() -> str:
     """What `--help` prints for each command, 80 columns wide."""
     command = typer.main.get_command(app)
@@ -125,6 +136,7 @@ def _help(command: Any, path: list[str]) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
+    "findings": findings,
     "metrics": metrics,
     "policies": policies,
     "policy_names": policy_names,
