@@ -253,7 +253,8 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """The same values at two levels of fidelity: a stronger level minus a weaker one.
 
     Values are paired one by one, with the same trace, policy, parameters, budget in entries,
-    schedule, metric, layer, head and event; what only one level has is left out.
+    schedule, metric, layer, head and event; what only one level has is left out, and so is what
+    one level says twice where no other one says anything.
 
     Args:
         table: with values of several levels, of one run or of several one below the other.
@@ -266,7 +267,7 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         paired.
 
     Raises:
-        PolicyError: no such column, or two different values of one level in one place.
+        PolicyError: no such column, or two different values of one level beside another level.
     """
     _check_columns(table, by)
     known = table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
@@ -278,6 +279,7 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         level=pl.col("fidelity").cast(pl.String),
     )
     known = known.unique(subset=[*_PLACE, "level", "value"], maintain_order=True)
+    known = known.filter(pl.col("level").n_unique().over(*_PLACE) > 1)
     if known.select(*_PLACE, "level").is_duplicated().any():
         raise PolicyError(
             "two values of one policy, metric and place have the same level of fidelity and "

@@ -333,11 +333,13 @@ def test_budgets_of_levels_meet_in_entries():
 
 
 def test_two_values_of_one_level_cannot_be_compared():
-    """Equal ones are one value, different ones an error; so is a column that is not there."""
+    """Equal ones are one value; different ones an error where another level could be beside."""
     twice = [row("a", "asl", 0.5), row("a", "asl", 0.5)]
+    other, semi = row("a", "asl", 0.6), row("a", "asl", 0.7, fidelity="semi")
 
-    assert not between_levels(table(*twice)).height
+    assert not between_levels(table(*twice, other)).height
+    assert between_levels(table(*twice, semi)).height == 1
     with pytest.raises(PolicyError, match="same level"):
-        between_levels(table(*twice, row("a", "asl", 0.6)))
+        between_levels(table(*twice, other, semi))
     with pytest.raises(PolicyError, match="did you mean 'layer'"):
         between_levels(table(*twice), by=["layers"])
