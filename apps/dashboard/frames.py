@@ -9,13 +9,14 @@ import polars as pl
 import streamlit as st
 
 
-def below(frame: pl.DataFrame, name: str, *, key: str) -> None:
+def below(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
     """What the picture above shows, folded; as CSV and Parquet.
 
-    Columns that say the same in every row, nothing, stay in the files and are not shown.
+    what: its title, no text of a trace or a run. Columns without a value stay in the files and are
+    not shown.
     """
     plain = frame.with_columns(pl.selectors.enum().cast(pl.String))
-    with st.expander(f"Table, {frame.height} rows"):
+    with st.expander(f"{what}, {frame.height} rows"):
         shown = [one for one in plain.columns if plain[one].null_count() < plain.height]
         st.dataframe(plain.select(shown), hide_index=True, key=f"{key}-table")
         left, right, _ = st.columns([1, 1, 3])

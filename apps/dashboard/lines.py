@@ -183,7 +183,7 @@ def against_entries(
 
     panels: by label; of `averages`, with `seen` and `best`.
     """
-    figure = make_subplots(1, len(panels), horizontal_spacing=0.09)
+    figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
     for place, (label, found) in enumerate(panels.items()):
         at = {"row": 1, "col": place + 1}
         for policy in found["policy"].unique(maintain_order=True):
@@ -232,6 +232,7 @@ def over_layers(
             mark[0],
             line={"color": COLOURS[1], "dash": "dash", "width": 1.2},
             annotation={"text": mark[1], "font": {"color": COLOURS[1]}},
+            annotation_position="top",
         )
     ticks = (
         {"dtick": 1} if x is None and max(map(len, (v for v, _ in curves.values()))) < 24 else {}

@@ -88,7 +88,7 @@ def draw(
     )
     if selected is not None:
         figure.add_hline(selected + 0.5, line={"color": COLOURS[1], "width": 2})
-    figure.update_xaxes(title="tokens, in order", type="category", showticklabels=False)
+    figure.update_xaxes(title="tokens, in order", type="category", showticklabels=False, ticks="")
     figure.update_yaxes(title="layer", autorange="reversed", tickmode="linear", dtick=_step(layers))
     lines.draw(figure, "pattern", height=max(220, min(640, 26 * layers + 110)))
 

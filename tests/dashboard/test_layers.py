@@ -1,0 +1,185 @@
+"""Page *Layers* without a browser: its numbers are those of `kvsim.diagnostics`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.diagnostics import diagnose, layer_table, overlap_table, ranking, sparsity_table
+from kvsim.policies.asl import ASL
+
+TEXTS = ["a", "b\n", " c"]
+
+
+def settling(layers, n=130, prompt_len=100, texts=None, name="settling"):
+    """A trace whose layers come to rank alike."""
+    generator = torch.Generator().manual_seed(layers)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    near = torch.linspace(0, 1, layers).clamp(max=0.95)[:, None, None, None]
+    far = (1 - near**2).sqrt()
+    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
+    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(
+        2 * q, k, normal(layers, 2, n, 8), prompt_len=prompt_len, rope=rope, name=name,
+        token_text=texts,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Traces of nine layers, of three, of one, and some too short for one thing or another."""
+    root = tmp_path_factory.mktemp("layers")
+    settling(9).save(root / "deep.zarr")
+    settling(3, texts=[TEXTS[i % 3] for i in range(130)]).save(root / "flat.zarr")
+    settling(1).save(root / "one.zarr")
+    settling(3, n=3, prompt_len=2).save(root / "tiny.zarr")
+    settling(3, n=8, prompt_len=1).save(root / "unasked.zarr")
+    return root
+
+
+def drawn(app, place):
+    """The lines of a picture by name."""
+    spec = json.loads(app.get("plotly_chart")[place].proto.spec)
+    return {one.get("name"): one for one in spec["data"]}
+
+
+def floats(values):
+    """Numbers of a line or a column, NaN for none."""
+    return [np.nan if one is None else one for one in values]
+
+
+def test_the_table_is_that_of_the_diagnosis(opened, folder):
+    """At the knobs of the link: the page's table and lines, and its verdict."""
+    knobs = {"tau": "0.6", "k": "20", "first_layer": "2", "look_back": "3", "window": "16"}
+    app = opened(folder, "layers", trace="deep.zarr", **knobs)
+    trace = kvsim.open_trace(folder / "deep.zarr")
+    rule = ASL(window=16, tau=0.6, first_layer=2, look_back=3)
+    one = diagnose(trace, ranking(trace, ASL(window=16)), 36, rule=rule)
+    table = layer_table([one])
+
+    assert not app.exception
+    shown = app.dataframe[0].value
+    for name in ("variance", "relative_variance", "entropy", "jaccard", "union"):
+        known = table[name].cast(pl.Float64).to_list()
+        np.testing.assert_allclose(shown[name].to_numpy(dtype=float), floats(known))
+    assert one.curve.verdict() in app.info[0].value
+    line = drawn(app, 0)["relative variance"]["y"]
+    np.testing.assert_allclose(floats(line), one.curve.relative)
+    np.testing.assert_allclose(floats(drawn(app, 1)["chance"]["y"])[1:], one.jaccard_chance)
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.5, 1.5])
+def test_the_selection_layer_follows_the_knobs(opened, folder, tau):
+    """At once, as the curve says."""
+    app = opened(folder, "layers", trace="deep.zarr")
+    app.slider(key="tau").set_value(tau).run()
+    trace = kvsim.open_trace(folder / "deep.zarr")
+    known = ranking(trace)
+    rule = ASL(tau=tau, first_layer=3, look_back=8)
+    curve = known.curve(known.ranked // 4 + 32, rule)
+
+    assert curve.verdict() in app.info[0].value
+    selected = app.dataframe[0].value["selected"].to_list()
+    assert selected == [layer == curve.selected() for layer in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("slider", "k", 0),
+        ("slider", "k", 68),
+        ("selectbox", "first_layer", 0),
+        ("selectbox", "first_layer", 8),
+        ("selectbox", "look_back", 1),
+        ("selectbox", "layer", 0),
+        ("number_input", "window", 99),
+        ("number_input", "window", 1),
+        ("number_input", "rows_of_window", 1),
+        ("number_input", "rows_of_window", 32),
+    ],
+)
+def test_every_control_takes_its_ends(opened, folder, kind, key, value):
+    """No window, no token, no layer left to test: words, and no traceback."""
+    app = opened(folder, "layers", trace="deep.zarr")
+    getattr(app, kind)(key=key).set_value(value).run()
+
+    assert not app.exception
+    assert app.info
+
+
+@pytest.mark.parametrize(("name", "said"), [("flat", "behind layer 1 alone"), ("one", "at all")])
+def test_few_layers_are_said_to_be_few(opened, folder, name, said):
+    """With so few there is nothing to choose."""
+    app = opened(folder, "layers", trace=f"{name}.zarr")
+
+    assert not app.exception
+    assert any(said in one.value for one in app.caption)
+
+
+def test_many_layers_are_not(opened, folder):
+    """Nine can be told apart."""
+    app = opened(folder, "layers", trace="deep.zarr")
+
+    assert not any("deeper model" in one.value for one in app.caption)
+
+
+def test_overlap_and_sparsity_are_those_of_kvsim(opened, folder):
+    """Of the layer that is chosen and the window of the link."""
+    app = opened(folder, "layers", trace="deep.zarr", rows_of_window="12")
+    app.selectbox(key="layer").select(4).run()
+    trace = kvsim.open_trace(folder / "deep.zarr")
+    sparsity, overlap = app.dataframe[1].value, app.dataframe[2].value
+
+    for name in ("sequence", "behind_sink", "domain"):
+        np.testing.assert_allclose(sparsity[name], sparsity_table(trace)[name])
+    expected = overlap_table(trace, 4, window=12)
+    for name in expected.columns:
+        np.testing.assert_allclose(overlap[name], expected[name])
+    assert set(overlap["layer"]) == {4}
+
+
+@pytest.mark.parametrize("order", ["rank", "position"])
+def test_the_pattern_holds_the_ranks_of_each_layer(opened, folder, order):
+    """A column is a token, and says which; escaped."""
+    app = opened(folder, "layers", trace="flat.zarr", k="10", order=order)
+    (picture,) = drawn(app, 4).values()
+    known = ranking(kvsim.open_trace(folder / "flat.zarr"))
+    positions = [int(name.split()[1]) for name in picture["x"]]
+
+    best = known.ranks[-1].argsort()[:10].tolist()
+    assert set(best) <= set(positions)
+    in_order = positions if order == "position" else known.ranks[-1, positions].tolist()
+    assert in_order == sorted(in_order)
+    assert picture["x"][0].startswith(f"position {positions[0]} ")
+
+
+@pytest.mark.parametrize("name", ["tiny", "unasked"])
+def test_a_trace_too_short_is_said_to_be(opened, folder, name):
+    """Nothing to rank, or no four windows."""
+    app = opened(folder, "layers", trace=f"{name}.zarr")
+
+    assert not app.exception
+    assert app.info
+
+
+def test_tokens_are_text_and_nothing_else(opened, tmp_path, hostile_tokens):
+    """In hover texts of the pattern, and of a trace whose name is markup."""
+    texts = [hostile_tokens[i % len(hostile_tokens)] for i in range(130)]
+    settling(3, texts=texts, name="<img src='http://names.invalid/a.png'>").save(
+        tmp_path / "trace.zarr"
+    )
+    app = opened(tmp_path, "layers")
+
+    assert not app.exception
+    for chart in app.get("plotly_chart"):
+        for markup in ("<img", "<script", "<a href", "<b>bold"):
+            assert markup not in chart.proto.spec
