@@ -56,7 +56,7 @@ split = splits.selectbox(
 )
 by = None if split == "nothing" else split
 logarithmic = scales.toggle(
-    "Log scale", key="log", bind="query-params", help="what is 0 has no place on it"
+    "Log", key="log", bind="query-params", help="a logarithmic scale, on which 0 has no place"
 )
 policies = run.policies
 if isinstance(run.origin, runs.Folder):
@@ -93,13 +93,15 @@ if by is not None and found[by].n_unique() > lines.PANELS:
 lines.over_budgets(
     found, styles, key="budgets-chart", label=labelled(metric), by=by, logarithmic=logarithmic
 )
-prompts = int(found["n"].max() or 0)  # type: ignore[arg-type]  # a column of integers
-if prompts == 1:
+fewest, most = (int(found["n"].sort()[end]) for end in (0, -1))
+if most == 1:
     st.caption(
         "One prompt: nothing is known of others, so there is no interval and no bar is drawn."
     )
+elif fewest == most:
+    st.caption(f"{most} prompts.")
 else:
-    st.caption(f"{prompts} prompts.")
+    st.caption(f"{fewest} to {most} prompts; a point of one prompt alone has no bar.")
 shown.fidelity(found["fidelity"].cast(pl.String).to_list())
 if run.best.height < run.table.height:
     st.caption(

@@ -1,0 +1,193 @@
+"""Page *Fidelity* without a browser: shares and differences are those of `kvsim.statistics`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.record import Record
+from kvsim.results import labelled
+from kvsim.statistics import between_levels, level_shares
+from kvsim.sweeps import Run, sweep
+
+METRICS = ["wipeout", "output_error", "entries_seen", "sparsity"]
+
+
+def made(seed, layers=5, n=150):
+    """A trace of five layers."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(layers, heads, n, 8, generator=generator) for heads in (4, 2, 2))
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=120, rope=rope, name=f"made-{seed}")
+
+
+def computed_again(trace, record: Record):
+    """What a recomputed prefill may come to: other entries kept behind the selection."""
+    gone = record.evicted_at.copy()
+    gone[2:] = gone[2:, ::-1]  # heads change places
+    return dataclasses.replace(record, evicted_at=gone, recomputed=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs of replays, of prefills that were computed again, of both, and a broken one."""
+    root = tmp_path_factory.mktemp("fidelity")
+    traces = [made(seed) for seed in range(2)]
+    traces[0].save(root / "trace.zarr")
+    policy = kvsim.policy("fastkv+snapkv", layer=0, rows=100)
+    run = sweep(traces, [policy, kvsim.policy("tova")], [64], metrics=METRICS)
+    run.save(root / "open")
+    again = [
+        computed_again(trace, record)
+        for trace, record in zip(traces, run.records[::2], strict=True)
+    ]
+    tables = [kvsim.measure(trace, one, METRICS) for trace, one in zip(traces, again, strict=True)]
+    semi = Run(tuple(again), pl.concat(tables), (), {})
+    semi.save(root / "semi")
+    both = pl.concat([run.table, semi.table])
+    Run(run.records, both, (), {}).save(root / "whole")
+    (root / "worse").mkdir()
+    (root / "worse" / "run.json").write_text("[]")
+    (root / "worse" / "results.parquet").write_text("")
+    return root
+
+
+def values(folder, *names):
+    """Tables of runs, one below the other."""
+    found = [kvsim.report.read_run(folder / name).table for name in names]
+    return pl.concat([labelled(one) for one in found])
+
+
+def test_shares_are_counts_of_the_table(opened, folder):
+    """By metric, and by layer for one."""
+    app = opened(folder, "fidelity", run="open", metric="wipeout")
+    table = values(folder, "open")
+
+    assert not app.exception
+    for place, (by, part) in enumerate(
+        [(["metric"], table), (["metric", "layer"], table.filter(metric="wipeout"))]
+    ):
+        expected, shown = level_shares(part, by), app.dataframe[place].value
+        for name in (*by, "values", "of", "share"):
+            assert shown[name].to_list() == expected[name].to_list()
+        assert shown["fidelity"].to_list() == expected["fidelity"].cast(pl.String).to_list()
+
+
+def test_every_level_is_explained_and_said_to_be_there_or_not(opened, folder):
+    """Exact and open are in a replay, the others are not."""
+    app = opened(folder, "fidelity", run="open")
+    said = [one.value for one in app.markdown]
+
+    for level in ("exact", "open"):
+        (line,) = [one for one in said if one.startswith(f"**{level}**")]
+        assert "None in this run" not in line
+    for level in ("semi", "closed"):
+        (line,) = [one for one in said if one.startswith(f"**{level}**")]
+        assert line.endswith("None in this run.")
+
+
+def test_bars_are_the_shares(opened, folder):
+    """Of each level that there is, one colour."""
+    app = opened(folder, "fidelity", run="open")
+    spec = json.loads(app.get("plotly_chart")[0].proto.spec)
+    expected = level_shares(values(folder, "open"), ["metric"])
+
+    assert [one["name"] for one in spec["data"]] == ["exact", "open"]
+    for one in spec["data"]:
+        assert one["x"] == pytest.approx(expected.filter(fidelity=one["name"])["share"].to_list())
+
+
+@pytest.mark.parametrize("link", [{"run": "open", "beside": "semi"}, {"run": "whole"}])
+def test_the_same_values_at_two_levels_are_compared(opened, folder, link):
+    """Whether one run holds both or two do; of the sets behind the selection."""
+    app = opened(folder, "fidelity", compared="wipeout", **link)
+    expected = between_levels(values(folder, *link.values()))
+    shown = app.dataframe[2].value
+    own = expected.filter(metric="wipeout", variant="length=32,threshold=0")
+
+    assert not app.exception
+    assert own.height == 1
+    assert own["stronger"].to_list() == ["semi"]
+    for name in ("at_stronger", "at_weaker", "mean", "low", "high", "n", "values"):
+        assert shown[name].to_list() == pytest.approx(own[name].to_list())
+    spec = json.loads(app.get("plotly_chart")[2].proto.spec)
+    by_layer = between_levels(values(folder, *link.values()), ["layer"]).filter(
+        metric="wipeout", variant="length=32,threshold=0"
+    )
+    assert spec["data"][0]["y"] == pytest.approx(by_layer.sort("layer")["mean"].to_list())
+
+
+def test_compare_takes_the_strongest_level_and_says_so(opened, folder):
+    """Of a run that holds both."""
+    app = opened(folder, "compare", run="whole", metric="wipeout")
+
+    assert not app.exception
+    assert any("several levels" in one.value for one in app.caption)
+
+
+def test_without_two_levels_the_page_says_what_would_fill_it(opened, folder):
+    """Prefills that were computed again; and live runs, which there are none of."""
+    app = opened(folder, "fidelity", run="open")
+
+    assert any("does not make yet" in one.value for one in app.info)
+    assert any("kvsim.recompute" in one.value for one in app.code)
+
+
+def test_runs_that_contradict_each_other_are_a_message(opened, folder, tmp_path):
+    """Two values of the same level in the same place."""
+    first, again = (kvsim.report.read_run(folder / name).table for name in ("open", "semi"))
+    other = first.with_columns(value=pl.col("value") + 1)
+    for name, table in {"one": first, "two": pl.concat([other, again])}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+        table.write_parquet(tmp_path / name / "results.parquet")
+    app = opened(tmp_path, "fidelity", run="one", beside="two")
+
+    assert not app.exception
+    assert any("cannot be compared" in one.value for one in app.warning)
+
+
+@pytest.mark.parametrize("link", [{"run": "worse"}, {"run": "open", "beside": "worse"}])
+def test_a_damaged_run_is_a_message(opened, folder, link):
+    """As the run, and beside another one."""
+    app = opened(folder, "fidelity", **link)
+
+    assert not app.exception
+    assert "cannot be read" in app.error[0].value
+
+
+@pytest.mark.parametrize("key", ["run", "metric", "beside", "compared", "compared_variant"])
+def test_every_choice_runs_the_page_anew(opened, folder, key):
+    """The last option of each."""
+    app = opened(folder, "fidelity", run="whole", compared="wipeout")
+    box = app.selectbox(key=key)
+    box.select([one for one in box.options if one != "worse"][-1]).run()
+
+    assert not app.exception
+    assert app.dataframe
+
+
+def test_names_are_text_and_nothing_else(opened, folder, tmp_path, hostile_tokens):
+    """Of policies, metrics and runs."""
+    saved = kvsim.report.read_run(folder / "whole").table
+    names = dict(zip(saved["policy"].drop_nulls().unique(), hostile_tokens, strict=False))
+    table = saved.with_columns(
+        policy=pl.col("policy").replace_strict(names, default=None),
+        metric=pl.col("metric").replace("output_error", hostile_tokens[3]),
+    )
+    (tmp_path / "<script>run").mkdir()
+    table.write_parquet(tmp_path / "<script>run" / "results.parquet")
+    (tmp_path / "<script>run" / "run.json").write_text("{}")
+    app = opened(tmp_path, "fidelity", run="<script>run")
+
+    assert not app.exception
+    for chart in app.get("plotly_chart"):
+        for markup in ("<img", "<script", "<a href", "<b>bold"):
+            assert markup not in chart.proto.spec
+    said = [one.value for kind in ("markdown", "caption", "info") for one in app.get(kind)]
+    assert not any("<img" in one or "<b>bold" in one for one in said)
