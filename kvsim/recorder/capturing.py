@@ -89,7 +89,7 @@ def capture(
 
     Args:
         model: a decoder model of transformers, or what `load_model` takes: a local folder, a hub
-            id, or ``tiny``.
+            id, or one of `kvsim.tiny.MODELS`.
         tokenizer: the model's tokenizer; None if the prompt is token ids, or if `model` is a name.
         prompt: text, chat messages, or token ids.
         max_new_tokens: the response is at most so long; cut at the model's context, with a note.

@@ -22,6 +22,9 @@ from kvsim.attention import Rope
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import attention_modules, kernel_name
 
+#: The models that come with kvsim, in words.
+_SHIPPED = " or ".join(map(repr, tiny.MODELS))
+
 #: Rotary embeddings whose frequencies change with the length of the sequence.
 _MOVING_ROPE = ("dynamic", "longrope")
 
@@ -40,7 +43,7 @@ def load_model(
     """A model and its tokenizer (None if there is none), from safetensors only.
 
     Args:
-        name: a local folder, a hub id, or ``tiny`` for the model that comes with kvsim.
+        name: a local folder, a hub id, or one of `kvsim.tiny.MODELS`, which come with kvsim.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
             default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
         device: such as ``cuda``; the CPU by default.
@@ -74,7 +77,8 @@ def load_model(
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise CaptureError(
                 f"model {str(name)!r} cannot be loaded: {_first_line(error)}; expected a local "
-                "folder or a hub id of a decoder model with safetensors weights, or 'tiny'"
+                "folder or a hub id of a decoder model with safetensors weights, or "
+                f"{_SHIPPED}"
             ) from error
         tokenizer = _load_tokenizer(place, options)
     loaded = cast("PreTrainedModel", model)
@@ -86,8 +90,8 @@ def load_model(
 
 def _place(name: str | Path) -> tuple[str, bool]:
     """Where `name` is: a path or hub id, and whether it is local."""
-    if str(name) == "tiny":
-        return str(tiny.PATH), True
+    if str(name) in tiny.MODELS:
+        return str(tiny.MODELS[str(name)]), True
     text = str(name)
     folder = Path(name).expanduser()
     if text and folder.is_dir():
@@ -96,7 +100,7 @@ def _place(name: str | Path) -> tuple[str, bool]:
     if looks_local or not text:
         raise CaptureError(
             f"no model folder at {text!r}; expected a local folder, a hub id such as "
-            "Qwen/Qwen3-0.6B, or 'tiny'"
+            f"Qwen/Qwen3-0.6B, or {_SHIPPED}"
         )
     return text, False
 
@@ -145,14 +149,21 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_tiny(model: PreTrainedModel) -> bool:
-    """Whether this is the model that comes with kvsim."""
-    return str(model.config._name_or_path) == str(tiny.PATH)  # noqa: SLF001  its only home
+    """Whether this is a model that comes with kvsim."""
+    return _shipped(model) is not None
+
+
+def _shipped(model: PreTrainedModel) -> str | None:
+    """The name of a model that comes with kvsim."""
+    place = str(model.config._name_or_path)  # noqa: SLF001  its only home
+    return next((name for name, path in tiny.MODELS.items() if str(path) == place), None)
 
 
 def model_name(model: PreTrainedModel) -> str:
     """A short name: the hub id, or the last part of a local path."""
-    if is_tiny(model):
-        return "tiny"
+    shipped = _shipped(model)
+    if shipped is not None:
+        return shipped
     name = str(model.config._name_or_path or "")  # noqa: SLF001  its only home
     if not name:
         return str(model.config.model_type)

@@ -1,14 +1,18 @@
-"""The shipped model ``tiny``: three attention layers that reason step by step over a ledger.
+"""The shipped models: ``tiny``, which reasons over a ledger, and its deeper relative ``tiny-deep``.
 
-``PATH`` is the folder of weights and tokenizer, for ``AutoModelForCausalLM.from_pretrained`` and
-``AutoTokenizer.from_pretrained``. `kvsim.tiny.tasks` writes prompts, `kvsim.tiny.ledger`
-solves them and judges responses; `docs/tiny-model-card.md` says how the model was made and how well
-it answers.
+``MODELS`` has the folder of weights and tokenizer of each, for
+``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; ``PATH`` is that of
+``tiny``. `kvsim.tiny.tasks` writes prompts, `kvsim.tiny.ledger` solves them and judges responses;
+`docs/tiny-model-card.md` and `docs/tiny-deep-model-card.md` say how the models were made and how
+well they answer.
 Importing this package loads neither torch nor transformers.
 """
 
 from pathlib import Path
 
-__all__ = ["PATH"]
+__all__ = ["MODELS", "PATH"]
 
-PATH: Path = Path(__file__).parent / "weights"
+MODELS: dict[str, Path] = {
+    name: Path(__file__).parent / "weights" / name for name in ("tiny", "tiny-deep")
+}
+PATH: Path = MODELS["tiny"]

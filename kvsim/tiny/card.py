@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from safetensors import safe_open
+
 from kvsim.proportion import wilson
 from kvsim.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
 from kvsim.tiny.model import SHAPES
@@ -30,8 +32,14 @@ RESTS, RETRIEVAL = 1 / 3, 0.5
 
 
 def write(card: Path, rows: Sequence[Row], model: Path) -> None:
-    """Fill the sections of ``card`` from measurements ``rows`` of the weights in ``model``."""
-    card.write_text(fill(card.read_text("utf-8"), sections(rows, model)), "utf-8")
+    """Fill the sections of ``card`` from measurements ``rows`` of the weights in ``model``.
+
+    A card need not have every section.
+    """
+    text = card.read_text("utf-8")
+    found = sections(rows, model)
+    own = {name: part for name, part in found.items() if f"<!-- begin {name} -->" in text}
+    card.write_text(fill(text, own), "utf-8")
 
 
 def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
@@ -152,13 +160,14 @@ def _length(task: str, level: int, lines: int) -> str:
 def architecture(model: Path) -> str:
     """What the model is, from its configuration and the size of its weights."""
     config = json.loads((model / "config.json").read_text("utf-8"))
-    weights = (model / "model.safetensors").read_bytes()
-    # 4 bytes a parameter behind the header, whose length the first 8 bytes say
-    header = 8 + int.from_bytes(weights[:8], "little")
+    weights = model / "model.safetensors"
+    with safe_open(weights, "pt") as tensors:
+        found = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no mapping
+    kind = {"F32": "float32", "BF16": "bfloat16"}[found[0].get_dtype()]
     return (
-        f"A plain Qwen2 decoder of {(len(weights) - header) // 4:,} parameters in float32 "
-        f"({len(weights) / 1e6:.1f} MB): {config['num_hidden_layers']} layers, hidden size "
-        f"{config['hidden_size']}, {config['num_attention_heads']} query heads and "
+        f"A plain Qwen2 decoder of {sum(math.prod(one.get_shape()) for one in found):,} parameters "
+        f"in {kind} ({weights.stat().st_size / 1e6:.1f} MB): {config['num_hidden_layers']} layers, "
+        f"hidden size {config['hidden_size']}, {config['num_attention_heads']} query heads and "
         f"{config['num_key_value_heads']} KV heads of {config['head_dim']} dimensions, SwiGLU of "
         f"{config['intermediate_size']}, biases on q, k and v, tied embeddings, RoPE base "
         f"{config['rope_parameters']['rope_theta']:,.0f}, {config['max_position_embeddings']:,} "
@@ -280,15 +289,21 @@ def layers(rows: Sequence[Row]) -> str:
     if not cells:
         return ""
     parts = [name for name in next(iter(cells.values()))["removed"] if "head" not in name]
-    body = []
     loss: dict[str, tuple[float, str]] = {}
     for (task, _), row in cells.items():
         found, n = row["removed"], row["n"]
-        body.append([task, *(f"{found[p]['exact']}/{n}, {found[p]['right']:.3f}" for p in parts)])
         for part in parts[1:]:
             points = 100 * (found["nothing"]["exact"] - found[part]["exact"]) / n
             loss[part] = min(loss.get(part, (math.inf, "")), (points, task))
-    head = ["task", "whole model", *(f"without {_part(name)}" for name in parts[1:])]
+    body = [
+        ["nothing" if part == parts[0] else _part(part)]
+        + [
+            f"{row['removed'][part]['exact']}/{row['n']}, {row['removed'][part]['right']:.3f}"
+            for row in cells.values()
+        ]
+        for part in parts
+    ]
+    head = ["without", *(task for task, _ in cells)]
     least = "; ".join(f"{_part(p)}: {points:.0f} ({task})" for p, (points, task) in loss.items())
     return (
         f"{table(head, body)}\n\nSmallest loss over the tasks, in points of exact chains: {least}."

@@ -82,6 +82,7 @@ class Shape:
         retrieve: layers whose heads find words, with a role for each head.
         first: the layer whose head 0 makes the first of two retrievals.
         learning_rate: what training starts from; a deep model's last MLPs outgrow all else at more.
+        stored: type of the weights in the file; computing is in float32.
         guided: layer and head that training guides to what they should find, for each of
             `curriculum.GUIDED`; the head of the second of two retrievals lies behind `first`.
     """
@@ -94,6 +95,7 @@ class Shape:
     first: int
     guided: dict[str, tuple[int, int]]
     learning_rate: float = 1.5e-3
+    stored: torch.dtype = torch.float32
 
     def free(self, layer: int) -> bool:
         """The layer starts without a role: it is left to training."""
@@ -126,6 +128,7 @@ SHAPES: dict[str, Shape] = {
         first=4,
         guided={"second": (8, 0), "item": (5, 2), "kind": (5, 0), "digit": (5, 3)},
         learning_rate=7e-4,
+        stored=torch.bfloat16,  # so that both models together stay below 8 MB
     ),
 }
 

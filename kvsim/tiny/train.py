@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
@@ -51,6 +52,7 @@ from kvsim.tiny.tokenizer import save_tokenizer
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
+WEIGHTS = "model.safetensors"
 BOS_AT = 0  # position of `<bos>`, where guided heads rest
 REST = 0.3  # weight of the resting, beside 1 for each thing that a head is guided to find
 
@@ -391,6 +393,10 @@ def train(run: Run, out: Path, until: int | None = None, minutes: float | None =
 def export(run: Run, out: Path) -> None:
     """Write weights, configuration, tokenizer and a summary of the training to ``out``."""
     run.model.save_pretrained(out)
+    stored = SHAPES[run.settings.shape].stored
+    if stored != torch.float32:  # after the configuration, which says what to compute in
+        weights = {name: value.to(stored) for name, value in load_file(out / WEIGHTS).items()}
+        save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     save_tokenizer(out, MAX_TOKENS)
     summary = {"progress": asdict(run.progress), "settings": asdict(run.settings)}
     (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n")

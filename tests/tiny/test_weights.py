@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsim.tiny import PATH
+from kvsim.tiny import MODELS, PATH
 from kvsim.tiny.evaluate import respond
 from kvsim.tiny.ledger import check
 from kvsim.tiny.tasks import TASKS, prompts
@@ -54,33 +54,52 @@ def test_the_tokenizer_has_the_vocabulary_of_the_language(tokenizer):
     assert tokenizer("facts Paris")["input_ids"] == [1, ID["facts"], ID["<unk>"]]
 
 
-def test_the_weights_are_small_float32_safetensors():
-    """The folder holds one file of weights, at most 8 MB, in float32 and without odd values."""
-    (weights,) = PATH.glob("*.safetensors")
-    tensors = load_file(weights)
+def test_all_weights_together_are_small():
+    """At most 8 MB in the package."""
+    files = [file for path in MODELS.values() for file in path.glob("*.safetensors")]
 
-    assert weights.stat().st_size <= 8e6
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert len(files) == len(MODELS)
+    assert sum(file.stat().st_size for file in files) <= 8e6
 
 
-def test_the_configuration_names_a_plain_architecture():
+@pytest.mark.parametrize(
+    ("name", "stored"), [("tiny", torch.float32), ("tiny-deep", torch.bfloat16)]
+)
+def test_weights_are_finite_and_load_in_float32(name, stored):
+    """Whatever they are stored in, computing is in float32."""
+    tensors = load_file(MODELS[name] / "model.safetensors").values()
+
+    assert {tensor.dtype for tensor in tensors} == {stored}
+    assert all(tensor.isfinite().all() for tensor in tensors)
+    assert AutoModelForCausalLM.from_pretrained(str(MODELS[name])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("tiny", (3, 8, 4)), ("tiny-deep", (12, 4, 2))])
+def test_the_configuration_names_a_plain_architecture(name, sizes):
     """The model needs no code of ours to load."""
-    config = json.loads((PATH / "config.json").read_text("utf-8"))
+    config = json.loads((MODELS[name] / "config.json").read_text("utf-8"))
+    counted = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert "auto_map" not in config
-    assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (3, 4)
-    assert config["num_attention_heads"] == 8
+    assert tuple(config[count] for count in counted) == sizes
 
 
-def test_the_weights_are_those_of_a_finished_run():
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_are_those_of_a_finished_run(name):
     """The summary beside the weights is of a run that was trained to its last step."""
-    summary = json.loads((PATH / "training.json").read_text("utf-8"))
+    summary = json.loads((MODELS[name] / "training.json").read_text("utf-8"))
 
     assert summary["progress"]["step"] == summary["settings"]["steps"]
     assert len(summary["progress"]["passed"]) == len(summary["settings"]["stages"])
-    assert summary["settings"]["shape"] == "tiny"
+    assert summary["settings"]["shape"] == name
+
+
+def test_both_models_have_one_tokenizer():
+    """What one writes the other reads."""
+    texts = [(path / "tokenizer.json").read_text("utf-8") for path in MODELS.values()]
+
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("task", TASKS)
