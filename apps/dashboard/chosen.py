@@ -7,6 +7,7 @@ else.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ def runs() -> dict[str, Path]:
 
 
 def sidebar() -> None:
-    """Which trace; and where it lies."""
+    """Which trace, layer and head. They stand in the frame and so outlive a change of page."""
     listed = traces()
     with st.sidebar:
         st.selectbox("Trace", list(listed), key="trace", bind="query-params")
@@ -56,6 +57,12 @@ def sidebar() -> None:
                 "`kvsim capture --model tiny --prompts prompts.jsonl --out traces` records more.",
                 icon=":material/info:",
             )
+        # what cannot be read has no layers; the page says what is wrong
+        with contextlib.suppress(KvsimError):
+            one = cached.trace(source())
+            layers, heads = (list(range(count)) for count in (one.n_layers, one.n_heads))
+            st.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params")
+            st.selectbox("KV head", heads, key="head", bind="query-params")
         st.caption("in")
         st.code(str(root()), language=None, wrap_lines=True)
 
@@ -76,24 +83,14 @@ def trace() -> Trace:
         st.stop()
 
 
-def layer(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
-    """A layer by its place in the trace; the last one by default."""
-    places = list(range(one.n_layers))
-    return int(
-        where.selectbox("Layer", places, index=len(places) - 1, key="layer", bind="query-params")
-    )
+def layer() -> int:
+    """The chosen layer by its place in the trace; the last one by default."""
+    return int(st.session_state["layer"])
 
 
-def head(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
-    """A KV head."""
-    heads = list(range(one.n_heads))
-    return int(where.selectbox("KV head", heads, key="head", bind="query-params"))
-
-
-def qhead(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
-    """A query head."""
-    heads = list(range(one.n_qheads))
-    return int(where.selectbox("Query head", heads, key="qhead", bind="query-params"))
+def head() -> int:
+    """The chosen KV head."""
+    return int(st.session_state["head"])
 
 
 def part(one: Trace, parts: int, most: int = 1 << 20) -> int:

@@ -83,7 +83,7 @@ def over_budgets(
     policies = found["policy"].unique(maintain_order=True).to_list()
     across = min(ACROSS, len(groups))
     down = -(-len(groups) // across)
-    titles = None if by is None else [f"{by} {shown.shortened(str(one), 40)}" for one in groups]
+    titles = None if by is None else [f"{by} {shown.shortened(str(one), 18)}" for one in groups]
     figure = make_subplots(
         down, across, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.02
     )
@@ -177,11 +177,16 @@ def _told(row: Mapping[str, Any]) -> str:
 
 
 def against_entries(
-    panels: Mapping[str, pl.DataFrame], of: Mapping[str, Style], *, key: str
+    panels: Mapping[str, pl.DataFrame],
+    of: Mapping[str, Style],
+    *,
+    key: str,
+    logarithmic: Sequence[str] = (),
 ) -> None:
     """A panel per metric: its mean against the entries that rows see; filled is on the front.
 
-    panels: by label; of `averages`, with `seen` and `best`.
+    panels: by label; of `averages`, with `seen` and `best`. logarithmic: labels of those with such
+    a scale.
     """
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
     for place, (label, found) in enumerate(panels.items()):
@@ -195,7 +200,7 @@ def against_entries(
             line.marker.size = [10 if on else 7 for on in best]
             line.marker.color = one["color"]
             figure.add_trace(line, **at)
-        figure.update_yaxes(title=label, **at)
+        figure.update_yaxes(title=label, type="log" if label in logarithmic else None, **at)
         figure.update_xaxes(title="entries that a row sees, mean", **at)
     draw(figure, key)
 

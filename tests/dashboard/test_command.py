@@ -49,7 +49,7 @@ def test_a_folder_that_is_not_there_is_an_error(started, tmp_path, capsys):
 
 def test_without_the_extra_it_says_what_to_install(started, monkeypatch, tmp_path, capsys):
     """One line, with the command."""
-    monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(dashboard, "find_spec", lambda _: None)
 
     assert run(tmp_path) == 2
     said = capsys.readouterr().err

@@ -11,6 +11,7 @@ import torch
 
 import kvsim
 from kvsim.record import Record
+from kvsim.report import read_run
 from kvsim.results import labelled
 from kvsim.statistics import between_levels, level_shares
 from kvsim.sweeps import Run, sweep
@@ -59,7 +60,7 @@ def folder(tmp_path_factory):
 
 def values(folder, *names):
     """Tables of runs, one below the other."""
-    found = [kvsim.report.read_run(folder / name).table for name in names]
+    found = [read_run(folder / name).table for name in names]
     return pl.concat([labelled(one) for one in found])
 
 
@@ -140,7 +141,7 @@ def test_without_two_levels_the_page_says_what_would_fill_it(opened, folder):
 
 def test_runs_that_contradict_each_other_are_a_message(opened, folder, tmp_path):
     """Two values of the same level in the same place."""
-    first, again = (kvsim.report.read_run(folder / name).table for name in ("open", "semi"))
+    first, again = (read_run(folder / name).table for name in ("open", "semi"))
     other = first.with_columns(value=pl.col("value") + 1)
     for name, table in {"one": first, "two": pl.concat([other, again])}.items():
         (tmp_path / name).mkdir()
@@ -174,7 +175,7 @@ def test_every_choice_runs_the_page_anew(opened, folder, key):
 
 def test_names_are_text_and_nothing_else(opened, folder, tmp_path, hostile_tokens):
     """Of policies, metrics and runs."""
-    saved = kvsim.report.read_run(folder / "whole").table
+    saved = read_run(folder / "whole").table
     names = dict(zip(saved["policy"].drop_nulls().unique(), hostile_tokens, strict=False))
     table = saved.with_columns(
         policy=pl.col("policy").replace_strict(names, default=None),

@@ -56,7 +56,9 @@ def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
     assert shown["KV head"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(("key", "value"), [("layer", 0), ("qhead", 5), ("rows", (10, 20))])
+@pytest.mark.parametrize(
+    ("key", "value"), [("layer", 0), ("head", 3), ("qhead", 1), ("rows", (10, 20))]
+)
 def test_every_control_runs_the_page_anew(opened, folder, key, value):
     """No exception, and the control has the value."""
     app = opened(folder, trace="sample.zarr")
@@ -71,7 +73,7 @@ def test_every_control_runs_the_page_anew(opened, folder, key, value):
 
 def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
     """Every value is one of the options, whatever the link says."""
-    app = opened(folder, trace="more/plain.zarr", layer="0", qhead="3")
+    app = opened(folder, trace="more/plain.zarr", layer="0", head="1", qhead="3")
     assert app.selectbox(key="trace").value == "more/plain.zarr"
     assert (app.selectbox(key="layer").value, app.selectbox(key="qhead").value) == (0, 3)
 
@@ -87,6 +89,20 @@ def test_a_broken_trace_is_a_message(opened, folder):
     assert not app.exception
     assert app.error[0].value == "This trace cannot be read."
     assert "zarr.json" in app.text[0].value
+
+
+def test_layer_and_head_outlive_a_change_of_page(opened, folder):
+    """They stand in the frame."""
+    app = opened(folder, trace="sample.zarr")
+    app.selectbox(key="layer").set_value(0)
+    app.selectbox(key="head").set_value(2)
+    app.run()
+
+    app.switch_page("views/retention.py")
+    app.run()
+
+    assert not app.exception
+    assert (app.selectbox(key="layer").value, app.selectbox(key="head").value) == (0, 2)
 
 
 def test_an_empty_window_is_a_message(opened, folder):

@@ -25,7 +25,7 @@ shown.title(
 )
 run = runs.run()
 known = run.best.filter(pl.col("policy").is_not_null(), pl.col("value").is_not_null())
-measured = set(known["metric"])
+measured = set(known["metric"].unique())
 listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
 if not listed:
     st.info("This run has no values of policies, so there is nothing to compare.")
@@ -153,7 +153,9 @@ for name in ("output_error", "wipeout"):
             best=front(part, higher=METRICS[name].better == "higher")
         )
 if panels:
-    lines.against_entries(panels, styles, key="pareto")
+    # wipe-out of the best ones is 0, which has no place on a logarithmic scale
+    scaled = [labelled("output_error")] if logarithmic else []
+    lines.against_entries(panels, styles, key="pareto", logarithmic=scaled)
     both = pl.concat(list(panels.values()))
     shown.fidelity(both["fidelity"].cast(pl.String).to_list())
     frames.below(both, f"{run.name}-pareto", key="pareto")

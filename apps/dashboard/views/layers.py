@@ -201,14 +201,15 @@ st.markdown(
     "(G-KV, Fig. 1), against the share of keys that count as top. Above chance, a key that "
     "mattered before matters again."
 )
-left, right, _ = st.columns(3)
-chosen_layer = chosen.layer(trace, left)
+chosen_layer = chosen.layer()
+st.caption(f"Layer {chosen_layer}; another one is chosen on the left.")
+where, _ = st.columns([1, 3])
 longest = (trace.n_pos - 1) // 4
 if longest < 1:
     st.info("This trace is too short for four windows of rows.")
     st.stop()
 rows = int(
-    right.number_input(
+    where.number_input(
         "Rows of a window",
         1,
         longest,

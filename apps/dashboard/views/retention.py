@@ -64,7 +64,7 @@ def replayed(name: str) -> Replayed | str:
 
 trace = chosen.trace()
 source = chosen.source()
-layer, head = chosen.layer(trace), chosen.head(trace)
+layer, head = chosen.layer(), chosen.head()
 st.sidebar.divider()
 asked = [
     chosen.policy("Policy", "policy", "tova"),

@@ -73,7 +73,7 @@ def figure() -> bytes:
 
 trace = chosen.trace()
 source = chosen.source()
-layer, head = chosen.layer(trace), chosen.head(trace)
+layer, head = chosen.layer(), chosen.head()
 st.sidebar.divider()
 scorer = chosen.scorer("scorer", "tova")
 budget, interval = chosen.budget(trace), chosen.interval(trace)

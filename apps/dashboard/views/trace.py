@@ -12,8 +12,7 @@ import chosen
 import shown
 
 trace = chosen.trace()
-layer = chosen.layer(trace)
-qhead = chosen.qhead(trace)
+layer = chosen.layer()
 
 shown.title(
     "Trace",
@@ -27,7 +26,9 @@ st.caption(
 )
 
 texts = trace.token_text
-left, right = st.columns(2)
+group = list(range(chosen.head() * trace.group, (chosen.head() + 1) * trace.group))
+first, left, right = st.columns([1, 3, 3])
+qhead = first.selectbox("Query head", group, key="qhead", bind="query-params")
 rows = left.slider(
     "Rows", 0, trace.n_pos, (0, trace.n_pos), key="rows", bind="query-params", help="queries"
 )
