@@ -98,6 +98,21 @@ def test_lift_equals_loops_over_positions_and_heads(text, row, sink, recent, hea
     assert lifts == sorted(lifts, reverse=True)
 
 
+def test_halves_of_surrogate_pairs_are_escaped():
+    """A Table cannot hold them; each string has a row of its own all the same."""
+    words = ["\ud800", "\\ud800", "a\udfff", "a"]
+    trace = made(words * 15, n=60)
+    record = kvsim.replay(trace, kvsim.policy("random"), budget=20, interval=10)
+
+    found = retention_lift(trace, record, 0, 59)
+
+    assert sorted(found["token"]) == ["\\ud800", "\\ud800", "a", "a\\udfff"]
+    assert found["count"].to_list() == [15] * 4
+    held = record.retained(59)[0]
+    kept = sorted(int(held[:, i::4].sum()) for i in range(4))
+    assert sorted(found["retained"]) == kept
+
+
 def test_heads_do_not_narrow_the_interval():
     """Heads that all keep the same say no more than one of them: Wilson's interval of 8 of 10."""
     trace = made(["a"] * 10, n=10, prompt=10, heads=4)

@@ -44,6 +44,7 @@ from kvsim.cli import (
     replaying,
     reporting,
 )
+from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
@@ -104,8 +105,8 @@ def _status(argv: list[str]) -> int:
     except Stop as stop:
         return _say(str(stop), stop.status)
     except (KvsimError, _UsageError) as error:
-        told = error if isinstance(error, KvsimError) else _usage(error)
-        return _say(f"error: {told}", 2)
+        told = str(error) if isinstance(error, KvsimError) else _usage(error)
+        return _say(f"error: {one_line(told)}", 2)
     except (KeyboardInterrupt, typer.Abort):
         done = 130
     except OSError as error:
@@ -117,7 +118,7 @@ def _status(argv: list[str]) -> int:
 
 def _say(line: str, status: int) -> int:
     with contextlib.suppress(BrokenPipeError):
-        typer.echo(line, err=True)
+        echo_text(line, err=True)
     return status
 
 

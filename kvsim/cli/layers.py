@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, echo_json, echo_table
+from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
 from kvsim.cli.values import Json, OptionError, check_distinct, locate, parse_device, split
 from kvsim.errors import OutputError, PolicyError
 
@@ -188,7 +188,7 @@ def _print(
     smooth = (
         f"{pooled[rule.pool]} over {rule.pool_kernel} neighbours" if rule.pool else "not pooled"
     )
-    typer.echo(
+    echo_text(
         f"Tokens are ranked by the attention of the prompt's last {rule.window} rows, {smooth}, "
         "summed over query heads."
     )
@@ -196,18 +196,18 @@ def _print(
         _print_layers(traces[0], found)
     else:
         selections = selection_table(found)
-        typer.echo()
+        echo_text()
         _print_selections(selections)
-        typer.echo()
+        echo_text()
         _print_distribution(distribution(selections))
     for remark in dict.fromkeys(one.remark for one in found if one.remark):
-        typer.echo(f"Note: {remark}.")
-    typer.echo(
+        echo_text(f"Note: {remark}.")
+    echo_text(
         "Fidelity of the values: all exact, from full attention over recorded queries and keys; "
         "layers behind a selection are shown as if none had selected."
     )
     if written:
-        typer.echo(f"Written to {written[0].parent}: {', '.join(path.name for path in written)}.")
+        echo_text(f"Written to {written[0].parent}: {', '.join(path.name for path in written)}.")
 
 
 def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
@@ -215,21 +215,21 @@ def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
 
     first = found[0]
     gold = "" if first.gold is None else f", {len(first.gold)} gold tokens"
-    typer.echo(
-        f"{trace.name}: prompt {trace.prompt_len} tokens, of which {first.ranking.ranked} are "
-        f"ranked, {trace.n_layers} layers{gold}"
+    echo_text(
+        f"{one_line(trace.name)}: prompt {trace.prompt_len} tokens, of which "
+        f"{first.ranking.ranked} are ranked, {trace.n_layers} layers{gold}"
     )
     for one in found:
-        typer.echo(f"\nBudget {_budget(one)}, k = {one.curve.k}: {one.curve.verdict()}.")
+        echo_text(f"\nBudget {_budget(one)}, k = {one.curve.k}: {one.curve.verdict()}.")
         if one.recall is not None:
-            typer.echo(f"Gold: {_gold(one)}.")
-        typer.echo()
+            echo_text(f"Gold: {_gold(one)}.")
+        echo_text()
         columns = ["layer", "rank\nvariance", "relative", "tokens\ncompared", "entropy"]
         columns += ["Jaccard with\nlayer before", *(["gold\nrecall"] if gold else []), ""]
         table = layer_table([one])
         echo_table(columns, [_layer_row(row, gold=bool(gold)) for row in table.to_dicts()], right=1)
         uniform, chance = table["entropy_uniform"][0], one.jaccard_chance
-        typer.echo(
+        echo_text(
             f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal; Jaccard index of "
             f"the first {one.curve.k} tokens, {chance:.2f} by chance."
         )
@@ -288,7 +288,7 @@ def _print_selections(selections: pl.DataFrame) -> None:
 
 
 def _print_distribution(found: pl.DataFrame) -> None:
-    typer.echo("Selection layers by task (the trace's meta, else the first part of its name):\n")
+    echo_text("Selection layers by task (the trace's meta, else the first part of its name):\n")
     rows = []
     for (task, budget), part in found.group_by("task", "budget", maintain_order=True):
         counts = [

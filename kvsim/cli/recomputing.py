@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, echo_json, echo_table
+from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
 from kvsim.cli.values import (
     Json,
     PolicyNames,
@@ -40,7 +40,9 @@ def recompute(
     ],
     model: Annotated[
         str,
-        typer.Option(help="The model that was recorded: 'tiny', a local folder, or a hub id."),
+        typer.Option(
+            help="The model that was recorded: 'tiny', 'tiny-deep', a local folder, or a hub id."
+        ),
     ],
     settings: Settings = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
@@ -83,19 +85,21 @@ def recompute(
     if as_json:
         echo_json({"trace": opened.name, "prefills": [_document(one) for one in found]})
         return
-    typer.echo(f"{opened.name}: prompt of {opened.prompt_len} tokens, {opened.n_layers} layers\n")
+    echo_text(
+        f"{one_line(opened.name)}: prompt of {opened.prompt_len} tokens, {opened.n_layers} layers\n"
+    )
     echo_table(
         ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)", "token"],
         [_row(one) for one in found],
         right=3,
     )
-    typer.echo(
+    echo_text(
         "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, "
         "mean over\nits rows. KL, token: the first token beside that of the full prefill."
     )
-    typer.echo(_WHAT)
+    echo_text(_WHAT)
     for remark in dict.fromkeys(one.record.remark for one in found if one.record.remark):
-        typer.echo(f"Note: {remark}.")
+        echo_text(f"Note: {remark}.")
 
 
 def _row(one: Recomputed) -> list[str]:

@@ -16,7 +16,9 @@ from kvsim.cli.show import (
     echo_json,
     echo_results,
     echo_table,
+    echo_text,
     fidelity_shares,
+    one_line,
 )
 from kvsim.cli.values import (
     Json,
@@ -223,18 +225,18 @@ def _print(
     from kvsim.sweeps import summarise
 
     for trace in traces:
-        typer.echo(
-            f"{trace.name}: {trace.n_pos} tokens (prompt {trace.prompt_len}), {trace.n_layers} "
-            f"layers, {trace.n_heads} KV heads"
+        echo_text(
+            f"{one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
+            f"{trace.n_layers} layers, {trace.n_heads} KV heads"
         )
     kept = _kept(protect)
     if kept:
-        typer.echo(f"Every policy also keeps {kept} in any case.")
-    typer.echo()
+        echo_text(f"Every policy also keeps {kept} in any case.")
+    echo_text()
     summary = summarise(run.table, shown)
     if summary.height:
         echo_results(summary, unbounded(policies))
-        typer.echo()
+        echo_text()
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
         echo_table(
@@ -245,17 +247,17 @@ def _print(
             ],
             right=3,
         )
-        typer.echo()
-    typer.echo(means(shown, len(traces)))
-    typer.echo(fidelity_line(run.table, shown))
+        echo_text()
+    echo_text(means(shown, len(traces)))
+    echo_text(fidelity_line(run.table, shown))
     free, many = unbounded(policies), len(traces) > 1
     lines = (selection_line(record, free, many=many) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
-        typer.echo(line)
+        echo_text(line)
     for remark in dict.fromkeys(record.remark for record in run.records if record.remark):
-        typer.echo(f"Note: {remark}.")
+        echo_text(f"Note: {remark}.")
     if where is not None:
-        typer.echo(f"Written to {where}: run.json, records.zarr, results.parquet.")
+        echo_text(f"Written to {where}: run.json, records.zarr, results.parquet.")
 
 
 def _kept(protect: Protection) -> str:
@@ -283,7 +285,7 @@ def selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
     if selection is None:
         return ""
     budget = "" if record.policy in free else f", budget {record.budget}"
-    said = f"{record.trace}: " * many + f"{record.policy}{budget}: "
+    said = f"{one_line(record.trace)}: " * many + f"{record.policy}{budget}: "
     if selection.layer is None:
         return f"{said}no rows are dropped, every layer works on the whole prompt."
     rows = f"{selection.counts[-1]} of {record.prompt_len} tokens"
@@ -319,8 +321,8 @@ def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
 def _finish(run: Run, total: int, where: Path | None) -> None:
     """Say on standard error what is missing, and leave with the right status."""
     for failure in run.failures:
-        cell = f"{failure.trace}: {failure.policy}, budget {failure.budget}"
-        typer.echo(f"failed: {cell}: {failure.error}", err=True)
+        cell = f"{one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
+        echo_text(f"failed: {cell}: {failure.error}", err=True)
     kept = "shown above" if where is None else f"kept in {where}"
     done = len(run.records)
     if run.interrupted:

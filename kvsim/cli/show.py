@@ -40,6 +40,21 @@ OPEN_LOOP = (
 )
 
 
+def visible(text: str) -> str:
+    """Text that no terminal acts upon: what cannot be printed is escaped, line ends stay."""
+    return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """As `visible`, line ends escaped too: a name cannot pass for a line of its own."""
+    return visible(text).replace("\n", "\\n")
+
+
+def echo_text(text: str = "", *, err: bool = False) -> None:
+    """Prose on standard output, or on standard error; names in it may come from files."""
+    typer.echo(visible(text), err=err)
+
+
 def echo_json(document: object) -> None:
     """One JSON document on standard output."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
@@ -61,7 +76,7 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
         numbers = 0 < right <= i
         table.add_column(header, justify="right" if numbers else "left", no_wrap=numbers or i == 0)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(one_line(cell) for cell in row))
     if console.measure(table, options=console.options.update(width=10_000)).minimum > console.width:
         table.padding = (0, 1, 0, 0)
     with console.capture() as captured:
@@ -73,7 +88,7 @@ def echo_fields(fields: Mapping[str, str]) -> None:
     """Names and values, one pair per line."""
     width = max(len(name) for name in fields)
     for name, value in fields.items():
-        typer.echo(f"{name:<{width}}  {value}")
+        typer.echo(f"{name:<{width}}  {one_line(value)}")
 
 
 def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
@@ -112,7 +127,7 @@ def echo_results(
     ]
     common = set(schedules) - {"never"}
     if len(common) == 1:
-        typer.echo(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
+        echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
     else:
         columns["evicts after"] = schedules
     right = len(columns)
@@ -149,6 +164,6 @@ def bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
         task = shown.add_task("", total=None)
 
         def report(done: int, total: int, what: str = "") -> None:
-            shown.update(task, completed=done, total=total, description=what)
+            shown.update(task, completed=done, total=total, description=visible(what))
 
         yield report

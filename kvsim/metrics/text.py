@@ -93,7 +93,8 @@ def retention_lift(
         recent: last positions up to `row` left out, for the same reason.
 
     Returns:
-        One row per token string, as recorded and not escaped, the largest lift first: count
+        One row per token string, the largest lift first: token (as recorded and not escaped, but
+        for halves of surrogate pairs, which no column of text can hold), count
         (positions that hold it), retained (entries kept, over all heads), rate (of the entries),
         low and high (Wilson's 95 % interval of the rate), mean (the rate of all tokens), lift
         (rate / mean, null where nothing is kept).
@@ -125,7 +126,8 @@ def retention_lift(
     ends = [wilson(hits / n_heads, int(n)) for hits, n in zip(retained, count, strict=True)]
     low, high = np.array(ends).reshape(-1, 2).T
     lift = rate / mean if mean > 0 else np.full(len(rate), np.nan)
-    columns = [names.tolist(), count, retained, rate, low, high, np.full(len(rate), mean), lift]
+    tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
+    columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
     table = pl.DataFrame(dict(zip(LIFT, columns, strict=True)), schema=LIFT)
     return table.with_columns(pl.col("lift").fill_nan(None)).sort(
         ["lift", "count", "token"], descending=[True, True, False], nulls_last=True

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvsim.diagnostics import Diagnosis, Grid, window_attention
 from kvsim.plots.panels import known
-from kvsim.plots.style import COLOURS, caption, legend_of, palette, plain, plain_text, series
+from kvsim.plots.style import COLOURS, caption, legend_of, palette, plain, series, short_text
 from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -191,7 +191,7 @@ def rank_bumps(one: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) 
             lw=1.8 if marked else 0.9,
             zorder=3 if marked else 2,
         )
-        name = f"{position}" if texts is None else f"{position} {_plain(texts[position])}"
+        name = f"{position}" if texts is None else f"{position} {short_text(texts[position], 12)}"
         axis.annotate(
             name,
             (layers[-1], path[-1]),
@@ -304,7 +304,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
             if mean is not None:
                 axis.axvline(mean, color=colour, lw=1, ls="--")
         total = int(distribution.filter(pl.col("task") == task)["of"].max() or 0)  # type: ignore[arg-type]
-        title = plain_text(f"{task}, {total} {'trace' if total == 1 else 'traces'}")
+        title = f"{short_text(task, 60)}, {total} {'trace' if total == 1 else 'traces'}"
         axis.set_title(title, fontsize=8, parse_math=False)
         axis.set_ylabel("traces", fontsize=8)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -444,11 +444,6 @@ def _label(one: Diagnosis, among: Sequence[Diagnosis]) -> str:
     if len(traces) == 1:
         return size
     return one.trace if len(budgets) == 1 else f"{one.trace}, {size}"
-
-
-def _plain(text: str) -> str:
-    """A token's text on one line, cut."""
-    return plain_text(text).replace("\n", "\\n")[:12]
 
 
 def _log_means(image: Floats, factor: int) -> Floats:

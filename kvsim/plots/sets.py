@@ -15,7 +15,7 @@ from kvsim.metrics import kept_coverage, retained_positions
 from kvsim.metrics.catalogue import mean_known
 from kvsim.metrics.coverage import BINS, MIDDLE
 from kvsim.plots.prompts import Ints, Prompts, Shown, counted, mean_line
-from kvsim.plots.style import asked_order, caption, legend_below, plain, series
+from kvsim.plots.style import asked_order, caption, legend_below, plain, series, short_text
 from kvsim.record import Record
 from kvsim.statistics import averages
 from kvsim.trace import Trace
@@ -131,7 +131,8 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
             chance = part["chance"].cast(pl.Float64).to_numpy()
             axis.hlines(chance, at - 0.45 * bar, at + 0.45 * bar, color="black", lw=1.2, zorder=4)
         axis.set_title(f"budget {asked}", fontsize=9)
-        axis.set_xticks(range(len(groups)), [str(group) for group in groups])
+        names = [short_text(str(group), 16) for group in groups]
+        axis.set_xticks(range(len(groups)), names, parse_math=False)
         axis.set_xlabel(by, fontsize=8)
         plain(axis)
         axis.set_ylim(0, 1)

@@ -19,7 +19,7 @@ from kvsim.metrics import fidelity
 from kvsim.metrics.output import check_record
 from kvsim.metrics.retention import event_rows
 from kvsim.plots.prompts import Shown
-from kvsim.plots.style import caption, legend_of, plain_text
+from kvsim.plots.style import caption, legend_of, short_text
 from kvsim.record import Record
 from kvsim.trace import Trace
 
@@ -223,7 +223,9 @@ def _draw(axis: Axes, found: Sequence[Strip], start: int, stop: int, least: int)
             )
     axis.set_xlim(start - 0.5, stop + 0.5)
     axis.set_ylim(len(found) - 0.6, -0.65)
-    axis.set_yticks(range(len(found)), [plain_text(one.name) for one in found], parse_math=False)
+    axis.set_yticks(
+        range(len(found)), [short_text(one.name, 40) for one in found], parse_math=False
+    )
     axis.tick_params(labelsize=7)
     axis.tick_params(axis="y", length=0)
     axis.spines[["left", "right", "top"]].set_visible(False)
@@ -252,7 +254,7 @@ def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:
         axis.set_xlabel("position", fontsize=8)
         return
     texts = trace.token_text[first : last + 1]
-    names = [plain_text(text).replace("\n", "\\n")[:12] for text in texts]
+    names = [short_text(text, 12) for text in texts]
     axis.set_xticks(
         range(first, last + 1),
         names,

@@ -50,6 +50,12 @@ def plain_text(text: str) -> str:
     )
 
 
+def short_text(text: str, most: int) -> str:
+    """Plain text on one line, cut where it is longer than `most` characters."""
+    shown = plain_text(text).replace("\n", "\\n")
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
 def escaped(character: str) -> str:
     """A character as a string of Python would have it, by its number."""
     return character.encode("unicode_escape").decode("ascii")

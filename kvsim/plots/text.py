@@ -122,16 +122,7 @@ def token_text(
     found = token_states(trace, record, layer=layer, head=head, row=row)
     placed = _placed(found.text[start:])
     height = 1 + max((line for line, _, _ in placed), default=0)
-    across, high = COLUMNS * _WIDTH, 0.155 * height
-    figure = Figure(figsize=(across + 0.4, high + 1.0), dpi=150)
-    box = (0.2 / (across + 0.4), 0.4 / (high + 1.0), across / (across + 0.4), high / (high + 1.0))
-    axis = figure.add_axes(box)
-    axis.set_xlim(0, COLUMNS)
-    axis.set_ylim(height, 0)
-    axis.set_axis_off()
-    for (line, column, shown), code in zip(placed, found.codes[start:], strict=False):
-        style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
-        axis.text(column, line + 0.8, shown, parse_math=False, **style)
+    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
     index = layer % trace.n_layers
     last = start + len(placed)
     part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
@@ -140,6 +131,18 @@ def token_text(
         f"KV head {head}\nafter row {found.row}{part}"
     )
     caption(figure, what, {fidelity(trace, record, "sets", index)})
+    across, high = COLUMNS * _WIDTH, 0.155 * height
+    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
+    total = high + above + 0.45
+    figure.set_figheight(total)
+    wide = figure.get_figwidth()
+    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
+    axis.set_xlim(0, COLUMNS)
+    axis.set_ylim(height, 0)
+    axis.set_axis_off()
+    for (line, column, shown), code in zip(placed, found.codes[start:], strict=False):
+        style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
+        axis.text(column, line + 0.8, shown, parse_math=False, **style)
     counts = np.bincount(found.codes, minlength=3)
     figure.legend(
         handles=[

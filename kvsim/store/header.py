@@ -57,7 +57,8 @@ class Header:
         """What the prompt says of itself, of `LABELS`; what is neither text nor number is none."""
         found = self.meta.get("labels")
         said = found if isinstance(found, dict) else {}
-        return {name: said[name] for name in LABELS if isinstance(said.get(name), str | int)}
+        known = {name: said[name] for name in LABELS if isinstance(said.get(name), str | int)}
+        return {name: _text(one) if isinstance(one, str) else one for name, one in known.items()}
 
     def attributes(self) -> dict[str, Any]:
         """The header as attributes of the zarr group."""
@@ -110,7 +111,7 @@ class Header:
             scale=float(_get(attributes, "scale", (int, float), where)),
             rope=rotary,
             layer_ids=layer_ids,
-            name=str(attributes.get("name", where)),
+            name=_text(str(attributes.get("name", where))),
             source_dtypes=source_dtypes,
             meta=meta if isinstance(meta, dict) else {},
         )
@@ -135,6 +136,11 @@ class Header:
             )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise TraceError(f"{where}: scale is {self.scale}, expected a positive number")
+
+
+def _text(said: str) -> str:
+    """Text that UTF-8 holds: JSON may have halves of surrogate pairs, which are escaped."""
+    return said.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
