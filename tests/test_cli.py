@@ -9,14 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import polars as pl
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvsim
 from kvsim.cli import demo as demo_module
-from kvsim.cli import main
+from kvsim.cli import main, prompting
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.record import read_records
 from kvsim.tiny import ledger
@@ -210,6 +215,50 @@ def test_prompts_of_given_sizes(run):
     assert len({line.split()[0] for line in row["response"].split(" ; ")[:7]}) == 3
 
 
+def test_prompts_of_several_tasks_levels_and_domains(run):
+    """Spread evenly over their combinations, with ids of their own; the same command, the same."""
+    command = ["prompts", "--task", "walk,get", "--task", "needle", "--level", "1,2",
+               "--domain", "paint,ore", "--n", "26", "--seed", "3"]  # fmt: skip
+
+    status, out, err = run(*command)
+    again = run(*command)[1]
+    other = run(*command[:-1], "4")[1]
+
+    assert (status, err) == (0, "")
+    assert again == out
+    rows = rows_of(out)
+    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == 26
+    assert {row["prompt"] for row in rows_of(other)}.isdisjoint(row["prompt"] for row in rows)
+    labels = [(row["task"], row["level"], row["domain"]) for row in rows]
+    counts = Counter(labels)
+    assert sorted(counts) == sorted(product(("get", "needle", "walk"), (1, 2), ("ore", "paint")))
+    assert sorted(counts.values()) == [2] * 10 + [3] * 2
+    assert set(labels[:12]) == set(counts)
+    for place in range(3):  # early on too, each value has its share
+        assert max(Counter(label[place] for label in labels[:6]).values()) <= 3
+    for row in rows:
+        assert row["id"].startswith(f"{row['task']}-{row['level']}-{row['domain']}-s3-")
+        assert row["response"] == ledger.solve(row["prompt"]).response
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_every_combination_has_one_turn(sizes):
+    """All of them once, and in as many turns as there are values of the first each has one."""
+    turns = prompting._turns(*map(range, sizes))
+
+    assert sorted(turns) == sorted(product(*map(range, sizes)))
+    assert sorted(turn[0] for turn in turns[: sizes[0]]) == list(range(sizes[0]))
+
+
+def test_what_is_not_given_is_all_there_is(run):
+    """Several levels, and every task and domain in turn."""
+    _, out, _ = run("prompts", "--level", "1,2", "--n", "56")
+
+    counts = Counter((row["task"], row["level"], row["domain"]) for row in rows_of(out))
+    assert len(counts) == 7 * 2 * 4
+    assert set(counts.values()) == {1}
+
+
 def test_prompts_in_a_file(run, tmp_path):
     """`--out` writes what would be printed; what is there is kept unless it may be replaced."""
     out = tmp_path / "new" / "prompts.jsonl"
@@ -236,6 +285,11 @@ def test_prompts_in_a_file(run, tmp_path):
     [
         (["--task", "run"], "task is 'run', expected one of walk, get, join"),
         (["--domain", "sea"], "domain is 'sea', expected one of paint, ore"),
+        (["--task", "walk,run", "--n", "1"], "task is 'run', expected one of walk, get, join"),
+        (["--task", "walk,"], "--task is 'walk,'; expected names"),
+        (["--level", "two"], "--level is 'two'; expected numbers from 1 to 5"),
+        (["--level", "1,7", "--n", "1"], "level is 7, expected 1 to 5"),
+        (["--level", "1,2", "--facts", "9"], "level 1 sets all sizes itself, but facts is given"),
         (["--level", "6"], "level is 6, expected 1 to 5"),
         (["--level", "2", "--facts", "9"], "level 2 sets all sizes itself, but facts is given too"),
         (["--level", "2", "--filler", "0", "--report", "1"], "but filler, report are given too"),
@@ -273,6 +327,41 @@ def test_capture_prints_what_was_recorded(run, tmp_path, prompt):
     assert one_line(text).startswith(f"{out}: ")
     assert text.rstrip().endswith(" right")
     assert kvsim.open_trace(out).meta["answer_check"]["right"]
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(4, True), (0, False), (200, False)])
+def test_capture_says_that_a_response_was_cut(run, tmp_path, prompt, limit, cut):
+    """One line with the option, and `info` says so; not of a response that ended, or of none."""
+    out = tmp_path / "t.zarr"
+
+    status, text, err = run(
+        "capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", limit, "--out", out
+    )
+
+    assert (status, err) == (0, "")
+    line = "The response reached 4 tokens without an end; a larger --max-new-tokens records more.\n"
+    assert text.endswith(line) == cut
+    assert text.count("\n") == 1 + cut
+    assert (", cut by --max-new-tokens)" in text) == cut
+    assert ("response 4, cut by --max-new-tokens)" in run("info", out)[1]) == cut
+
+
+def test_capture_counts_the_responses_that_were_cut(run, tmp_path):
+    """Of several prompts, in one line."""
+    samples = [*prompts(2, task="walk", facts=4, lines=1, kinds=2, report=1),
+               *prompts(1, task="walk", facts=4, lines=9, kinds=2, report=1)]  # fmt: skip
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(s.row(str(i))) + "\n" for i, s in enumerate(samples)))
+    limit = len(samples[0].response.split()) + 1
+
+    status, text, _ = run("capture", "--model", "tiny", "--prompts", file, "--max-new-tokens",
+                          limit, "--out", tmp_path / "many")  # fmt: skip
+
+    assert status == 0
+    assert text.splitlines()[3] == (
+        f"1 of 3 responses reached {limit} tokens without an end; a larger --max-new-tokens "
+        "records more."
+    )
 
 
 def test_capture_with_output_projections(run, tmp_path, prompt, trace):
@@ -840,14 +929,89 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(demo_module._Demo, "_draw", lambda *_: None)
 
 
+#: What a terminal would act upon, what a reader would be misled by, and what UTF-8 cannot hold.
+HOSTILE = "\x1b[31m\x9b2J\x07\u202e\u2066\u2028<i>[b]x[/b] $x^$\r\nsecond line\x7f\ud800 漢"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A trace whose names and texts are not to be trusted."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 90, 8) for heads in (4, 2, 2))
+    words = [HOSTILE.replace("\ud800", ""), "y" * 5000, "<b>", "[/]"]
+    made = kvsim.Trace.from_arrays(
+        q, k, v, prompt_len=30, rope=kvsim.Rope.default(8),
+        token_text=[words[i % 4] for i in range(90)],
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("hostile") / "t.zarr"
+    made.save(path)
+    stored = json.loads((path / "zarr.json").read_text())
+    stored["attributes"]["name"] = f"evil {HOSTILE}"
+    stored["attributes"]["meta"] = {
+        "text": {"prompt": HOSTILE * 50, "response": HOSTILE},
+        "labels": {"task": HOSTILE, "domain": "d"},
+        "answer_check": {"answer": HOSTILE, "right": False, "expected": HOSTILE},
+        "model": {"name": HOSTILE, "type": HOSTILE},
+        "versions": {"kvsim": HOSTILE},
+        "notes": [HOSTILE],
+    }
+    (path / "zarr.json").write_text(json.dumps(stored))
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info {0}",
+        "info {0} --json",
+        "verify {0}",
+        "replay {0} --policy tova,h2o --budget 16",
+        "replay {0} --policy tova --budget 16 --metric repetition,output_error --json",
+        "replay {0} --policy tova --budget 16 --memory 1",
+        "replay {0} {0} --policy tova --budget 16",
+        "layers {0} --budget 16 --window 4",
+        "layers {0} sample --budget 16 --window 4",
+        "layers {0} --budget 16 --window 4 --gold 3 --figures figures",
+        "layers {0} --budget 16 --gold-text nothing",
+        "plot token_text {0} --policy tova --budget 16 --out x.png",
+        "plot token_text {0} --policy tova --budget 16 --layer 9 --out x.png",
+        "plot lift_bars {0} --policy tova --budget 40 --out x.svg",
+        "plot bursts {0} --policy tova,h2o --budget 16 --zoom 5-40 --out x.pdf",
+        "plot iou_by {0} --policy tova --budget 16 --by task --out x.png",
+        "plot over_budgets {0} --policy tova --budget 16 --out x.png",
+    ],
+)
+def test_texts_of_a_trace_are_text(run, hostile, tmp_path, monkeypatch, command):
+    """No control character and no mark of direction reaches the terminal, no name makes a line."""
+    monkeypatch.chdir(tmp_path)
+
+    status, out, err = run(*command.format(hostile).split())
+
+    assert status in (0, 2)
+    for said in (out, err):
+        assert all(c == "\n" or c.isprintable() for c in said)
+        assert not any(line.startswith("second line") for line in said.splitlines())
+        said.encode("utf-8")
+    if status == 2:
+        assert err.startswith("error: ")
+        assert out == ""
+    if "info" in command:
+        assert "\\u001b[31m" in out
+        assert "\\u202e" in out
+
+
 def test_demo_answers_the_question(demo):
     """The demo prints one table of all policies at both budgets, how to read it, and its times."""
     folder, out = demo
     lines = out.splitlines()
 
+    shown = 0
     for name in demo_module.POLICIES:
-        rows = [line for line in lines if line.split()[:1] == [name]]
-        assert len(rows) >= (1 if name == "full" else 2)
+        rows = [line for line in lines if line.split()[:1] == [name] and line[-1] == "x"]
+        assert len(rows) == (1 if name == "full" else 2)
+        shown += len(rows)
+    assert shown == 11
+    assert "Measuring all 12 cells, of which the line of full stands for 2, took" in out
     assert "is right." in lines[0]
     assert any(line.startswith("Fidelity of the values: ") for line in lines)
     assert any(line.startswith("Seconds: ") for line in lines)

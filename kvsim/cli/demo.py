@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, cells, echo_json, echo_results, fidelity_shares
+from kvsim.cli.show import bar, cells, echo_json, echo_results, echo_text, fidelity_shares
 from kvsim.cli.values import Json, Stop, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 
@@ -149,7 +149,7 @@ class _Demo:
 
     def _say(self, text: str = "") -> None:
         if not self.quiet:
-            typer.echo(text)
+            echo_text(text)
 
     def _record(self, model: Any, tokenizer: Any) -> Trace:
         from kvsim.recorder import capture
@@ -261,9 +261,10 @@ class _Demo:
         self._say(_reading(document["cells"]))
         self._say(
             f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
-            f"column is that over the replay of a cell. Measuring all {len(run.records)} cells "
-            f"took another {self.seconds['measure']:.1f} s. Both on this machine's CPU with a "
-            "tiny model: the ratio of a large model is another one."
+            f"column is that over the replay of a cell. Measuring all {len(run.records)} cells, "
+            f"of which the line of full stands for {len(BUDGETS)}, took another "
+            f"{self.seconds['measure']:.1f} s. Both on this machine's CPU with a tiny model: the "
+            "ratio of a large model is another one."
         )
         steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
         self._say(f"Seconds: {steps}; {sum(self.seconds.values()):.1f} in all.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import echo_fields, echo_json, echo_table
+from kvsim.cli.show import echo_fields, echo_json, echo_table, echo_text, visible
 from kvsim.cli.values import (
     Json,
     OptionError,
@@ -21,6 +21,7 @@ from kvsim.cli.values import (
     quiet_transformers,
 )
 from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.tiny import MODELS
 
 if TYPE_CHECKING:
     from kvsim.trace import Trace
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def capture(
     model: Annotated[
         str,
-        typer.Option(help="'tiny' for the model that ships, a local folder, or a hub id."),
+        typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id."),
     ],
     out: Annotated[
         Path,
@@ -144,8 +145,8 @@ def _which_prompt(model: str, *, both: bool) -> str:
     if both:
         return "both --prompt and --prompts are given; expected one of them"
     hint = (
-        "; `kvsim prompts > prompts.jsonl` writes some that tiny understands"
-        if model == "tiny"
+        "; `kvsim prompts > prompts.jsonl` writes some that it understands"
+        if model in MODELS
         else ""
     )
     return f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{hint}"
@@ -185,14 +186,28 @@ def _report(traces: Sequence[Trace], *, as_json: bool) -> None:
             f"{_answer(one['answer_check'])}"
         )
         for note in one["notes"]:
-            typer.echo(f"  note: {note}")
+            echo_text(f"  note: {note}")
+    cut = [one["generation"] for one in facts if _is_cut(one)]
+    if cut:
+        which = "The response" if len(facts) == 1 else f"{len(cut)} of {len(facts)} responses"
+        typer.echo(
+            f"{which} reached {cut[0]['max_new_tokens']} tokens without an end; a larger "
+            "--max-new-tokens records more."
+        )
+
+
+def _is_cut(facts: Mapping[str, Any]) -> bool:
+    """Whether a response was asked for and ended for its length alone."""
+    said = facts["generation"]
+    return bool(said.get("stopped") == "length" and said.get("max_new_tokens") != 0)
 
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     prompt, total = facts["prompt_len"], facts["tokens"]
-    stopped = facts["generation"].get("stopped")
-    end = {"eos": "", "length": ", cut by --max-new-tokens", "context": ", cut by the context"}
-    return f"{total} tokens (prompt {prompt}, response {total - prompt}{end.get(stopped, '')})"
+    end = ", cut by the context" if facts["generation"].get("stopped") == "context" else ""
+    if _is_cut(facts):
+        end = ", cut by --max-new-tokens"
+    return f"{total} tokens (prompt {prompt}, response {total - prompt}{end})"
 
 
 def _answer(check: Mapping[str, Any] | None) -> str:
@@ -206,7 +221,7 @@ def _answer(check: Mapping[str, Any] | None) -> str:
 
 def quoted(text: object) -> str:
     """Text of a trace as one line that no terminal acts upon."""
-    return json.dumps(text, ensure_ascii=False)
+    return visible(json.dumps(text, ensure_ascii=False))
 
 
 def _size(n_bytes: int) -> str:
@@ -309,7 +324,7 @@ def _damaged(path: str, report: Mapping[str, Any], as_json: bool) -> None:
     else:
         typer.echo(f"{path}: damaged")
         for problem in problems:
-            typer.echo(f"  {problem}")
+            echo_text(f"  {problem}")
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise Stop(f"error: {path} is damaged ({count} found, expected none); record it again", 2)
 
