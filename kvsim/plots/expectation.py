@@ -92,6 +92,7 @@ def expected_observed(
         ends = np.array([FLOOR, 1.0])
         axis.plot(ends, ends / observed.sum(), ":", color="black", lw=0.8)
         axis.set(xscale="log", yscale="log", xlim=_around(observed), ylim=_around(expected))
+        axis.tick_params(which="minor", labelsize=5)  # labelled where there is less than a decade
         lowest = min(lowest, observed.min(), expected.min())
         rank, logs = found.spearman[step, layer, head], found.log_pearson[step, layer, head]
         name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
