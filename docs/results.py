@@ -6,8 +6,8 @@
     python docs/results.py --out FILE --traces DIR --jobs N
 
 Traces are kept in `--traces` and used again. Every number of the page comes from `measure_trace`,
-every verdict from `Claim.verdict`: nothing in the page is typed in. What does the work lies in
-docs/results_page.
+every verdict from `kvsim.claims`, as in `kvsim report`: nothing in the page is typed in. What does
+the work lies in docs/results_page.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import polars as pl
+
 from kvsim import open_trace
+from kvsim.claims import Evidence
 from results_page.drawing import figure
-from results_page.measures import measure_trace
 from results_page.plan import FULL, SMALLEST, Plan
 from results_page.policies import table_policies
 from results_page.statistics import Results
+from results_page.tables import measure_trace
 from results_page.text import page
 from results_page.timing import cost
 from results_page.traces import record
@@ -42,7 +45,10 @@ def measure_all(plan: Plan, paths: Sequence[Path], calibration: Path, jobs: int)
     else:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             found = list(pool.map(work, paths))
-    return Results(plan, found, seconds, [open_trace(path).digest for path in paths])
+    traces = [open_trace(path) for path in paths]
+    sizes = [(one.n_pos, one.prompt_len) for one in traces]
+    evidence = Evidence(pl.concat(found), seconds)
+    return Results(plan, evidence, [one.digest for one in traces], sizes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,11 +20,11 @@ def figure(r: Results, policies: Mapping[str, Policy], path: Path) -> None:
     """Output error of every policy, one dot and its interval for each budget."""
     middle = r.plan.budgets[len(r.plan.budgets) // 2]
     shown = [label for label in policies if label != "full"]
-    shown.sort(key=lambda label: -np.nanmean(r.of(label, middle, "error")))
+    shown.sort(key=lambda label: -np.nanmean(r.of(label, middle, "output_error")))
     image = Figure(figsize=(7.5, 0.155 * len(shown) + 1.0), dpi=72)
     axis = image.subplots()
     for at, n in enumerate(r.plan.budgets):
-        found = [Interval.of(r.of(label, n, "error")) for label in shown]
+        found = [Interval.of(r.of(label, n, "output_error")) for label in shown]
         low, mean, high = np.array([(one.low, one.mean, one.high) for one in found]).T
         color = COLORS[at % len(COLORS)]
         axis.hlines(range(len(shown)), low, high, color=color, linewidth=1)

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.statistics import STAGES, Interval, stage_of
-from results_page.quantities import Floats
-from results_page.statistics import Results
+from results_page.statistics import Floats, Results
 from results_page.traces import kind
 
 BASE, MADE = "tova", "ams"
@@ -21,12 +20,14 @@ def groups(r: Results) -> str:
     head = ("group", f"`{BASE}`", f"`{MADE}`", "difference", "segments", "prompts")
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name, chosen, layers in _groups(r):
-        base, made = (_iou(r, label, budget, layers)[chosen] for label in (BASE, MADE))
-        cut = np.mean([r.of(MADE, budget, f"segments {i}") for i in layers], axis=0)[chosen]
+        base, made = (
+            _mean(r, label, budget, "retained_iou", layers)[chosen] for label in (BASE, MADE)
+        )
+        cut = _mean(r, MADE, budget, "segment_count", layers)[chosen]
         cells = [Interval.of(x).text(".3f") for x in (base, made)]
         cells += [Interval.of(made - base).text("+.3f"), Interval.of(cut).text(".1f")]
         lines.append(f"| {name} | {' | '.join(cells)} | {chosen.sum()} |")
-    chance = Interval.of(r.of(BASE, budget, "chance")).mean
+    chance = Interval.of(r.chance(BASE, budget, "retained_iou")).mean
     return (
         "The layout of AMS, Table 14: intersection over union of consecutive kept sets, for "
         f"`{BASE}` alone and under `{MADE}`, at budget {budget}; random sets of these sizes have "
@@ -49,7 +50,7 @@ def _groups(r: Results) -> Iterator[tuple[str, NDArray[np.bool_], list[int]]]:
     yield "all", all_of_them, every
 
 
-def _iou(r: Results, label: str, budget: int, layers: list[int]) -> Floats:
+def _mean(r: Results, label: str, budget: int, metric: str, layers: list[int]) -> Floats:
     """Mean over some layers for each prompt; [prompt]."""
-    found: Floats = np.mean([r.of(label, budget, f"retained_iou {i}") for i in layers], axis=0)
+    found: Floats = np.mean([r.of(label, budget, metric, layer=i) for i in layers], axis=0)
     return found

@@ -23,5 +23,3 @@ SMALLEST = Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256))
 
 #: Rows between events, the same for every policy; no event follows the prompt.
 INTERVAL = 16
-#: One event alone, after the prompt: no trace is so long that another one fires.
-PROMPT_ALONE = 1 << 20

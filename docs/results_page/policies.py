@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ def scaled(name: str, calibration: str | None = None, **params: Any) -> Policy:
 
 
 def table_policies(calibration: str) -> dict[str, Policy]:
-    """The rows of the tables, by label: every name of the catalogue, and crosses."""
+    """The rows of the tables, each called by its label: the names of the catalogue, and crosses."""
     out = {}
     for name in names():
         kind = kvsim.policies.describe(name).kind
@@ -61,51 +62,57 @@ def table_policies(calibration: str) -> dict[str, Policy]:
     out["oracle, by output"] = policy("oracle", by="output")
     out |= {name: scaled(name, calibration) for name in CROSSES}
     out[PAPER], out[RELEASE] = policy("ams"), policy("ams@release")
-    return out
+    return {label: replace(one, name=label) for label, one in out.items()}
 
 
-def variants() -> dict[str, Policy]:
+def variants() -> list[Policy]:
     """What claims need beside the rows of the tables, at the same events."""
     one = partial(scaled, "ams")
     whole = partial(scaled, "global_max")
-    return {
-        "tova, per head": policy("tova", heads="group"),
-        "tova, must-keep": policy("tova", protect=KEEP),
-        "keydiff, must-keep": policy("keydiff", protect=KEEP),
-        "ams, no credit": one(credit=False),
-        "ams, observed": one(suffix_fill="observed"),
-        "ams, weights by length": one(weights="length"),
-        "ams, equal weights": one(weights="equal"),
-        "ams, fixed segments": one(segmentation="fixed", segment_length=SEGMENT),
-        **{f"ams, window {w}": one(window=w) for w in (4, 8, 32)},
-        **{f"global_max, decay {d}": whole(decay=d) for d in (0.0, 0.5, 0.9)},
-        "global_max, pooled": whole(pool="max"),
-        **{f"gkv, mix_lambda {m}": scaled("gkv", mix_lambda=m) for m in (0.5, 0.9)},
-    }
+    return [
+        policy("tova", heads="group"),
+        policy("tova", protect=KEEP),
+        policy("keydiff", protect=KEEP),
+        one(credit=False),
+        one(suffix_fill="observed"),
+        one(weights="length"),
+        one(weights="equal"),
+        one(segmentation="fixed", segment_length=SEGMENT),
+        *(one(window=w) for w in (4, 8, 32)),
+        *(whole(decay=d) for d in (0.0, 0.5, 0.9)),
+        whole(pool="max"),
+        *(scaled("gkv", mix_lambda=m) for m in (0.5, 0.9)),
+    ]
 
 
-def prompt_policies() -> dict[str, Policy]:
+def prompt_policies() -> list[Policy]:
     """What is compared at the one event after the prompt, where Expected Attention is at home."""
     inside = [scaled(x) for x in ("snapkv", "tova", "streaming_llm", "keydiff", "knorm")]
     crossed = [scaled(f"adakv+{x}") for x in ("expected_attention", "snapkv")]
     made = partial(policy, "expected_attention")
-    return {
-        **{one.name: one for one in (made(), *inside, *crossed)},
-        "no covariance": made(covariance=False),
-        "no value norm": made(value_norm="none"),
-        "epsilon 0": made(epsilon=0.0),
-        **{f"n_future {n}": made(n_future=n) for n in (128, 256, 1024)},
-    }
+    return [
+        made(),
+        *inside,
+        *crossed,
+        made(covariance=False),
+        made(value_norm="none"),
+        made(epsilon=0.0),
+        *(made(n_future=n) for n in (128, 256, 1024)),
+    ]
 
 
-def across_policies() -> dict[str, Policy]:
+#: In front of the labels of these, because there they have other parameters.
+ACROSS = "across: "
+
+
+def across_policies() -> list[Policy]:
     """What drops rows of the prompt on the way down, beside SnapKV with the same window.
 
     ASL is forced to select at the only layer at which it can in a model of three.
     """
     window = {"window": LARGEST["window"]}
     forced = {"tau": 1.01, **window}
-    return {
+    found = {
         "snapkv": policy("snapkv", pool="avg", **window),
         "asl": policy("asl", **forced),
         "asl, full before": policy("asl", kv_before="full", **forced),
@@ -114,3 +121,4 @@ def across_policies() -> dict[str, Policy]:
         "gemfilter": policy("gemfilter"),
         "pyramidinfer": policy("pyramidinfer", least=16),
     }
+    return [replace(one, name=ACROSS + label) for label, one in found.items()]

@@ -1,53 +1,54 @@
-"""Values over prompts, and their differences."""
+"""What the page's numbers are made of: one Table of all traces, looked up by row of the page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvsim.claims import Evidence
+from kvsim.claims.evidence import decoding, of, prompt
+from kvsim.results import Result
 from results_page.plan import Plan
-from results_page.quantities import Floats, Numbers
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Results:
-    """The numbers of every trace, and the seconds of `cost`."""
+    """The values of every trace; digests and sizes (tokens, of these prompt) of the traces."""
 
     plan: Plan
-    traces: Sequence[Numbers]
-    seconds: Mapping[str, Floats]
+    evidence: Evidence
     digests: Sequence[str] = ()
+    sizes: Sequence[tuple[int, int]] = ()
 
-    def of(self, label: str, budget: int, quantity: str) -> Floats:
+    def of(
+        self,
+        label: str,
+        budget: int,
+        metric: str,
+        variant: str | None = None,
+        layer: int | None = None,
+    ) -> Floats:
         """A value for each prompt, NaN where there is none."""
-        at = label, budget, quantity
-        if not any(at in one for one in self.traces):
-            raise KeyError(at)
-        return np.array([one.get(at, np.nan) for one in self.traces])
+        return self.evidence.value(self._result(label), str(budget), metric, variant, layer)
 
-    def trace(self, quantity: str) -> Floats:
-        """A property of each trace."""
-        return self.of("trace", 0, quantity)
-
-    def has(self, label: str, budget: int, quantity: str) -> bool:
-        """Whether any trace has a value."""
-        return any((label, budget, quantity) in one for one in self.traces)
+    def chance(self, label: str, budget: int, metric: str) -> Floats:
+        """What chance alone gives; [prompt]."""
+        return self.evidence.chance(self._result(label), str(budget), metric)
 
     @property
     def layers(self) -> int:
         """Layers of the model."""
-        return sum(quantity.startswith("expectation ") for *_, quantity in self.traces[0])
+        return len(self.evidence.layers("layer_entropy"))
 
-    def above(self, more: str, less: str, quantity: str) -> dict[str, Floats]:
-        """The difference on each prompt, at each budget."""
-        return {
-            str(n): self.of(more, n, quantity) - self.of(less, n, quantity)
-            for n in self.plan.budgets
-        }
-
-    def change(self, label: str, base: str) -> dict[str, Floats]:
-        """The difference of the output error, relative to the mean error of the base."""
-        means = {str(n): np.nanmean(self.of(base, n, "error")) for n in self.plan.budgets}
-        return {n: x / means[n] for n, x in self.above(label, base, "error").items()}
+    def _result(self, label: str) -> Result:
+        """The row of the tables; of policies that drop rows, the one after the prompt."""
+        setting = of(label)
+        found = self.evidence.alone(setting, decoding) or self.evidence.alone(setting, prompt)
+        if not found:
+            raise KeyError(label)
+        return found[0][1]

@@ -11,32 +11,32 @@ from typing import Any
 import numpy as np
 
 from kvsim import Policy, policy
+from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.policies import names, parameters
 from kvsim.statistics import RESAMPLES, Interval
-from results_page.claims import CLAIMS
 from results_page.groups import groups
 from results_page.plan import FULL, INTERVAL
-from results_page.policies import AMS, PAPER, RELEASE, across_policies
+from results_page.policies import ACROSS, AMS, PAPER, RELEASE, across_policies
 from results_page.statistics import Results
 from results_page.traces import VERBS, weights
-from results_page.verdicts import HOLDS, NOT, OPEN, Claim
 
-#: Columns of the tables: heading, quantity, format.
+#: Columns of the tables: heading, metric, variant (None: the main one), format.
 COLUMNS = (
-    ("output error", "error", ".3f"),
-    ("retained mass", "mass", ".3f"),
-    ("regret", "regret", ".3f"),
-    ("wipe-out 8", "wipeout 8 0", ".2f"),
-    ("wipe-out 32", "wipeout 32 0", ".2f"),
-    ("IoU", "retained_iou", ".2f"),
-    ("IoU by chance", "chance", ".2f"),
-    ("entries", "entries", ".1f"),
+    ("output error", "output_error", None, ".3f"),
+    ("retained mass", "retained_mass", None, ".3f"),
+    ("regret", "regret", None, ".3f"),
+    ("wipe-out 16", "wipeout", "length=16,threshold=0", ".2f"),
+    ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
+    ("IoU", "retained_iou", None, ".2f"),
+    ("entries", "entries_seen", None, ".1f"),
 )
+#: The column behind which chance stands.
+CHANCE = "IoU"
 
 
 def page(r: Results, policies: Mapping[str, Policy], figure: str) -> str:
     """The whole page; `figure` is its path as the page links to it."""
-    claims = {paper: list(make(r)) for paper, make in CLAIMS.items()}
+    claims = {paper: list(make(r.evidence)) for paper, make in CLAIMS.items()}
     parts = [
         _introduction(r),
         "## What policies keep and lose",
@@ -69,7 +69,7 @@ def _introduction(r: Results) -> str:
     command = "python docs/results.py" + ("" if plan == FULL else " --smallest")
     traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
     tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
-    tokens, prompt = r.trace("tokens"), r.trace("prompt")
+    tokens, prompt = np.array(r.sizes).T
     size = f"level {plan.level}" if plan.level else f"{plan.facts} facts, up to {plan.lines} lines"
     return f"""# Results on the shipped model
 
@@ -84,8 +84,8 @@ that does not may hold all the same where texts are ten times as long and heads 
 ```
 
 * {plan.prompts} prompts in the language of `tiny` ({", ".join(VERBS)} in turn, domains in turn, \
-{size}, seed {plan.seed}), answered greedily: {tokens.min():.0f} to \
-{tokens.max():.0f} tokens, of which {prompt.min():.0f} to {prompt.max():.0f} are prompt. One more \
+{size}, seed {plan.seed}), answered greedily: {tokens.min()} to \
+{tokens.max()} tokens, of which {prompt.min()} to {prompt.max()} are prompt. One more \
 prompt serves to calibrate `qfilter` and `triattention`.
 * Weights of `tiny`: sha256 `{weights()}`. Digests of the traces together: sha256 `{traces}`.
 * {tools}, Python {platform.python_version()}, CPU.
@@ -103,9 +103,9 @@ def _reading(r: Results) -> str:
     small, large = (AMS["window"] / (n + INTERVAL) for n in (r.plan.budgets[0], r.plan.budgets[-1]))
     return (
         "Rows are sorted by output error. *Regret* is the mass that an oracle retains on the same "
-        "terms, minus retained mass; without a bound on the size there is none. *Wipe-out 8* and "
-        "*32* are the shares of regions of so many tokens of which nothing is left after the last "
-        "event. Beside the *IoU* of consecutive kept sets stands what random sets of the same "
+        "terms, minus retained mass; without a bound on the size there is none. *Wipe-out 16* "
+        "and *32* are the shares of regions of so many tokens of which nothing is left after the "
+        "last event; `full` has none. Beside the *IoU* of consecutive kept sets stands what random sets of the same "
         "sizes have. *Entries* is what a row sees, on average over rows, so it lies above the "
         "budget. [Definitions](metrics.md).\n\n"
         "AMS, G-KV and others are made for caches of hundreds or thousands of entries, so their "
@@ -121,22 +121,20 @@ def _reading(r: Results) -> str:
 def _table(r: Results, policies: Mapping[str, Policy], budget: int) -> str:
     rows = []
     for label, one in policies.items():
-        cells = [_cell(r, label, budget, *column[1:]) for column in COLUMNS]
+        cells = []
+        for title, metric, variant, form in COLUMNS:
+            cells.append(Interval.of(r.of(label, budget, metric, variant)).text(form))
+            if title == CHANCE:  # follows from the sizes of sets alone, so it has no interval
+                found = Interval.of(r.chance(label, budget, metric))
+                cells.append(format(found.mean, form) if found.n else "")
         note = "" if one.bounded else " (no budget binds)"
         row = f"| {_name(label)}{note} | " + " | ".join(cells) + " |"
-        rows.append((float(np.nanmean(r.of(label, budget, "error"))), row))
-    head = "| policy | " + " | ".join(title for title, *_ in COLUMNS) + " |"
-    rule = "| --- |" + " ---: |" * len(COLUMNS)
+        rows.append((float(np.nanmean(r.of(label, budget, "output_error"))), row))
+    titles = [title for title, *_ in COLUMNS]
+    titles.insert(titles.index(CHANCE) + 1, f"{CHANCE} by chance")
+    head = "| policy | " + " | ".join(titles) + " |"
+    rule = "| --- |" + " ---: |" * len(titles)
     return "\n".join([f"### Budget {budget}", "", head, rule, *(row for _, row in sorted(rows))])
-
-
-def _cell(r: Results, label: str, budget: int, quantity: str, form: str) -> str:
-    if not r.has(label, budget, quantity):
-        return ""
-    found = Interval.of(r.of(label, budget, quantity))
-    if quantity == "chance":  # follows from the sizes of sets alone
-        return format(found.mean, form) if found.n else ""
-    return found.text(form)
 
 
 def _name(label: str) -> str:
@@ -148,12 +146,13 @@ def _across(r: Results) -> str:
     """Policies that drop rows of the prompt, and what they are beside."""
     head = "| policy | " + " | ".join(f"budget {n}" for n in r.plan.budgets) + " | entries |"
     lines = [head, "| --- |" + " ---: |" * (len(r.plan.budgets) + 1)]
-    for label in across_policies():
-        name = f"across: {label}"
-        cells = [_cell(r, name, n, "error", ".3f") for n in r.plan.budgets]
-        entries = [r.of(name, n, "entries").mean() for n in r.plan.budgets]
+    for one in across_policies():
+        errors = (r.of(one.name, n, "output_error") for n in r.plan.budgets)
+        cells = [Interval.of(error).text(".3f") for error in errors]
+        entries = [r.of(one.name, n, "entries_seen").mean() for n in r.plan.budgets]
         seen = f"{min(entries):.0f} to {max(entries):.0f}"
-        lines.append(f"| {_name(label)} | {' | '.join(cells)} | {seen} |")
+        label = _name(one.name.removeprefix(ACROSS))
+        lines.append(f"| {label} | {' | '.join(cells)} | {seen} |")
     text = (
         "Output error of [policies that drop rows of the prompt on the way down]"
         "(across-layers.md), at the one event after the prompt; SnapKV, which cuts caches alone, "
@@ -219,7 +218,12 @@ def _count(tested: Mapping[str, Sequence[Claim]]) -> str:
 def _claims(found: Sequence[Claim], prompts: int) -> str:
     lines = ["|  | claim | test | result | verdict |", "| --- | --- | --- | --- | --- |"]
     for claim in found:
-        result = claim.result(prompts)
-        cells = (claim.number, claim.says, claim.test, result, f"**{claim.verdict}**")
-        lines.append("| " + " | ".join(cells) + " |")
+        result = "<br>".join(claim.lines(prompts))
+        cells = (claim.number, claim.says, claim.tested, result, f"**{claim.verdict}**")
+        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
     return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Bars would end a cell."""
+    return text.replace("|", "\\|")

@@ -84,7 +84,7 @@ def of(policy: str, **params: Any) -> Setting:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of one event by policy, over caches of so many entries; [repeat, length]."""
+    """Seconds of one event by policy, over caches of so many entries; each [repeat, length]."""
 
     lengths: Sequence[int]
     of: Mapping[str, Floats]
