@@ -22,6 +22,9 @@ from kvsim.schema import schedule
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
 
+#: From here on an interval asks for the event after the prompt alone: `--interval 1000000`.
+BEYOND = 1_000_000
+
 Params = Mapping[str, Any]
 
 
@@ -41,8 +44,8 @@ class Result:
 
     @property
     def schedule(self) -> tuple[int | None, bool | None]:
-        """Interval and prefill."""
-        return self.interval, self.prefill
+        """Interval and prefill; an interval that no text reaches is None, as what it amounts to."""
+        return None if (self.interval or 0) >= BEYOND else self.interval, self.prefill
 
 
 def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:

@@ -466,6 +466,18 @@ def test_expected_attention_is_tested_at_the_one_event_after_the_prompt():
     assert answer(table(decode), "E6", "snapkv").verdict == NOT
 
 
+def test_an_interval_beyond_any_text_is_the_one_event():
+    """As the command that a claim names asks for it, beside a policy whose own schedule it is."""
+    found = table(
+        at_prompt("tova", [2.0, 2.1], interval=1_000_000),
+        at_prompt("expected_attention", [1.0, 1.1]),
+        at_prompt("ams", [1.0, 1.1], interval=1_000_000),
+    )
+
+    assert list(answer(found, "E6", "tova").votes) == ["budget 64"]
+    assert answer(found, "Q8", "AMS is better than tova").why.startswith("needs tova and ams")
+
+
 def test_claims_about_decoding_leave_the_one_event_out():
     """Fusion of windows does nothing there."""
     there = [at_prompt(name, [1.0, 1.0]) for name in ("global_max", "global_mean")]

@@ -13,7 +13,7 @@ import polars as pl
 
 from kvsim.claims.claim import Claim, Floats
 from kvsim.metrics import METRICS
-from kvsim.results import Result, differing, in_words, main, results
+from kvsim.results import BEYOND, Result, differing, in_words, main, results
 from kvsim.schema import schedule
 from kvsim.statistics import per_prompt
 
@@ -343,7 +343,7 @@ class Evidence:
 
 
 #: A schedule of one event, for a policy that has another one of its own.
-_ONE_EVENT = "--prefill --interval 1000000"
+_ONE_EVENT = f"--prefill --interval {BEYOND}"
 
 _RESULT = ("policy", "params", "interval", "prefill")
 
