@@ -119,7 +119,7 @@ class Seen:
 
     def settle(self):
         """Wait until the script has run."""
-        self.page.wait_for_selector("[data-testid=stHeading]", timeout=120_000)
+        self.page.wait_for_selector("[data-testid=stHeading], [data-testid=stAlert]")
         self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
         self.page.wait_for_timeout(300)
         self.page.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]")
