@@ -198,6 +198,45 @@ def test_a_layer_is_changed_and_the_link_restores_it(seen, address, capsys):
         print(f"\nchange of a layer: {took:.1f} s")
 
 
+def test_policy_and_parameter_are_changed(seen, address, capsys):
+    """A policy beside another one, and the budget of segments; the link holds both."""
+    seen.open(address, "retention", trace="sample.zarr")
+    policy = seen.choose("Policy", "snapkv")
+    assert "snapkv" in seen.page.url
+    assert seen.page.locator("h3", has_text="snapkv").count() == 1
+    seen.check()
+
+    seen.open(address, "segments", trace="sample.zarr")
+    start = time.monotonic()
+    budget = seen.page.locator("[data-testid=stNumberInput]").filter(has_text="Budget").first
+    before = int(budget.locator("input").input_value())
+    budget.locator("[data-testid=stNumberInputStepUp]").click()
+    seen.settle()
+    parameter = time.monotonic() - start
+    assert f"budget={int(budget.locator('input').input_value())}" in seen.page.url
+    assert int(budget.locator("input").input_value()) > before
+    seen.check()
+    with capsys.disabled():
+        print(f"\nchange of a policy: {policy:.1f} s, of a parameter: {parameter:.1f} s")
+
+
+def test_the_next_page_is_a_click_away(seen, address, capsys):
+    """With the server warm; layer and head stay."""
+    seen.open(address, trace="sample.zarr", layer="1", head="2")
+    times = {}
+    for page in (*PAGES[1:], PAGES[0]):
+        start = time.monotonic()
+        seen.page.get_by_role("link", name=page.capitalize(), exact=True).click()
+        title = seen.page.locator("[data-testid=stHeading]").first
+        title.filter(has_text=page.capitalize()).wait_for()
+        seen.settle()
+        times[page] = time.monotonic() - start
+        seen.check()
+        assert (seen.chosen("Layer"), seen.chosen("KV head")) == ("1", "2")
+    with capsys.disabled():
+        print("\nnext page:", ", ".join(f"{page} {took:.1f} s" for page, took in times.items()))
+
+
 def test_a_long_trace_is_sent_in_few_bytes(seen, address, capsys):
     """A map of 4,096 by 4,096 in at most 5 MB."""
     took = seen.open(address, trace="long.zarr")
