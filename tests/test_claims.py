@@ -588,7 +588,23 @@ def test_budgets_are_shares_too():
         "budget 50%",
         "budget 100",
     ]
-    assert list(answer(found, "Q10", "output error").votes) == ["5% against 100"]
+    assert list(answer(found, "Q10", "output error").votes) == [
+        "budget 5%",
+        "budget 5% against 100",
+    ]
+
+
+def test_a_smaller_loss_is_no_growing_lead():
+    """AMS behind TOVA at every budget, least at the smallest."""
+    found = table(
+        *(
+            rows(name, [value, value + 0.1], budget=budget)
+            for budget, gap in ((32, 1.0), (64, 2.0))
+            for name, value in (("tova", 3.0), ("ams", 3.0 + gap))
+        )
+    )
+
+    assert answer(found, "Q10", "output error").verdict == NOT
 
 
 @given(

@@ -142,12 +142,15 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
             known = [i for i, values in enumerate(lead) if not np.isnan(values).all()]
             if len(known) > 1:
                 small, large = known[0], known[-1]
-                said = f"{e.budgets[small]} against {e.budgets[large]}"
+                first = f"budget {e.budgets[small]}"
+                said = f"{first} against {e.budgets[large]}"
+                # where nothing leads, a smaller loss is no growing lead
+                cases[", ".join(filter(None, (first, label)))] = lead[small]
                 cases[", ".join(filter(None, (said, label)))] = lead[small] - lead[large]
         yield Claim(
             "Q10",
             f"The lead of AMS over {base} grows as the budget falls ({called(metric)})",
-            f"{base} minus {made} at the smallest budget, minus the same at the largest",
+            f"{base} minus {made} at the smallest budget, and this minus the same at the largest",
             cases,
             needs="needs two budgets: kvsim replay --budget N,M"
             if e.pairs(base, made)
