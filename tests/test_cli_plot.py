@@ -339,3 +339,18 @@ def test_zoom_reaches_the_figure(run, paths, tmp_path, monkeypatch):
     run(*given, "--layer", "1", "--out", tmp_path / "b.png")
 
     assert seen == [{"zoom": (20, 40)}, {"zoom": None, "layer": 1}]
+
+
+def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
+    """As PNG if nothing else is asked for; another format is refused before any work."""
+    given = ["layers", paths[0], "--budget", "32", "--window", "8", "--figures"]
+
+    status, said, _ = run(*given, tmp_path / "svg", "--format", "svg")
+    bad, _, err = run(*given, tmp_path / "jpg", "--format", "jpg")
+
+    assert status == 0
+    assert "variance.svg, overlap.svg" in said
+    assert all(one.read_text("utf-8").startswith("<?xml") for one in (tmp_path / "svg").iterdir())
+    assert bad == 2
+    assert err == "error: --format is 'jpg'; expected png, svg or pdf\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["svg"]

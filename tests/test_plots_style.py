@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from kvsim.plots.panels import Panels
-from kvsim.plots.style import caption, legend_below, plain_text
+from kvsim.plots.style import bare_series, caption, legend_below, plain_text, series
 
 
 def lines(names):
@@ -91,6 +91,17 @@ def test_panels_share_one_legend_that_fits():
 
     assert len(panels.figure.legends[0].get_texts()) == 3
     assert widest(panels.figure) <= 1
+
+
+def test_lines_without_markers_differ_in_dashes():
+    """All five that the dashes tell apart, and in colours as other figures."""
+    names = [*map(str, range(5))]
+
+    bare, marked = bare_series(names), series(names)
+
+    assert len({str(one["linestyle"]) for one in bare.values()}) == 5
+    assert {one["marker"] for one in bare.values()} == {""}
+    assert [one["color"] for one in bare.values()] == [one["color"] for one in marked.values()]
 
 
 @given(st.text())

@@ -74,6 +74,10 @@ def layers(
             help="Write figures to a new folder: details of one trace, a comparison of several.",
         ),
     ] = None,
+    form: Annotated[
+        str,
+        typer.Option("--format", metavar="png|svg|pdf", help="What the figures are written as."),
+    ] = "png",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -86,6 +90,8 @@ def layers(
         raise OptionError("--gold and --gold-text were both given; expected one of them")
     if figures is not None and figures.exists():
         raise OutputError(f"{figures} exists; give another --figures, nothing was changed")
+    if form not in ("png", "svg", "pdf"):
+        raise OptionError(f"--format is {form!r}; expected png, svg or pdf")
     if not math.isfinite(tau):
         raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
     positions = None if gold in (None, _ANSWER) else _positions(str(gold))
@@ -142,7 +148,7 @@ def layers(
     written: list[Path] = []
     if figures is not None:
         drawn = _figures(opened, rankings, found, device)
-        written = _write(figures, drawn)
+        written = _write(figures, drawn, form)
     if as_json:
         echo_json(_document(opened, rankings, found, rule, written))
     else:
@@ -400,8 +406,8 @@ def _figures(
         yield f"bumps-{size}", plots.rank_bumps(one, trace)
 
 
-def _write(folder: Path, drawn: Iterator[tuple[str, Any]]) -> list[Path]:
+def _write(folder: Path, drawn: Iterator[tuple[str, Any]], form: str) -> list[Path]:
     from kvsim.plots import save
 
     folder.mkdir(parents=True)
-    return [save(figure, folder / f"{name}.png") for name, figure in drawn]
+    return [save(figure, folder / f"{name}.{form}") for name, figure in drawn]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -38,7 +39,7 @@ def retention_map(
     needed = _needed(trace, layer, head)
     budgets = sorted({record.budget for record in records})
     names = list(dict.fromkeys(record.policy for record in records))
-    figure = Figure(figsize=(2.6 * len(names) + 0.6, 2.75 * len(budgets) + 0.9), dpi=150)
+    figure = Figure(figsize=(max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9), dpi=150)
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex=True, sharey=True)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -91,7 +92,7 @@ def retention_map(
     }
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
     caption(figure, f"{trace.name}: {where}; dotted: end of the prompt", labels)
-    figure.tight_layout(rect=(0, 0.05, 1, 0.99))
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
     return figure
 
 
@@ -109,8 +110,10 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
         error = result.error.mean((0, 1), dtype=np.float64)[trace.prompt_len :]
         rows = np.arange(trace.prompt_len, trace.n_pos)
         axis = axes[budgets.index(record.budget)]
-        style = {**styles[record.policy], "marker": "none"}
-        axis.plot(rows, _running_mean(error, smooth), label=record.policy, lw=1.3, **style)
+        step = max(1, len(rows) // 12)  # markers apart, each line's at places of its own
+        marked = (names.index(record.policy) * step // len(names), step)
+        look: dict[str, Any] = {"lw": 1.2, "ms": 4, "markevery": marked, **styles[record.policy]}
+        axis.plot(rows, _running_mean(error, smooth), label=record.policy, **look)
     labels = {
         fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
     }

@@ -15,7 +15,15 @@ from kvsim.metrics import kept_coverage, retained_positions
 from kvsim.metrics.catalogue import mean_known
 from kvsim.metrics.coverage import BINS, MIDDLE
 from kvsim.plots.prompts import Ints, Prompts, Shown, counted, mean_line
-from kvsim.plots.style import asked_order, caption, legend_below, plain, series, short_text
+from kvsim.plots.style import (
+    asked_order,
+    bare_series,
+    caption,
+    legend_below,
+    plain,
+    series,
+    short_text,
+)
 from kvsim.record import Record
 from kvsim.statistics import averages
 from kvsim.trace import Trace
@@ -181,7 +189,7 @@ def position_density(
     shown = Shown(layer, head)
     found = Prompts.of(traces, records, shown, density)
     figure, axes = _panels(found)
-    styles = series(found.policies)
+    styles = bare_series(found.policies)
     for axis, asked in zip(axes, found.budgets, strict=True):
         axis.axhline(1.0, color="black", lw=0.9, ls=":")
         axis.axvline(0.5, color="black", lw=0.9, ls=":")
@@ -190,7 +198,7 @@ def position_density(
             if values is None:
                 continue
             heights = [np.append(one[:bins], one[bins - 1]) for one in values]
-            style = {**styles[policy], "marker": "none", "drawstyle": "steps-post"}
+            style = {**styles[policy], "drawstyle": "steps-post"}
             mean_line(axis, np.arange(bins + 1) / bins, heights, label=policy, lw=1.3, **style)
             mean = float(np.mean([one[bins] for one in values]))
             axis.axvline(mean, color=styles[policy]["color"], lw=1, ls=styles[policy]["linestyle"])

@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 #: For the second and third round through the colours, so that lines differ in print too.
 LINES, MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "<", ">")
+#: For lines that have no room for markers; dots alone are for references.
+DASHES = ("-", (0, (5, 1.5)), (0, (7, 1.5, 1, 1.5)), (0, (2.5, 1)), (0, (7, 1, 1, 1, 1, 1)))
 GRID = "#e6e6e6"
 
 
@@ -33,6 +35,14 @@ def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
         }
         for place, name in enumerate(names)
         for again in [place // len(COLOURS)]
+    }
+
+
+def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """As `series`, told apart by dashes and not by markers."""
+    return {
+        name: {**style, "marker": "", "linestyle": DASHES[place % len(DASHES)]}
+        for place, (name, style) in enumerate(series(names).items())
     }
 
 
