@@ -1,7 +1,8 @@
 """Write the generated parts of the documentation, between `<!-- generated: NAME -->` marks.
 
-python docs/generate.py            rewrite what is out of date
-python docs/generate.py --check    change nothing; exit with status 1 if something is out of date
+python docs/generate.py              rewrite what is out of date
+python docs/generate.py --figures    draw the pictures of the pages too (docs/drawing.py)
+python docs/generate.py --check      change nothing; exit with status 1 if something is out of date
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import typer
 
+import drawing
 from kvsim.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,7 +165,11 @@ def main() -> int:
         if not check:
             page.write_text(generated(texts[page]), "utf-8")
         print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}")
-    return 1 if check and stale else 0
+    if "--figures" in sys.argv[1:]:
+        drawing.draw(drawing.texts())
+    wrong = drawing.problems() if check else []
+    print("".join(f"{one}\n" for one in wrong), end="")
+    return 1 if check and (stale or wrong) else 0
 
 
 if __name__ == "__main__":

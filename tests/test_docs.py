@@ -6,51 +6,18 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import generate
+from blocks import blocks
 from kvsim.metrics import METRICS
 from kvsim.policies import CATALOGUE
 
 ROOT = Path(__file__).resolve().parent.parent
 
 PAGES = {str(page.relative_to(ROOT)): page for page in generate.pages()}
-
-_FENCE = re.compile(r"(?ms)^(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)\s*$")
-_REASON = re.compile(r"<!-- not run: (?P<reason>[^\n]+?) -->\n+\Z")
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: `how` is "run", the reason why it is not run, or None if it says neither.
-
-    file: the name of a file that the block is the content of, written when the page runs.
-    """
-
-    page: str
-    line: int
-    language: str
-    how: str | None
-    body: str
-    file: str | None = None
-
-
-def blocks(page: str, text: str) -> list[Block]:
-    """The fenced blocks of a page, in order."""
-    found = []
-    for match in _FENCE.finditer(text):
-        language, _, run = match["info"].strip().partition(" ")
-        reason = _REASON.search(text, 0, match.start())
-        file = run.removeprefix("file=") if run.startswith("file=") else None
-        runs = run == "exec" or file is not None
-        how = "run" if runs else reason["reason"] if reason and not run else None
-        line = text.count("\n", 0, match.start("body")) + 1
-        found.append(Block(page, line, language, how, match["body"], file))
-    return found
-
 
 ALL = [block for name, page in PAGES.items() for block in blocks(name, page.read_text("utf-8"))]
 
