@@ -634,3 +634,14 @@ def test_names_of_a_table_are_texts_and_nothing_else():
     found = claims(table(strange, named, plain))["AMS, arXiv 2605.23200"]
 
     assert any("<script>" in one.says and one.verdict == HOLDS for one in found)
+
+
+def test_ams_around_tova_is_ams():
+    """The long name says the same policy."""
+    plain = rows("tova", [0.3, 0.4], "middle_coverage")
+    made = rows("ams+tova", [0.5, 0.7], "middle_coverage")
+
+    found = answer(table(plain, made), "Q3")
+
+    assert list(found.cases) == ["budget 64"]
+    assert found.verdict == HOLDS

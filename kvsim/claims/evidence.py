@@ -95,7 +95,8 @@ class Evidence:
 
     def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
         asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
-        table = _last_events(table).with_columns(asked=asked)
+        named = pl.col("policy").replace(_SAME)
+        table = _last_events(table).with_columns(asked=asked, policy=named)
         sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()
@@ -344,6 +345,9 @@ class Evidence:
 
 #: A schedule of one event, for a policy that has another one of its own.
 _ONE_EVENT = f"--prefill --interval {BEYOND}"
+
+#: The long names of policies that claims know by the short one.
+_SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 
 _RESULT = ("policy", "params", "interval", "prefill")
 
