@@ -3,6 +3,8 @@
     python tests/benchmarks/metrics.py            # 2,048 tokens, one layer: a minute or two
     python tests/benchmarks/metrics.py --smallest # seconds; what the test suite runs
 
+With `--doc docs/performance.md` the report is put into that page.
+
 Prints the time of one replay and output error (`snapkv` at the first budget), then for each kind of
 metric the time for one record and for all twelve, in units of it. Set metrics come from records
 alone. What needs attention walks the trace once for all of them: what is left of its cost when
@@ -23,7 +25,9 @@ from kvsim import Record, Trace
 from kvsim.metrics import METRICS, output_error
 
 sys.path.append(str(Path(__file__).parent))
-from replay import Size, arrays, best, fresh
+from replay import Size, arrays, best, fresh, put
+
+BEGIN, END = "<!-- begin metrics -->", "<!-- end metrics -->"
 
 AIM = Size(1, 4, 7, 128, tokens=2048, prompt=512, budget=512, interval=256, repeats=1)
 SMALLEST = Size(1, 2, 2, 32, tokens=512, prompt=128, budget=64, interval=64, repeats=1)
@@ -84,9 +88,12 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smallest", action="store_true", help="seconds instead of a minute")
+    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
     options = parser.parse_args()
     _, lines = run(SMALLEST if options.smallest else AIM)
     print("\n".join(lines))
+    if options.doc:
+        put(options.doc, lines, BEGIN, END)
 
 
 if __name__ == "__main__":
