@@ -358,6 +358,16 @@ def test_an_interrupt_waits_for_what_is_being_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_text_that_utf8_cannot_hold_is_refused(tmp_path):
+    """Half of a character is no text; the message names the token."""
+    texts = [*(f"t{i}" for i in range(N - 1)), "x\ud800"]
+
+    with pytest.raises(TraceError, match=rf"token {N - 1} is 'x\\ud800', half of a character"):
+        make(token_text=texts).save(tmp_path / "made.zarr")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     """After a kill the path is free and what remains is hidden, incomplete and refused."""
     program = """

@@ -230,6 +230,7 @@ class TraceWriter:
             self._whole("tokens", ids, "int32")
             self._digest.update_all("tokens", 0, ids, axis=0)
         if token_text is not None:
+            _check_text(token_text, str(self.path))
             self._whole("token_text", np.array(list(token_text), dtype=object), "string")
         for name in sorted(self._group.array_keys()):
             self._require_chunks(name)
@@ -296,6 +297,18 @@ class TraceWriter:
         _sync(self.path.parent)
         if replaced:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_text(texts: Sequence[str], where: str) -> None:
+    """Raise TraceError for a text that UTF-8 cannot hold."""
+    for place, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TraceError(
+                f"{where}: the text of token {place} is {text!a}, half of a character; expected "
+                "text that UTF-8 can hold, nothing was published"
+            ) from error
 
 
 def write_trace(

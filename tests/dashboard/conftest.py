@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
 from kvsim import Rope, Trace
 from kvsim.samples import sample_trace
@@ -46,8 +47,8 @@ def hostile(n=120):
 def folder(tmp_path_factory):
     """The sample, a hostile trace, one without text, a broken one, and one that is not there yet.
 
-    They are `sample.zarr`, `more/hostile.zarr`, `more/plain.zarr`, `broken.zarr`; the last is
-    hidden.
+    They are `sample.zarr`, `more/hostile.zarr`, `more/plain.zarr`, `broken.zarr`,
+    `more/unfinished.zarr`; the last is hidden.
     """
     root = tmp_path_factory.mktemp("dashboard")
     shutil.copytree(sample_trace(), root / "sample.zarr")
@@ -56,6 +57,8 @@ def folder(tmp_path_factory):
     made().save(root / "more" / "plain.zarr")
     shutil.copytree(root / "more" / "plain.zarr", root / "broken.zarr")
     (root / "broken.zarr" / "zarr.json").write_text("{")
+    shutil.copytree(root / "more" / "plain.zarr", root / "more" / "unfinished.zarr")
+    zarr.open_group(root / "more" / "unfinished.zarr").attrs["complete"] = False
     (root / ".coming.zarr").mkdir()
     return root
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
 
 import numpy as np
@@ -19,6 +21,7 @@ def test_traces_of_a_folder_are_listed_by_name(folder):
         "broken.zarr",
         "more/hostile.zarr",
         "more/plain.zarr",
+        "more/unfinished.zarr",
         "sample.zarr",
     ]
 
@@ -82,13 +85,58 @@ def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
     assert app.selectbox(key="trace").value == "broken.zarr"
 
 
-def test_a_broken_trace_is_a_message(opened, folder):
+@pytest.mark.parametrize(
+    ("name", "says"), [("broken.zarr", "zarr.json"), ("more/unfinished.zarr", "complete")]
+)
+@pytest.mark.parametrize("page", ["trace", "retention", "segments", "layers"])
+def test_a_broken_or_unfinished_trace_is_a_message(opened, folder, page, name, says):
     """What is wrong and what to do, and no traceback."""
-    app = opened(folder, trace="broken.zarr")
+    app = opened(folder, page, trace=name)
 
     assert not app.exception
     assert app.error[0].value == "This trace cannot be read."
-    assert "zarr.json" in app.text[0].value
+    assert says in app.text[0].value
+
+
+def test_what_was_computed_is_not_computed_again(opened, folder, monkeypatch):
+    """A second look at a head asks kvsim for nothing."""
+    import cached
+
+    asked = []
+    for name in ("attention_tile", "head_profile"):
+        known = getattr(cached, name)
+        counted = lambda *a, known=known, name=name: (asked.append(name), known(*a))[1]  # noqa: E731
+        monkeypatch.setattr(cached, name, counted)
+    cached.attention.clear()
+    cached.profile.clear()
+    app = opened(folder, trace="more/plain.zarr", layer="1")
+    assert sorted(asked) == ["attention_tile", "head_profile"]
+
+    app.selectbox(key="head").set_value(1)
+    app.run()
+    assert asked[2:] == ["attention_tile"]
+    app.selectbox(key="head").set_value(0)
+    app.run()
+    assert len(asked) == 3
+
+
+def test_weights_under_the_pointer_are_those_of_the_trace(opened, folder):
+    """In float32 where the picture is small, else in ten-thousandths."""
+    trace = kvsim.open_trace(sample_trace())
+    weights = trace.attention(1, slice(0, trace.n_pos))[4].numpy()
+    whole = opened(folder, trace="sample.zarr", layer="1", head="2", qhead="4")
+    part = opened(folder, trace="sample.zarr", layer="1", head="2", qhead="4", rows=["300", "340"])
+
+    np.testing.assert_allclose(_sent(whole, "u2", weights.shape) / 10_000, weights, atol=5.1e-5)
+    np.testing.assert_allclose(_sent(part, "f4", (40, trace.n_pos)), weights[300:340], atol=1e-6)
+
+
+def _sent(app, kind, shape):
+    """The numbers that a picture was sent with."""
+    (chart,) = app.get("plotly_chart")
+    sent = json.loads(chart.proto.spec)["data"][0]["z"]
+    assert sent["dtype"] == kind
+    return np.frombuffer(base64.b64decode(sent["bdata"]), kind).reshape(shape)
 
 
 def test_layer_and_head_outlive_a_change_of_page(opened, folder):
