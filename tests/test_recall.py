@@ -193,13 +193,13 @@ def replayed():
 
 
 def test_set_metrics_read_no_attention(reads):
-    """They come from the record; one of them also reads the sizes of values, once a layer."""
+    """They come from the record; two also look values or keys up, once a layer for all records."""
     trace, records = replayed()
     reads.clear()
 
     kvsim.measure(trace, records, [name for name, one in METRICS.items() if one.kind == "sets"])
 
-    assert reads == {"v": 2}
+    assert reads == {"v": 2, "k": 2}
 
 
 def test_attention_metrics_read_a_trace_once_for_all_records(reads):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -330,32 +327,47 @@ def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_waits_for_what_is_being_written(tmp_path, monkeypatch):
-    """zarr writes in other threads: none of them writes into a folder that is removed."""
-    from zarr.storage import LocalStore
+def test_an_interrupt_waits_for_what_is_being_written(tmp_path):
+    """zarr writes in other threads: none of them writes into a folder that is removed.
 
-    begun, write = threading.Event(), LocalStore.set
+    In a process of its own, whose main thread gets the signal.
+    """
+    program = """
+import asyncio, os, signal, sys, threading, time
+from zarr.storage import LocalStore
+from kvsim import Rope, Trace
+import torch
 
-    async def slow(self, key, value):
-        if "/c/" in key:
-            begun.set()
-            await asyncio.sleep(0.2)
-        await write(self, key, value)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+begun, write = threading.Event(), LocalStore.set
 
-    monkeypatch.setattr(LocalStore, "set", slow)
-    main = threading.get_ident()
-    hand = threading.Thread(
-        target=lambda: begun.wait(30) and signal.pthread_kill(main, signal.SIGINT)
+async def slow(self, key, value):
+    if "/c/" in key:
+        begun.set()
+        await asyncio.sleep(0.3)
+    await write(self, key, value)
+
+LocalStore.set = slow
+q, k, v = (torch.randn(1, heads, 300, 8) for heads in (2, 1, 1))
+trace = Trace.from_arrays(q, k, v, prompt_len=10, rope=Rope.default(8))
+hand = threading.Thread(target=lambda: begun.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+hand.start()
+try:
+    trace.save(os.path.join(sys.argv[1], "made.zarr"))
+except KeyboardInterrupt:
+    print("interrupted", os.listdir(sys.argv[1]))
+time.sleep(0.8)
+print("later", os.listdir(sys.argv[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    hand.start()
 
-    with pytest.raises(KeyboardInterrupt):
-        make().save(tmp_path / "made.zarr")
-
-    hand.join()
-    assert list(tmp_path.iterdir()) == []
-    time.sleep(0.5)
-    assert list(tmp_path.iterdir()) == []
+    assert done.stdout.splitlines() == ["interrupted []", "later []"], done.stderr
 
 
 def test_text_that_utf8_cannot_hold_is_refused(tmp_path):
