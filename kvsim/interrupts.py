@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,11 +15,20 @@ def unbroken(do: Callable[[], T]) -> T:
     """What `do` gives; an interrupt that comes meanwhile is raised when it has ended, not before.
 
     zarr writes in threads of its own. An interrupted caller that removes the folder at once races
-    with them: they go on, and what they write stays.
+    with them: they go on, and what they write stays. Only the main thread is ever interrupted.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="kvsim-unbroken") as pool:
-        running = pool.submit(do)
-        try:
-            return running.result()
-        finally:
-            wait([running])
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        return do()
+    asked: list[int] = []
+
+    def later(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        return do()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if asked:
+            signal.raise_signal(signal.SIGINT)
