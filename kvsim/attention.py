@@ -23,6 +23,52 @@ _FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", 
 # Logits that the unfused path holds at once.
 _BLOCK_LOGITS = 1 << 24
 
+# Rows of a block where a sliding window hides what lies far back.
+_WINDOW_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a layer computes from q, k, v: softmax(softcap(scale q.k)) v, over what a row sees.
+
+    scale: factor of q . k. softcap: a logit z becomes softcap tanh(z / softcap) (Gemma 2, arXiv
+    2408.00118, section 2); None leaves it. window: a row sees itself and window - 1 positions
+    before it (Mistral 7B, arXiv 2310.06825, section 2); None, all of them. sinks: for each query
+    head a logit that takes its share of the softmax and has no value (gpt-oss, arXiv 2508.10925,
+    section 2.2); none by default.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale is {self.scale}, expected a positive number")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap}, expected a positive number or None")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}, expected 1 or more positions, or None")
+        object.__setattr__(self, "sinks", tuple(float(sink) for sink in self.sinks))
+        if not all(math.isfinite(sink) for sink in self.sinks):
+            raise ValueError(f"sinks are {self.sinks}, expected finite logits")
+
+    @property
+    def plain(self) -> bool:
+        """Whether a row sees everything before it and logits are scale q . k, nothing else."""
+        return self.softcap is None and self.window is None and not self.sinks
+
+    def capped(self, z: Tensor) -> Tensor:
+        """Logits z = scale q . k after the softcap; z is overwritten."""
+        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def sink(self, like: Tensor, heads: int) -> Tensor:
+        """The sinks' logits [head, group], in the dtype and on the device of `like`."""
+        sinks = torch.tensor(self.sinks, dtype=like.dtype, device=like.device)
+        out: Tensor = sinks.unflatten(0, (heads, -1))
+        return out
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -30,8 +76,9 @@ class Rope:
 
     inv_freq: one frequency per rotated pair, radians per position, after any scaling rule
     (llama3, yarn, linear). attention_scaling multiplies cos and sin (yarn). rotary_dim: how many
-    leading dimensions rotate, all of them by default. layout: "half" pairs dimension i with
-    i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1.
+    leading dimensions rotate, two for each frequency by default. layout: "half" pairs dimension i
+    with i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1. Without frequencies nothing
+    turns, as in layers without a rotary embedding.
     """
 
     inv_freq: Sequence[float] | Tensor
@@ -118,13 +165,15 @@ def attend(
     v: Tensor,
     scale: float,
     *,
+    softcap: float | None = None,
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, G, w, d] over k, v [B, 1 or G, n, d] -> (out [B, G, w, d], lse [B, G, w]).
 
     causal: row i sees entries 0..i (needs w == n). mask: bool [B, 1 or G, w, n], True where a row
-    sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf.
+    sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf. Sinks are no part of
+    it, because they count once for a row and not in each part: see `with_sinks`.
     """
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
@@ -132,8 +181,8 @@ def attend(
         )
     if k.shape[-2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf)
-    if _FUSED is None or q.device.type != "cpu":
-        return _attend_blocks(q, k, v, scale, causal, mask)
+    if _FUSED is None or q.device.type != "cpu" or softcap is not None:
+        return _attend_blocks(q, k, v, Formula(scale, softcap), causal, mask)
     groups = q.shape[1]
     k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
     bias = None if mask is None else _bias(mask, q)
@@ -149,7 +198,7 @@ def _bias(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, formula: Formula, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The same in plain operations, a block of rows at a time."""
     n = k.shape[-2]
@@ -158,7 +207,7 @@ def _attend_blocks(
     at = torch.arange(n, device=q.device)
     for a in range(0, q.shape[-2], step):
         rows = slice(a, min(a + step, q.shape[-2]))
-        z = (q[..., rows, :] * scale) @ k.transpose(-1, -2)
+        z = formula.capped((q[..., rows, :] * formula.scale) @ k.transpose(-1, -2))
         if causal:
             z = z.masked_fill(at > at[rows].unsqueeze(-1), -math.inf)
         if mask is not None:
@@ -182,10 +231,80 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a.lerp_(out_b, weight.unsqueeze(-1)), lse
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole rows out [..., w, d], lse [..., w], once sinks [...] have taken their share.
+
+    A sink is an entry that every row sees and whose value is 0. Writes into out.
+    """
+    total = torch.logaddexp(lse, sinks.unsqueeze(-1))
+    return out.mul_((lse - total).exp_().unsqueeze(-1)), total
+
+
+def softmax(z: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of logits z [..., w, n] beside sinks [...], which take a share that is not given."""
+    if sinks is None:
+        return z.softmax(-1)
+    beside = sinks[..., None, None].expand(*z.shape[:-1], 1)
+    return torch.cat([z, beside], dim=-1).softmax(-1)[..., :-1]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
     """Full attention of a layer: q [qhead, n, d], k, v [head, n, d] -> (out, lse [qhead, n])."""
     heads = k.shape[0]
-    out, lse = attend(
-        q.unflatten(0, (heads, -1)), k.unsqueeze(1), v.unsqueeze(1), scale, causal=True
-    )
+    q, k, v = q.unflatten(0, (heads, -1)), k.unsqueeze(1), v.unsqueeze(1)
+    out, lse = recent_attention(q, k, v, formula, 0)
     return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def recent_attention(
+    q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
+) -> tuple[Tensor, Tensor]:
+    """Whole rows start, start + 1, ...: q [H, G, w, d], k, v [H, 1, start + w, d] -> (out, lse)."""
+    if formula.window is not None and start + q.shape[2] > formula.window:
+        out, lse = _windowed(q, k, v, formula, start)
+    else:
+        scale, cap = formula.scale, formula.softcap
+        out, lse = attend(q, k[:, :, start:], v[:, :, start:], scale, softcap=cap, causal=True)
+        if start:
+            old = attend(q, k[:, :, :start], v[:, :, :start], scale, softcap=cap)
+            out, lse = merge(out, lse, *old)
+    return with_sinks(out, lse, formula.sink(q, len(k))) if formula.sinks else (out, lse)
+
+
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
+) -> tuple[Tensor, Tensor]:
+    """The same without sinks, a block of rows at a time over what its rows see."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for a in range(0, q.shape[2], _WINDOW_ROWS):
+        b = min(a + _WINDOW_ROWS, q.shape[2])
+        at = torch.arange(start + a, start + b, device=q.device)
+        first = max(0, start + a + 1 - (formula.window or 0))
+        to = torch.arange(first, start + b, device=q.device)
+        out[:, :, a:b], lse[:, :, a:b] = attend(
+            q[:, :, a:b],
+            k[:, :, first : start + b],
+            v[:, :, first : start + b],
+            formula.scale,
+            softcap=formula.softcap,
+            mask=sees(at, to, formula.window)[None, None],
+        )
+    return out, lse
+
+
+def sees(rows: Tensor, pos: Tensor, window: int | None = None) -> Tensor:
+    """Which of the positions pos [n] each of rows [w] sees in full attention, bool [w, n]."""
+    back = rows.unsqueeze(-1) - pos
+    return back >= 0 if window is None else (back >= 0) & (back < window)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, lse: Tensor, formula: Formula, rows: Tensor, pos: Tensor
+) -> Tensor:
+    """Rows of full attention [qhead, w, n], exactly, through their log-sum-exp.
+
+    q [qhead, w, d] and lse [qhead, w] of rows [w], k [head, n, d] of positions pos [n].
+    """
+    z = (q * formula.scale).unflatten(0, (k.shape[0], -1)) @ k.unsqueeze(1).mT
+    weights: Tensor = formula.capped(z).flatten(0, 1).sub_(lse.unsqueeze(-1)).exp_()
+    return weights.masked_fill_(~sees(rows, pos, formula.window), 0.0)

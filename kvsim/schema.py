@@ -5,8 +5,9 @@ from __future__ import annotations
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
 
-#: Version of the trace format (docs/trace-format.md). A reader refuses a larger one.
-FORMAT_VERSION = 1
+#: Version of the trace format (docs/trace-format.md). A reader refuses a larger one; a writer
+#: writes the oldest one that holds what the trace says.
+FORMAT_VERSION = 2
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256

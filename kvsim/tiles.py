@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvsim.attention import sees
 from kvsim.metrics.retention import RECENT, SINK, event_rows
 from kvsim.record import Record
 from kvsim.trace import Trace
@@ -65,6 +66,7 @@ def attention_tile(
                 f"{trace.n_pos}"
             )
     one, head = slice(layer, layer + 1), qhead // trace.group
+    formula = trace.formulas[layer]
     keys = trace.read("k", one, slice(positions.start, positions.stop))[0, head].float()
     lse = _lse(trace, one)[qhead, rows.start : rows.stop].float()
     down, across = (math.ceil(len(window) / side) for window in (rows, positions))
@@ -73,10 +75,11 @@ def attention_tile(
     step = max(down, _BLOCK // down * down)
     for first in range(0, len(rows), step):
         chosen = slice(rows.start + first, min(rows.start + first + step, rows.stop))
-        q = trace.read("q", one, chosen)[0, qhead].float() * trace.scale
-        here = torch.arange(chosen.start, chosen.stop)[:, None]
-        weights = (q @ keys.mT - lse[first : first + len(q), None]).exp_()
-        cells.append(_pool(weights.masked_fill_(at > here, 0.0), down, across))
+        q = trace.read("q", one, chosen)[0, qhead].float() * formula.scale
+        here = torch.arange(chosen.start, chosen.stop)
+        z = formula.capped(q @ keys.mT).sub_(lse[first : first + len(q), None])
+        weights = z.exp_().masked_fill_(~sees(here, at, formula.window), 0.0)
+        cells.append(_pool(weights, down, across))
     return Tile(torch.cat(cells).numpy(), _edges(rows, down), _edges(positions, across))
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope, causal_attention
+from kvsim.attention import Formula, Rope, attention_weights, causal_attention
 from kvsim.errors import NeedsError, TraceError
 from kvsim.schema import AXES
 from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import xarray
 
 __all__ = ["Trace", "open_trace"]
+
+T = TypeVar("T")
 
 Positions = Sequence[int] | slice | Tensor
 
@@ -120,8 +122,9 @@ class Trace:
         v: ArrayLike,
         *,
         prompt_len: int,
-        rope: Rope,
+        rope: Rope | Sequence[Rope],
         scale: float | None = None,
+        formulas: Sequence[Formula] | None = None,
         attn_out: ArrayLike | None = None,
         lse: ArrayLike | None = None,
         o_proj: ArrayLike | None = None,
@@ -139,8 +142,10 @@ class Trace:
             k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
             v: values [layer, head, pos, dim].
             prompt_len: number of rows of the prefill, 1 to pos.
-            rope: the rotary embedding that q and k went through.
+            rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
+            formulas: for each layer what it computes, instead of `scale`, where that is not plain
+                causal attention: softcap, sliding window, sinks.
             attn_out: attention output before the output projection, like q; computed if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, dim, hidden].
@@ -160,17 +165,21 @@ class Trace:
         given["residual"] = residual
         arrays = {key: as_tensor(key, array) for key, array in given.items() if array is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        n_layers, _, n_pos, dim = arrays["q"].shape
+        n_layers, n_qheads, n_pos, dim = arrays["q"].shape
+        if formulas is None:
+            formulas = [_plain(dim**-0.5 if scale is None else scale, name)] * n_layers
+        elif scale is not None:
+            raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
         header = Header(
             prompt_len=int(prompt_len),
-            scale=float(dim**-0.5 if scale is None else scale),
-            rope=rope,
+            formulas=tuple(formulas),
+            ropes=(rope,) * n_layers if isinstance(rope, Rope) else tuple(rope),
             layer_ids=tuple(range(n_layers) if layer_ids is None else map(int, layer_ids)),
             name=name,
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
-        header.check(n_layers=n_layers, n_pos=n_pos, dim=dim, where=name)
+        header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
         arrays = {key: array.to(dtype) for key, array in arrays.items()}
@@ -284,14 +293,38 @@ class Trace:
         return source.at if isinstance(source, _Rows) else torch.arange(self.n_pos)
 
     @property
+    def formulas(self) -> tuple[Formula, ...]:
+        """What each layer computes from q, k, v."""
+        return self._header.formulas
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embedding that q and k of each layer went through."""
+        return self._header.ropes
+
+    @property
     def scale(self) -> float:
-        """Factor of the logits q . k."""
-        return self._header.scale
+        """Factor of the logits q . k, where it is that of all layers; else NeedsError."""
+        return self._shared("scale", [formula.scale for formula in self.formulas])
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding that q and k went through."""
-        return self._header.rope
+        """The rotary embedding, where it is that of all layers; else NeedsError."""
+        return self._shared("rope", self.ropes)
+
+    def _shared(self, name: str, of_layers: Sequence[T]) -> T:
+        if len({*of_layers}) > 1:
+            raise NeedsError(
+                f"{self.name}: the layers have {len({*of_layers})} kinds of {name}, expected one; "
+                f"see trace.formulas and trace.ropes, which have one for each layer"
+            )
+        return of_layers[0]
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """Layers, by their place, whose sliding window hides something from some row."""
+        windows = ((i, formula.window) for i, formula in enumerate(self.formulas))
+        return tuple(i for i, window in windows if window is not None and window < self.n_pos)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -463,7 +496,7 @@ class Trace:
                 continue
             one = slice(layer, layer + 1)
             q, k, v = (self.read(name, one)[0] for name in "qkv")
-            out[layer - first], lse[layer - first] = causal_attention(q, k, v, self.scale)
+            out[layer - first], lse[layer - first] = causal_attention(q, k, v, self.formulas[layer])
             if not stored:
                 self._computed_layers.add(layer)
         return (out, lse) if stored else (out[_slice(wanted)], lse[_slice(wanted)])
@@ -474,7 +507,7 @@ class Trace:
         Args:
             layer: a layer by its place in the trace.
             rows: query positions.
-            pos: key positions, all of them by default; later than the row gives 0.
+            pos: key positions, all of them by default; what the row does not see gives 0.
         """
         at = _positions(rows, self.n_pos)
         to = _positions(_ALL if pos is None else pos, self.n_pos)
@@ -488,9 +521,7 @@ class Trace:
             lse = self._pick("lse", one, at)
         else:
             lse = self.full(one)[1][0].index_select(1, at)
-        logits = (q * self.scale).unflatten(0, (self.n_heads, -1)) @ k.unsqueeze(1).mT
-        weights: Tensor = (logits.flatten(0, 1) - lse.unsqueeze(-1)).exp_()
-        return weights.masked_fill_(to > at.unsqueeze(-1), 0.0)
+        return attention_weights(q, k, lse, self.formulas[layer], at, to)
 
     def _pick(self, name: str, layer: slice, at: Tensor) -> Tensor:
         """Positions `at` of one layer, reading no more than from the first to the last of them."""
@@ -565,6 +596,13 @@ def _positions(at: Positions, n_pos: int) -> Tensor:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
         raise IndexError(f"position out of range, expected 0 to {n_pos - 1}")
     return index
+
+
+def _plain(scale: float, where: str) -> Formula:
+    try:
+        return Formula(float(scale))
+    except ValueError as error:
+        raise TraceError(f"{where}: {error}") from None
 
 
 def _slice(wanted: range) -> slice:

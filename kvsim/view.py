@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope
+from kvsim.attention import Formula, Rope, softmax
 
 Group = Literal["mean", "max", "sum"]
 
@@ -24,15 +24,18 @@ LOGIT_BYTES = 16 << 20
 
 
 class Source(Protocol):
-    """Where a View reads from: keys, values and queries of a block of layers at positions."""
+    """Where a View reads from: keys, values and queries of a block of layers at positions.
+
+    The layers of a block compute by one formula and turn by one rotary embedding.
+    """
 
     @property
     def rope(self) -> Rope:
         """The model's rotary embedding."""
 
     @property
-    def scale(self) -> float:
-        """What logits are multiplied by."""
+    def formula(self) -> Formula:
+        """What the layers compute."""
 
     @property
     def n_rows(self) -> int:
@@ -213,9 +216,14 @@ class View:
         return self._source.rope
 
     @property
+    def formula(self) -> Formula:
+        """What the layers compute from queries, keys and values."""
+        return self._source.formula
+
+    @property
     def scale(self) -> float:
         """What logits are multiplied by."""
-        return self._source.scale
+        return self._source.formula.scale
 
     @property
     def o_proj(self) -> Tensor:
@@ -278,7 +286,8 @@ class View:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
 
         Each row is at its own position and sees the live entries up to it; its weights sum to 1
-        over them and are 0 elsewhere. With `group` the query heads are reduced: [L, H, w, n].
+        over them, less the share of a sink where the model has those, and are 0 elsewhere.
+        With `group` the query heads are reduced: [L, H, w, n].
         Memoised per event; a larger window answers a smaller one.
         """
         for size, known in self._windows.items():
@@ -321,7 +330,8 @@ class View:
         if stop > self.row + 1:
             self._look(stop)
         z, hidden = self._logits(start, stop, seen)
-        out: Tensor = z.softmax(-1)
+        sinks = self.formula.sink(z, z.shape[1]) if self.formula.sinks else None
+        out = softmax(z, sinks)
         blind = hidden.all(-1)  # a row older than every live entry sees nothing
         if bool(blind.any()):
             out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)
@@ -331,7 +341,7 @@ class View:
         """Logits [L, H, G, w, seen], and where they are hidden from the rows, [L, H, w, seen]."""
         q, k = self._source.queries(start, stop), self.keys[..., :seen, :]
         z = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
-        z *= self._source.scale
+        z = self.formula.capped(z.mul_(self.formula.scale))
         rows = torch.arange(start, stop, device=z.device).unsqueeze(-1)
         pos, live = self.pos[..., :seen], self.live[..., :seen]
         hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)

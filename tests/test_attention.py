@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsim import attention
-from kvsim.attention import Rope, attend, causal_attention, merge
+from kvsim.attention import Formula, Rope, attend, causal_attention, merge
 
 
 def naive(q, k, v, scale, seen):
@@ -62,7 +62,7 @@ def test_causal_attention_lets_a_row_see_itself_and_what_came_before(kernel):
     q, k, v = example(rows=14)
     seen = torch.ones(14, 14, dtype=torch.bool).tril().expand(2, 3, 14, 14)
 
-    out, lse = causal_attention(q.flatten(0, 1), k[:, 0], v[:, 0], 0.3)
+    out, lse = causal_attention(q.flatten(0, 1), k[:, 0], v[:, 0], Formula(0.3))
 
     expected_out, expected_lse = naive(q, k, v, 0.3, seen)
     torch.testing.assert_close(out.double(), expected_out.flatten(0, 1), atol=1e-5, rtol=1e-5)

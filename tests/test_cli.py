@@ -377,7 +377,7 @@ def test_capture_with_output_projections(run, tmp_path, prompt, trace):
     _, text, _ = run("info", out)
     (line,) = (line for line in text.splitlines() if line.startswith("o_proj "))
     assert " x ".join(map(str, own.o_proj.shape)) in line
-    assert run("verify", out)[0] == 0
+    assert run("verify", out, "--deep")[0] == 0
     assert not kvsim.open_trace(trace).has("o_proj")
 
 
@@ -509,11 +509,11 @@ def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
 
 def test_verify_says_whole(run, trace):
     """A good trace is whole, in text and in JSON."""
-    status, text, err = run("verify", trace)
+    status, text, err = run("verify", trace, "--deep")
     assert (status, err) == (0, "")
     assert "whole" in text
 
-    status, out, _ = run("verify", trace, "--json")
+    status, out, _ = run("verify", trace, "--deep", "--json")
     assert status == 0
     assert json.loads(out)["ok"] is True
 

@@ -59,7 +59,7 @@ def window_not_causal(patch: Patch) -> None:
 
     def wrong(self: View, start: int, stop: int, seen: int | None = None) -> Tensor:
         q = self._source.queries(start, stop)
-        z = q @ self.keys[..., :seen, :].unsqueeze(2).transpose(-1, -2) * self._source.scale
+        z = q @ self.keys[..., :seen, :].unsqueeze(2).transpose(-1, -2) * self._source.formula.scale
         live = self.live[..., :seen]
         return z.masked_fill(~live[:, :, None, None], -torch.inf).softmax(-1)
 
@@ -85,7 +85,7 @@ def dead_keys_in_windows(patch: Patch) -> None:
 
     def wrong(self: View, start: int, stop: int, seen: int | None = None) -> Tensor:
         q, k = self._source.queries(start, stop), self._source.keys
-        z = q @ k.unsqueeze(2).transpose(-1, -2) * self._source.scale
+        z = q @ k.unsqueeze(2).transpose(-1, -2) * self._source.formula.scale
         rows = torch.arange(start, stop).unsqueeze(-1)
         weight = z.masked_fill(torch.arange(k.shape[2]) > rows, -torch.inf).softmax(-1)
         pos = self.pos[..., :seen].clamp(min=0)

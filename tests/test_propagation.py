@@ -272,7 +272,7 @@ def test_output_of_a_second_pass_is_that_of_new_positions(trace):
         trace.rope.rotate(trace.rope.unrotate(x[0][:, at], at), torch.arange(40))
         for x in (trace.q, trace.k)
     )
-    out = kvsim.attention.causal_attention(q, k, trace.v[0][:, at], trace.scale)[0]
+    out = kvsim.attention.causal_attention(q, k, trace.v[0][:, at], trace.formulas[0])[0]
     full = trace.attn_out[0][:, at]
     error = ((out - full).norm(dim=-1) / full.norm(dim=-1)).numpy()
 

@@ -119,7 +119,7 @@ def test_the_residual_is_the_models_own(family, tmp_path):
     assert error(memory.residual[:, 1:], expected[:, :-1]) > 0.1  # a shift would show
     assert error(memory.residual[1:], expected[:-1]) > 0.1
     assert torch.equal(stored.residual, memory.residual)
-    assert verify(stored.path).ok
+    assert verify(stored.path, deep=True).ok
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,7 +147,7 @@ def test_the_residual_of_tiny(tmp_path):
     for trace in traces:
         assert error(trace.residual, own_stream(model, trace.tokens)) < 1e-5
         assert trace.residual.shape[2] == trace.o_proj.shape[3]
-        assert verify(trace.path).ok
+        assert verify(trace.path, deep=True).ok
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -167,8 +167,8 @@ def test_every_dtype_is_kept_exactly(dtype, attention, tmp_path):
     assert torch.equal(narrow.residual, expected.half().float())
     assert stored.source_dtypes["residual"] == str(dtype).removeprefix("torch.")
     assert zarr.open_group(narrow.path, mode="r")["residual"].dtype == np.float16
-    assert verify(stored.path).ok
-    assert verify(narrow.path).ok
+    assert verify(stored.path, deep=True).ok
+    assert verify(narrow.path, deep=True).ok
 
 
 def test_other_arrays_and_digest_are_the_same(tmp_path):
@@ -461,7 +461,7 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
     trace = open_trace(path)
     with pytest.raises(TraceError, match="residual is nan at layer 1, pos 270, hidden 3"):
         trace.read("residual", slice(1, 2), slice(260, 280))
-    assert "residual is nan" in verify(path).problems[0]
+    assert "residual is nan" in verify(path, deep=True).problems[0]
 
 
 # --- verify ---
@@ -478,7 +478,7 @@ def rewrite(path, change):
 def test_verify_finds_damage(tmp_path):
     """A changed number, a flipped bit and a lost chunk are each found."""
     path = make().save(tmp_path / "a.zarr")
-    assert verify(path).ok
+    assert verify(path, deep=True).ok
     lost = shutil.copytree(path, tmp_path / "lost.zarr")
     flipped = shutil.copytree(path, tmp_path / "flipped.zarr")
 
@@ -489,9 +489,9 @@ def test_verify_finds_damage(tmp_path):
     chunk.write_bytes(bytes(data))
     (lost / "residual" / "c" / "1" / "1" / "0").unlink()
 
-    (problem,) = verify(path).problems
+    (problem,) = verify(path, deep=True).problems
     assert "checksum of residual in layer 1" in problem
-    (problem,) = verify(flipped).problems
+    (problem,) = verify(flipped, deep=True).problems
     assert "a chunk of residual is damaged" in problem
     with pytest.raises(TraceError, match="residual has 3 of 4 chunks"):
         open_trace(lost)
@@ -506,7 +506,7 @@ def test_verify_finds_a_stream_of_other_tokens(tmp_path):
     assert "residual of layer 0 differs between positions" in problem
     assert "which are the same token" in problem
     later = make(residual=shifted, layer_ids=[1, 2]).save(tmp_path / "b.zarr")
-    assert verify(later).ok
+    assert verify(later, deep=True).ok
     assert verify(make(residual=shifted, tokens=None).save(tmp_path / "c.zarr")).ok
 
 

@@ -108,7 +108,7 @@ def test_attention_is_computed_where_it_is_missing():
 
     assert last.data_ptr() == out[1].data_ptr()
     for layer in range(2):
-        expected = causal_attention(*(data[name][layer] for name in "qkv"), trace.scale)
+        expected = causal_attention(*(data[name][layer] for name in "qkv"), trace.formulas[layer])
         assert torch.equal(out[layer], expected[0])
         assert torch.equal(lse[layer], expected[1])
     assert not trace.has("attn_out")

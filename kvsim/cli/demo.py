@@ -190,7 +190,7 @@ class _Demo:
         from kvsim.store import verify
 
         with self._step("verify"):
-            found = verify(self.folder / "trace.zarr")
+            found = verify(self.folder / "trace.zarr", deep=True)
         if not found.ok:
             raise TraceError(f"the trace just recorded is damaged: {found.problems[0]}")
         self._say(

@@ -201,7 +201,7 @@ def expected_and_observed(
 
 def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor, Tensor]:
     """Observed [qhead, key], expected [step, qhead, key] and length of the keys of one layer."""
-    end, before, scale = source.n_rows, unrotated(source), source.scale
+    end, before, scale = source.n_rows, unrotated(source), source.formula.scale
     keys = source.keys[:, :, sink:cut]
     # the transpose of the mean rotation over the future, cut..end-1
     back = source.rope.rotate_mean(keys, 1 - end, end - cut)
@@ -229,7 +229,7 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
     attention, exponential = (
         torch.tensor(-torch.inf, dtype=torch.float64, device=keys.device) for _ in range(2)
     )
-    for rows, z in logit_blocks(source.queries, cut, source.n_rows, keys, source.scale):
+    for rows, z in logit_blocks(source.queries, cut, source.n_rows, keys, source.formula):
         exponential = torch.logaddexp(exponential, z.logsumexp(3))
         _, lse = source.full(rows.start, rows.stop)
         attention = torch.logaddexp(attention, z.sub_(lse.unsqueeze(-1)).logsumexp(3))

@@ -82,7 +82,7 @@ def states(
     rows, one = slice(skip, trace.n_pos if stop is None else stop), slice(layer, layer + 1)
     found = trace.read("residual" if of == "residual" else "q", one, rows)
     if of == "query":
-        found = trace.rope.unrotate(found, trace.positions[rows])
+        found = trace.ropes[layer].unrotate(found, trace.positions[rows])
     by_head: Tensor = found if of == "residual" else found[0]
     return by_head.mT.double()
 

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.attention import Formula
 from kvsim.diagnostics.report import task_of
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
@@ -111,9 +112,10 @@ def key_projections(
             if not rotated:
                 keys = source.rope.rotate_mean(keys, 1 - stop - n_future, n_future)
             _, mu, sigma = moments(row_blocks(read, skip, stop))
-            middle = expected_logits(keys, mu, None, source.scale).double()
-            half = expected_logits(keys, torch.zeros_like(mu), sigma, source.scale).double()
-            exact = _log_mean_exp(read, skip, stop, keys, source.scale)
+            middle = expected_logits(keys, mu, None, source.formula.scale).double()
+            scale = source.formula.scale
+            half = expected_logits(keys, torch.zeros_like(mu), sigma, scale).double()
+            exact = _log_mean_exp(read, skip, stop, keys, source.formula)
             parts = middle, 2 * half, exact - middle - half
             found.append([one[0].flatten(0, 1).cpu().numpy() for one in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*found, strict=True))
@@ -132,16 +134,16 @@ def key_projections(
     )
 
 
-def _log_mean_exp(read: Read, start: int, stop: int, keys: Tensor, scale: float) -> Tensor:
+def _log_mean_exp(read: Read, start: int, stop: int, keys: Tensor, formula: Formula) -> Tensor:
     """log mean exp(scale q.k) over the queries of rows start..stop-1; [1, H, G, n]."""
     total = torch.tensor(-torch.inf, dtype=torch.float64, device=keys.device)
-    for _, z in logit_blocks(read, start, stop, keys, scale):
+    for _, z in logit_blocks(read, start, stop, keys, formula):
         total = torch.logaddexp(total, z.logsumexp(3))
     return total - math.log(stop - start)
 
 
 def logit_blocks(
-    read: Read, start: int, stop: int, keys: Tensor, scale: float
+    read: Read, start: int, stop: int, keys: Tensor, formula: Formula
 ) -> Iterator[tuple[slice, Tensor]]:
     """(rows, logits [1, H, G, w, n]) of rows start..stop-1 over all keys [1, H, n, d].
 
@@ -152,7 +154,7 @@ def logit_blocks(
     for first in range(start, stop, step):
         rows = slice(first, min(first + step, stop))
         q = read(rows.start, rows.stop)
-        z = (q.flatten(2, 3) @ keys.mT).double().mul_(scale)
+        z = formula.capped((q.flatten(2, 3) @ keys.mT).double().mul_(formula.scale))
         yield rows, z.unflatten(2, q.shape[2:4])
 
 

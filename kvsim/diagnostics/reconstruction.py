@@ -143,8 +143,8 @@ def _ending_at(trace: Trace, cut: int) -> Trace:
     """The same trace with a prompt of `cut` rows; nothing is copied."""
     header = Header(
         prompt_len=cut,
-        scale=trace.scale,
-        rope=trace.rope,
+        formulas=trace.formulas,
+        ropes=trace.ropes,
         layer_ids=trace.layer_ids,
         name=trace.name,
         source_dtypes=trace.source_dtypes,

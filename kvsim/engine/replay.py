@@ -45,7 +45,8 @@ def replay(
     """What the cache would have kept under `policy` at `budget` entries per KV head.
 
     interval, prefill: replace the policy's own schedule (rows between events; whether the event
-    that ends the prefill fires). layers: indices in the trace, all by default. memory: bytes that a
+    that ends the prefill fires). layers: indices in the trace; by default all that see the whole
+    text, because a sliding window bounds the cache of the others by itself. memory: bytes that a
     block of layers may take, 2 GiB by default; a larger trace is replayed block by block.
     internals: keep scores, quotas and notes of every event; or the notes of these names alone,
     which take little memory. progress: called with (layers done, layers).
@@ -57,12 +58,7 @@ def replay(
     budget = whole(budget)
     schedule = policy.schedule.override(interval, prefill)
     check_cell(trace, policy, budget, memory, schedule)
-    chosen = tuple(range(trace.n_layers)) if layers is None else tuple(layers)
-    for layer in chosen:
-        if not is_count(layer, 0) or layer >= trace.n_layers:
-            raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
+    chosen = _chosen(trace, layers)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] = []
 
@@ -76,15 +72,13 @@ def replay(
         and isinstance(policy.allocator, Uniform)
         and isinstance(policy.layer_budgets, Even)
         and not internals
+        and not any(trace.formulas[layer].sinks for layer in chosen)
     )
     setting = setting_of(trace, policy, budget, schedule)
     done = 0
     together = policy.layer_budgets.across_layers
-    if together and list(chosen) != list(range(chosen[0], chosen[0] + len(chosen))):
-        raise PolicyError(
-            f"{policy.name}: the layers share one budget, and layers {list(chosen)} were to be "
-            "replayed; expected consecutive ones"
-        )
+    if together:
+        _check_together(trace, policy, chosen)
     most = len(chosen) if together else layers_per_block(source, policy, memory)
     on = torch.device(device)
     with torch.inference_mode():
@@ -92,7 +86,7 @@ def replay(
         if policy.propagation is not None:
             look = recorded(trace, setting, on)
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
-        for run in _blocks(chosen, most, policy, descent):
+        for run in _blocks(trace, chosen, most, policy, descent):
             part = source if run.rows is None else source.only(run.rows)
             read = TraceSource(part, slice(run.layers[0], run.layers[-1] + 1), on)
             block = Block(
@@ -138,6 +132,50 @@ def replay(
         selection=None if descent is None else descent.selection,
         internals=tuple(plans),
     )
+
+
+def _chosen(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The layers to replay, by their place in the trace."""
+    if layers is None:
+        chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
+        if not chosen:
+            raise PolicyError(
+                f"{trace.name}: every layer has a sliding window that is shorter than its "
+                f"{trace.n_pos} tokens; expected layers that see the whole text, because a window "
+                "bounds the cache by itself"
+            )
+        return chosen
+    chosen = tuple(layers)
+    for layer in chosen:
+        if not is_count(layer, 0) or layer >= trace.n_layers:
+            raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
+        if layer in trace.windowed:
+            raise PolicyError(
+                f"layer {layer} has a sliding window of {trace.formulas[layer].window} positions, "
+                "which bounds its cache by itself; expected layers that see the whole text"
+            )
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
+    return chosen
+
+
+def _alike(trace: Trace, one: int, other: int) -> bool:
+    """Whether two layers compute by one formula and turn alike, so that a block may hold both."""
+    return (trace.formulas[one], trace.ropes[one]) == (trace.formulas[other], trace.ropes[other])
+
+
+def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
+    """Raise PolicyError where layers that share a budget cannot be replayed as one block."""
+    if list(chosen) != list(range(chosen[0], chosen[0] + len(chosen))):
+        raise PolicyError(
+            f"{policy.name}: the layers share one budget, and layers {list(chosen)} were to be "
+            "replayed; expected consecutive ones"
+        )
+    if not all(_alike(trace, chosen[0], layer) for layer in chosen):
+        raise PolicyError(
+            f"{policy.name}: the layers share one budget, and those of {trace.name} differ in what "
+            "they compute (rotary embedding, softcap or sinks); expected layers that are alike"
+        )
 
 
 def whole(budget: int) -> int:
@@ -191,6 +229,12 @@ def check_cell(
                 f"layers {list(trace.layer_ids)}; expected 0, 1, 2, ..."
             )
         policy.propagation.check(trace.n_layers)
+        if trace.windowed:
+            raise PolicyError(
+                f"{policy.name}: hands rows of the prompt from layer to layer, and layers "
+                f"{list(trace.windowed)} of {trace.name} have a sliding window; expected layers "
+                "that see the whole text"
+            )
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
 
@@ -208,6 +252,11 @@ def _remark(
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
     said = [policy.remark(budget)]
+    if trace.windowed:
+        said.append(
+            f"{policy.name}: {len(trace.windowed)} of {trace.n_layers} layers have a sliding "
+            "window and are not replayed"
+        )
     if policy.propagation is not None:
         across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
         said.append(f"{policy.name}: {across}" if across else "")
@@ -266,14 +315,14 @@ class _Run:
 
 
 def _blocks(
-    layers: Sequence[int], most: int, policy: Policy, descent: Descent | None
+    trace: Trace, layers: Sequence[int], most: int, policy: Policy, descent: Descent | None
 ) -> Iterator[_Run]:
-    """Runs of consecutive layers on the same rows, each at most `most` long."""
+    """Runs of consecutive layers that are alike, on the same rows, each at most `most` long."""
     run: list[int] = []
     rows, whole = None, False
     for layer in layers:
         own, never = _rows_of(layer, policy, descent)
-        alike = own is rows and never == whole
+        alike = own is rows and never == whole and _alike(trace, layer, (run or [layer])[-1])
         if run and (len(run) == most or layer != run[-1] + 1 or not alike):
             yield _Run(tuple(run), rows, whole)
             run = []

@@ -3,6 +3,7 @@
 After the first event that acts, each row appends one entry per head and evicts one. The logits of a
 block of rows against everything that can be live in it come from one matrix product; entries that
 left remain as holes until the block ends, so keys are gathered once per block and never per row.
+Layers with sinks go by `Block.event`.
 """
 
 from __future__ import annotations
@@ -132,5 +133,6 @@ class RowView:
         source = self._block.source
         q = source.queries(start, stop).transpose(2, 3)  # [L, H, w, G, d]
         z = q.flatten(2, 3) @ gather(source.keys, self._block.entries).transpose(-1, -2)
-        out: Tensor = z.mul_(source.scale).unflatten(2, q.shape[2:4])
+        z = source.formula.capped(z.mul_(source.formula.scale))
+        out: Tensor = z.unflatten(2, q.shape[2:4])
         return out

@@ -16,7 +16,7 @@ class TraceSource:
 
     def __init__(self, trace: Trace, layers: slice, device: torch.device) -> None:
         self._trace, self._layers, self._device = trace, layers, device
-        self.rope, self.scale = trace.rope, trace.scale
+        self.rope, self.formula = trace.ropes[layers][0], trace.formulas[layers][0]
         self.positions = trace.positions.to(device)
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
 

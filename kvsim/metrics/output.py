@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsim.attention import Rope, attend, merge
+from kvsim.attention import Formula, Rope, attend, merge, with_sinks
 from kvsim.errors import TraceError
 from kvsim.record import Record
 from kvsim.schema import NEVER
@@ -122,7 +123,7 @@ class Layer:
     v: Tensor
     out: Tensor
     lse: Tensor
-    scale: float
+    formula: Formula
     rope: Rope
     _own: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -132,7 +133,9 @@ class Layer:
         one = slice(layer, layer + 1)
         q, k, v = (trace.read(name, one)[0].to(device) for name in ("q", "k", "v"))
         out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(one))
-        return cls(q.unflatten(0, (len(k), -1)), k, v, out, lse, trace.scale, trace.rope)
+        return cls(
+            q.unflatten(0, (len(k), -1)), k, v, out, lse, trace.formulas[layer], trace.ropes[layer]
+        )
 
     def per_query_head(self) -> Layer:
         """The same layer with every query head its own KV head."""
@@ -144,8 +147,18 @@ class Layer:
         """Attention of rows start..stop-1 over their own entries: no policy changes it."""
         if (start, stop) not in self._own:
             k, v = (x[:, None, start:stop] for x in (self.k, self.v))
-            self._own[start, stop] = attend(self.q[:, :, start:stop], k, v, self.scale, causal=True)
+            self._own[start, stop] = self.attend(self.q[:, :, start:stop], k, v, causal=True)
         return self._own[start, stop]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
+        """`attend` by the layer's formula; of part of what a row sees, so without sinks."""
+        return attend(q, k, v, self.formula.scale, softcap=self.formula.softcap, **seen)
+
+    def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """All that rows see, out [H, G, w, d], lse [H, G, w], beside the sinks."""
+        if not self.formula.sinks:
+            return out, lse
+        return with_sinks(out, lse, self.formula.sink(out, len(out)))
 
 
 def _layer_error(layer: Layer, last: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
@@ -182,11 +195,11 @@ def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor
     """
     at = present.nonzero()[:, 0].to(layer.k.device)
     q, k, v = layer.q[:, :, at], layer.k[:, None, at], layer.v[:, None, at]
-    out, lse = attend(q, k, v, layer.scale, causal=True)
+    out, lse = layer.whole(*layer.attend(q, k, v, causal=True))
     if slots:
         rope, new = layer.rope, torch.arange(len(at), device=at.device)
         q, k = (rope.rotate(rope.unrotate(x, at), new) for x in (q, k))
-        out, _ = attend(q, k, v, layer.scale, causal=True)
+        out, _ = layer.whole(*layer.attend(q, k, v, causal=True))
     shape = (*layer.lse.shape[:2], len(present))
     error, missing = (layer.lse.new_full(shape, torch.nan) for _ in range(2))
     error[:, :, at], missing[:, :, at] = _moved(layer, at, out, lse)
@@ -221,7 +234,7 @@ def _by_prefix(layer: Layer, last: Tensor) -> Seen:
             end = min(start + ROWS, stop + 1)
             before = slot.shape[-1] + start - event - 1
             out, lse = _attend_prefix(layer, start, end, k[:, None, :before], v[:, None, :before])
-            yield start, end, *merge(out, lse, *layer.own(start, end))
+            yield start, end, *layer.whole(*merge(out, lse, *layer.own(start, end)))
     if pending:
         yield from _by_mask(layer, last, pending, last.shape[-1])
 
@@ -235,7 +248,7 @@ def _attend_prefix(
     head: the kernel's products are larger, and nearer to the rate of the machine.
     """
     q = layer.q[:, :, start:stop]
-    out, lse = attend(q.flatten(1, 2).unsqueeze(1), k, v, layer.scale)
+    out, lse = layer.attend(q.flatten(1, 2).unsqueeze(1), k, v)
     shape = q.shape[1:3]
     return out.squeeze(1).unflatten(1, shape), lse.squeeze(1).unflatten(1, shape)
 
@@ -249,10 +262,10 @@ def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
         row = torch.arange(start, end, device=last.device).unsqueeze(-1)
         mask = (at.unsqueeze(1) <= row) & (last.gather(1, at).unsqueeze(1) >= row)
         k, v = _take((layer.k, layer.v), at)
-        out, lse = attend(
-            layer.q[:, :, start:end], k[:, None], v[:, None], layer.scale, mask=mask.unsqueeze(1)
+        out, lse = layer.attend(
+            layer.q[:, :, start:end], k[:, None], v[:, None], mask=mask.unsqueeze(1)
         )
-        yield start, end, out, lse
+        yield start, end, *layer.whole(out, lse)
 
 
 def _by_slot(layer: Layer, last: Tensor) -> Seen:
@@ -275,11 +288,11 @@ def _by_slot(layer: Layer, last: Tensor) -> Seen:
         slot = (mask.cumsum(-1) - 1).clamp_(min=0)
         k, v = _take((layer.k, layer.v), at)
         q, shown = layer.q[:, :, row : row + 1], mask[:, None, None]
-        _, lse = attend(q, k[:, None], v[:, None], layer.scale, mask=shown)
+        _, lse = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
         k = rope.rotate(rope.unrotate(k, at), slot)
         # the row's own entry is the last of each head
         q = rope.rotate(rope.unrotate(q, pos[row : row + 1]), slot[:, None, -1:])
-        out, _ = attend(q, k[:, None], v[:, None], layer.scale, mask=shown)
+        out, _ = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
         yield row, row + 1, out, lse
 
 

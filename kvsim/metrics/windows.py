@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.attention import sees
 from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -35,12 +36,12 @@ def log_attention(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(rows, log of their full attention [H, G, w, n]) of every block, in the order given.
 
-    keys: positions 0..keys-1 alone; by default all up to the block's last row. A position later
-    than the row has -inf. Exact through the log-sum-exp of each row.
+    keys: positions 0..keys-1 alone; by default all up to the block's last row. A position that the
+    row does not see has -inf. Exact through the log-sum-exp of each row.
     """
     if not blocks:
         return
-    one = slice(layer, layer + 1)
+    one, formula = slice(layer, layer + 1), trace.formulas[layer]
     first, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
     q = trace.read("q", one, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
     k = trace.read("k", one, slice(0, stop if keys is None else keys))[0].to(device).mT
@@ -49,15 +50,16 @@ def log_attention(
     for rows in blocks:
         own = slice(rows.start - first, rows.stop - first)
         n = rows.stop if keys is None else keys
-        queries = q[:, :, own] * trace.scale
+        queries = q[:, :, own] * formula.scale
         # the rows of a group share their keys: one product per KV head
         z = (queries.flatten(1, 2) @ k[..., :n]).unflatten(1, queries.shape[1:3])
-        z -= lse[:, :, own, None]
-        if n > rows.start:
-            row = torch.arange(rows.start, rows.stop, device=z.device)
-            z[..., rows.start :].masked_fill_(
-                torch.arange(rows.start, n, device=z.device) > row[:, None], -torch.inf
+        z = formula.capped(z).sub_(lse[:, :, own, None])
+        hides = 0 if formula.window is not None else rows.start  # where something may be hidden
+        if n > hides:
+            row, pos = (
+                torch.arange(*x, device=z.device) for x in ((rows.start, rows.stop), (hides, n))
             )
+            z[..., hides:].masked_fill_(~sees(row, pos, formula.window), -torch.inf)
         yield rows, z
 
 

@@ -105,7 +105,7 @@ class Calibration(str):
         heads, groups = view.span(view.row, view.row + 1).shape[1:3]
         if policy not in self._learned:
             layers = (
-                learn(_of_layer(self.trace, layer, rotated), self.trace.rope)
+                learn(_of_layer(self.trace, layer, rotated), self.trace.ropes[layer])
                 for layer in range(self.trace.n_layers)
             )
             self._learned[policy] = tuple(map(torch.cat, zip(*layers, strict=True)))
@@ -123,7 +123,10 @@ class Calibration(str):
             "layers": (trace.n_layers, replayed.n_layers),
             "query heads": (trace.n_qheads, replayed.n_qheads),
             "dimensions": (trace.dim, replayed.dim),
-            "rotated dimensions": (trace.rope.rotary_dim, replayed.rope.rotary_dim),
+            "rotated dimensions": tuple(
+                ", ".join(dict.fromkeys(str(rope.rotary_dim) for rope in one.ropes))
+                for one in (trace, replayed)
+            ),
         }
         for what, (there, here) in sizes.items():
             if there != here:
@@ -191,6 +194,6 @@ def _of_layer(trace: Trace, layer: int, rotated: bool) -> Iterator[Tensor]:
 
     def read(start: int, stop: int) -> Tensor:
         q = trace.read("q", slice(layer, layer + 1), slice(start, stop)).unsqueeze(2)
-        return q if rotated else trace.rope.unrotate(q, torch.arange(start, stop))
+        return q if rotated else trace.ropes[layer].unrotate(q, torch.arange(start, stop))
 
     return row_blocks(read, 0, trace.n_pos)

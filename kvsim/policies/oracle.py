@@ -56,7 +56,7 @@ class Oracle(Scorer):
             stop = min(start + step, view.n_rows)
             q = view.span(start, stop).flatten(2, 3)  # [L, H, G * w, d]
             output, lse = (x.flatten(2, 3) for x in view.full(start, stop))
-            z = (q @ keys.transpose(-1, -2)).mul_(view.scale)
+            z = view.formula.capped((q @ keys.transpose(-1, -2)).mul_(view.scale))
             attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)  # [L, H, G * w, n]
             if self.by == "output":
                 attention *= _alone(attention, output, view.values)

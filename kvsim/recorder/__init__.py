@@ -8,13 +8,14 @@
     models      load a model, read its rotary embedding, describe it
     prompts     text, chat or token ids; JSONL; the answer check
 
-A model is recorded only if attention recomputed from its q, k, v equals what its kernel returned,
-in every row of every layer, and its keys turn by the rotary embedding that the trace will name.
+No family of models is known by name. A model is recorded only if attention recomputed from its
+q, k, v by the formula that its kernel was asked for equals what the kernel returned, and if its
+keys turn by one of its rotary embeddings, in every row of every layer.
 """
 
 from kvsim.recorder.capturing import capture, capture_many
 from kvsim.recorder.hooks import KernelCall, listening
-from kvsim.recorder.models import load_model, read_rope
+from kvsim.recorder.models import load_model, read_ropes
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Prompt, read_prompts
 
@@ -27,5 +28,5 @@ __all__ = [
     "load_model",
     "progress_bar",
     "read_prompts",
-    "read_rope",
+    "read_ropes",
 ]

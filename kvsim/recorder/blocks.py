@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope, attend, merge
+from kvsim.attention import Formula, Rope, recent_attention
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, keys_before_rope
+from kvsim.recorder.hooks import KernelCall, projected_keys
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES, relative_error, tolerance
 from kvsim.store.layout import pos_axis
 
-_KNOWN = "llama, qwen2, qwen3"
+# Models take angles in float32: a position of this relative error times a frequency.
+_ANGLE = 2.0**-22
+
+#: The name of the keys before the rotary embedding in a block; they are checked and not stored.
+_UNTURNED = "unturned"
+
+# A layer that turns nothing.
+_STILL = Rope(())
 
 
 class Sink(Protocol):
@@ -49,18 +58,25 @@ class MemorySink:
 
 
 class _Layer:
-    """The block of one layer that is being filled, on the model's device and in its dtype."""
+    """The block of one layer that is being filled, on the model's device and in its dtype.
 
-    def __init__(self, call: KernelCall) -> None:
+    ropes: the rotary embeddings that all keys so far may have gone through; more than one only as
+    long as they turn these keys alike, as position 0.
+    """
+
+    def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
         def empty(like: Tensor) -> Tensor:
             return like.new_empty((like.shape[0], CHUNK, like.shape[2]))
 
+        self.formula, self.ropes = call.formula, ropes
         self.parts = {
             "q": empty(call.q),
             "k": empty(call.k),
             "v": empty(call.v),
             "attn_out": empty(call.out),
         }
+        if call.unturned is not None:
+            self.parts[_UNTURNED] = empty(call.unturned)
         if call.residual is not None:
             self.parts["residual"] = call.residual.new_empty((CHUNK, call.residual.shape[1]))
         self.start = self.filled = 0
@@ -70,51 +86,59 @@ class _Layer:
         """Copy rows from `row` of the call on, as many as fit; gives how many."""
         count = min(CHUNK - self.filled, call.q.shape[1] - row)
         to = slice(self.filled, self.filled + count)
-        new = slice(call.start + row, call.start + row + count)
-        self.parts["q"][:, to] = call.q[:, row : row + count]
-        self.parts["attn_out"][:, to] = call.out[:, row : row + count]
+        rows, new = slice(row, row + count), slice(call.start + row, call.start + row + count)
+        self.parts["q"][:, to] = call.q[:, rows]
+        self.parts["attn_out"][:, to] = call.out[:, rows]
         self.parts["k"][:, to] = call.k[:, new]
         self.parts["v"][:, to] = call.v[:, new]
+        if call.unturned is not None:
+            self.parts[_UNTURNED][:, to] = call.unturned[:, rows]
         if call.residual is not None:
-            self.parts["residual"][to] = call.residual[row : row + count]
+            self.parts["residual"][to] = call.residual[rows]
         self.filled += count
         return count
+
+    def block(self) -> dict[str, Tensor]:
+        """What has been filled."""
+        axes = {name: 1 if name == _UNTURNED else pos_axis(name) for name in self.parts}
+        return {name: part.narrow(axes[name], 0, self.filled) for name, part in self.parts.items()}
 
 
 class BlockRecorder:
     """Collects kernel calls of one sequence and hands finished blocks to a sink.
 
-    Every row is checked: attention is recomputed from q, k, v and compared with what the model's
-    kernel returned. Keys are checked against the rotary embedding on the first call.
+    Every row is checked: attention is recomputed from q, k, v by the formula that the kernel was
+    asked for, and compared with what it returned; keys before the rotary embedding are turned, and
+    compared with those that the kernel got.
 
     Args:
         open_sink: makes the sink from the first call, which shows the shapes, once that call has
             been checked.
-        rope: the rotary embedding as read from the model.
+        read_ropes: gives the rotary embeddings that are in effect.
         store_dtype: ``float16`` where the sink stores less than the model's precision.
         rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
             rounding grows with the logits, and with it the error that is allowed.
 
     Raises:
-        CaptureError: (while calls come in) the model computes something else than causal
-            attention of these q, k, v, or rotates in another way.
+        CaptureError: (while calls come in) the model computes something else than attention by this
+            formula of these q, k, v, or rotates in another way.
     """
 
     def __init__(
         self,
         open_sink: Callable[[KernelCall], Sink],
-        rope: Rope,
+        read_ropes: Callable[[], Sequence[Rope]],
         *,
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
     ) -> None:
-        self.open_sink, self.rope, self.store_dtype = open_sink, rope, store_dtype
+        self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
         self.rounds_logits = rounds_logits
         self.sink: Sink | None = None
         self.layers: dict[int, _Layer] = {}
-        self.scale: float | None = None
         self.last: int | None = None
         self.allowed = 0.0
+        self.rope_error = 0.0
 
     def finish_at(self, n_pos: int) -> None:
         """Say, before the last forward, that it will bring the sequence to `n_pos` positions."""
@@ -132,6 +156,13 @@ class BlockRecorder:
                 f"layer {call.layer} holds {call.start} earlier entries, expected "
                 f"{layer.start + layer.filled}; only caches that keep everything can be recorded"
             )
+        if call.formula != layer.formula or (call.unturned is None) != (
+            _UNTURNED not in layer.parts
+        ):
+            raise CaptureError(
+                f"layer {call.layer} computes {call.formula}, at first it was {layer.formula}; "
+                "expected one formula and one rotary embedding for all rows of a layer"
+            )
         row = 0
         history = _History(call, self._compute_dtype(call.q))
         while row < call.q.shape[1]:
@@ -144,52 +175,121 @@ class BlockRecorder:
         """Largest relative error of a head and block, for each layer."""
         return [self.layers[layer].error for layer in sorted(self.layers)]
 
+    @property
+    def formulas(self) -> tuple[Formula, ...]:
+        """What each layer computed; a window that hid nothing is none."""
+        found = []
+        for _, layer in sorted(self.layers.items()):
+            window = layer.formula.window
+            hides = window is not None and window < layer.start + layer.filled
+            found.append(layer.formula if hides else replace(layer.formula, window=None))
+        return tuple(found)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embedding of each layer."""
+        return tuple(layer.ropes[0] for _, layer in sorted(self.layers.items()))
+
     def _first(self, call: KernelCall) -> _Layer:
         """The first call of a layer: check what can be checked before anything is stored."""
-        if self.scale is None:
-            self.scale = call.scale
-        if call.scale != self.scale:
-            raise CaptureError(
-                f"layer {call.layer} scales its logits by {call.scale}, earlier layers by "
-                f"{self.scale}; expected one scale, this model cannot be recorded"
-            )
+        self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
         history = _History(call, self._compute_dtype(call.q))
         self._judge(call.layer, call.out[:, :rows], *history.attend(call.q[:, :rows], 0))
-        self._check_rope(call, rows)
+        new = call.k[:, call.start : call.start + rows]
+        if call.unturned is None:
+            ropes = self._still(call, new)
+        else:
+            ropes = self._turned(
+                call.layer, call.unturned[:, :rows], new, call.start, self._every_rope()
+            )
         if self.sink is None:
             self.sink = self.open_sink(call)
             if self.last is not None:
                 self.sink.set_length(self.last)
-        layer = self.layers[call.layer] = _Layer(call)
+        layer = self.layers[call.layer] = _Layer(call, ropes)
         return layer
 
-    def _check_rope(self, call: KernelCall, rows: int) -> None:
-        before = keys_before_rope(call, rows)
-        if before is None:
+    def _check_shapes(self, call: KernelCall) -> None:
+        """Raise CaptureError where the arrays of the layers would not fit into one."""
+        shape = call.q.shape[0], *call.k.shape[::2], call.v.shape[2]
+        if call.q.shape[2] != call.v.shape[2] or call.q.shape[0] % call.k.shape[0]:
             raise CaptureError(
-                f"layer {call.layer} ({type(call.module).__name__}) makes its keys in an unknown "
-                f"way, so its rotary embedding cannot be checked; families known to work: {_KNOWN}"
+                f"layer {call.layer} has {shape[0]} query heads of {call.q.shape[2]} dimensions "
+                f"and {shape[1]} KV heads with values of {shape[3]}; expected a multiple, and "
+                "queries, keys and values of one size; this model cannot be recorded"
             )
-        dtype = self._compute_dtype(call.q)
-        at = torch.arange(rows, device=before.device)
-        rotated = self.rope.rotate(before.to(dtype), at)
-        error = float(relative_error(call.k[:, :rows].to(dtype), rotated).max())
+        if self.layers:
+            parts = next(iter(self.layers.values())).parts
+            first = (parts["q"].shape[0], *parts["k"].shape[::2], parts["v"].shape[2])
+            if shape != first:
+                raise CaptureError(
+                    f"layer {call.layer} has (query heads, KV heads, dimensions, of values) "
+                    f"{shape}, earlier layers {first}; expected the same, this model cannot be "
+                    "recorded"
+                )
+
+    def _every_rope(self) -> list[Rope]:
+        """The model's rotary embeddings in both layouts."""
+        found = self.read_ropes()
+        return [*found, *(replace(rope, layout="interleaved") for rope in found)]
+
+    def _still(self, call: KernelCall, keys: Tensor) -> list[Rope]:
+        """No rotation, of a layer that called no function to turn its keys.
+
+        In a model that has rotary embeddings this is believed only if the keys are what the layer's
+        projection gives: it may turn them by other means.
+        """
+        if self.read_ropes():
+            dtype = self._compute_dtype(keys)
+            expected = projected_keys(call, keys.shape[1])
+            known = expected is not None and expected.shape == keys.shape
+            error = math.inf
+            if expected is not None and known:
+                error = float(relative_error(keys.to(dtype), expected.to(dtype)).max())
+            if not error <= tolerance(DTYPES[keys.dtype]):
+                raise CaptureError(
+                    f"layer {call.layer} ({type(call.module).__name__}) turns its keys in an "
+                    "unknown way, so its rotary embedding cannot be checked; expected a call of "
+                    "apply_rotary_pos_emb, as in the model files of transformers"
+                )
+        return [_STILL]
+
+    def _turned(
+        self, number: int, before: Tensor, after: Tensor, start: int, ropes: list[Rope]
+    ) -> list[Rope]:
+        """Those of `ropes` that turn keys `before` [head, w, dim] of rows from `start` on."""
+        dtype = self._compute_dtype(after)
+        x, y = before.to(dtype), after.to(dtype)
+        at = torch.arange(start, start + before.shape[1], device=before.device)
         # models take cosine and sine in float32, and round them to their own dtype
-        allowed = max(tolerance("float32"), tolerance(DTYPES[call.k.dtype]))
-        if not error <= allowed:
+        base = max(tolerance("float32"), tolerance(DTYPES[after.dtype]))
+        fits, least = [], math.inf
+        for rope in ropes:
+            if 2 * len(rope.inv_freq) > x.shape[-1]:
+                continue
+            error = float(relative_error(y, rope.rotate(x, at)).max())
+            least = min(least, error)
+            fastest = max(map(abs, rope.inv_freq), default=0.0)
+            if error <= base + _ANGLE * (start + len(at)) * fastest:
+                fits.append(rope)
+        if not fits:
             raise CaptureError(
-                f"the keys of layer {call.layer} differ by {error:.3g} from the model's rotary "
-                f"embedding (layout {self.rope.layout}), expected at most {allowed:g}; this "
-                f"family cannot be recorded yet, families known to work: {_KNOWN}"
+                f"the keys of layer {number} from position {start} on differ by {least:.3g} "
+                f"(relative) from the model's rotary embedding, expected at most {base:g}; if its "
+                "frequencies change with the length (dynamic, longrope), record no further than "
+                "they stay, else this family cannot be recorded yet"
             )
+        self.rope_error = max(self.rope_error, least)
+        return fits
 
     def _flush(self, number: int, layer: _Layer, history: _History) -> None:
-        block = {
-            name: part.narrow(pos_axis(name), 0, layer.filled) for name, part in layer.parts.items()
-        }
+        block = layer.block()
         recomputed, lse = history.attend(block["q"], layer.start)
         layer.error = max(layer.error, self._judge(number, block["attn_out"], recomputed, lse))
+        before = block.pop(_UNTURNED, None)
+        if before is not None:
+            layer.ropes = self._turned(number, before, block["k"], layer.start, layer.ropes)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
             _, lse = history.rounded(self.store_dtype).attend(
@@ -214,7 +314,7 @@ class BlockRecorder:
             raise CaptureError(
                 f"attention of layer {layer}, recomputed from its q, k, v, differs by {error:.3g} "
                 f"(relative) from what the model computed, expected at most {allowed:.3g}; "
-                f"this model cannot be recorded exactly, families known to work: {_KNOWN}"
+                "this model cannot be recorded exactly"
             )
         return error
 
@@ -236,15 +336,11 @@ class _History:
         return history
 
     def attend(self, q: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Causal attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
+        """Attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
         if self.kv is None:
             self.kv = self.call.k.to(self.dtype), self.call.v.to(self.dtype)
-        k, v = (part.unsqueeze(1) for part in self.kv)  # [head, 1, n, d]
-        rows = q.to(self.dtype).unflatten(0, (k.shape[0], -1))  # [head, group, w, d]
         end = start + q.shape[1]
-        new = slice(start, end)
-        out, lse = attend(rows, k[:, :, new], v[:, :, new], self.call.scale, causal=True)
-        if start:
-            old = attend(rows, k[:, :, :start], v[:, :, :start], self.call.scale)
-            out, lse = merge(out, lse, *old)
+        k, v = (part[:, None, :end] for part in self.kv)  # [head, 1, n, d]
+        rows = q.to(self.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
+        out, lse = recent_attention(rows, k, v, self.call.formula, start)
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvsim.attention import attention_weights
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import BlockRecorder, MemorySink, Sink
 from kvsim.recorder.generation import generate, stop_tokens
@@ -22,7 +23,8 @@ from kvsim.recorder.models import (
     is_tiny,
     load_model,
     model_name,
-    read_rope,
+    read_ropes,
+    softcap,
     versions,
 )
 from kvsim.recorder.progress import progress_bar
@@ -43,7 +45,6 @@ from kvsim.recorder.residual import Residual
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
-from kvsim.store.verification import attention_rows
 from kvsim.store.writer import TraceWriter, check_target
 from kvsim.trace import Trace, open_trace
 
@@ -251,9 +252,14 @@ class _Capture:
         self.name = name or (self.out.stem if self.out else model_name(model))
         self.notes: list[str] = []
         self.new_tokens = self._room()
+        cap = softcap(model)
+        if cap is not None and kernel_name(model) == "sdpa":
+            self.notes.append(
+                f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
+                "with the eager kernel it computes what it was trained to"
+            )
         self.limit = len(encoded.ids) + self.new_tokens
         self.layer_ids = tuple(attention_modules(model))
-        self.rope = read_rope(model)
         self.projections = Projections(model) if options.o_proj else None
         self.residual = Residual(model) if options.residual else None
 
@@ -288,7 +294,7 @@ class _Capture:
             narrow = torch.float16 if self.options.store_dtype else None
             recorder = BlockRecorder(
                 open_sink,
-                self.rope,
+                lambda: read_ropes(self.model),
                 store_dtype=narrow,
                 rounds_logits=kernel_name(self.model) == "eager",
             )
@@ -301,7 +307,7 @@ class _Capture:
                     projections.receive(call)
 
             with (
-                listening(self.model, receive, limit=self.limit),
+                listening(self.model, receive),
                 nullcontext() if projections is None else projections.checking(),
                 nullcontext() if residual is None else residual.following(),
             ):
@@ -366,13 +372,11 @@ class _Capture:
         )
 
     def _header(self, recorder: BlockRecorder, tokens: list[int], *, ended: bool) -> Header:
-        if recorder.scale is None or len(recorder.errors) != len(self.layer_ids):
+        if len(recorder.errors) != len(self.layer_ids):
             raise CaptureError(
                 f"{len(recorder.errors)} of {len(self.layer_ids)} layers called the attention "
                 "kernel of transformers' table, expected all; this model cannot be recorded"
             )
-        if self.rope != read_rope(self.model):
-            raise CaptureError("the rotary embedding changed while the model ran, expected not")
         prompt_len = len(self.encoded.ids)
         response = None
         if self.tokenizer is not None:
@@ -405,8 +409,8 @@ class _Capture:
         }
         return Header(
             prompt_len=prompt_len,
-            scale=recorder.scale,
-            rope=self.rope,
+            formulas=recorder.formulas,
+            ropes=recorder.ropes,
             layer_ids=self.layer_ids,
             name=self.name,
             meta=meta,
@@ -428,8 +432,8 @@ class _Capture:
             o_proj=torch.stack(blocks) if blocks else None,
             residual=arrays.get("residual"),
             prompt_len=header.prompt_len,
-            rope=header.rope,
-            scale=header.scale,
+            rope=header.ropes,
+            formulas=header.formulas,
             tokens=tokens,
             token_text=texts,
             name=header.name,
@@ -449,7 +453,9 @@ class _Capture:
             q, k = q.to(lse.dtype), k.to(lse.dtype)
             for start in range(0, q.shape[1], CHUNK):
                 rows = slice(start, min(start + CHUNK, q.shape[1]))
-                block = attention_rows(q, k, lse, header.scale, rows)
+                at = torch.arange(q.shape[1])
+                formula = header.formulas[layer]
+                block = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
                 writer.write_attention(layer, start, block)
 
 

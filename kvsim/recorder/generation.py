@@ -41,7 +41,8 @@ def generate(
     """
     tokens = list(ids)
     total = len(tokens) + new_tokens
-    cache = DynamicCache(config=model.config)
+    # told nothing of sliding windows, it keeps every entry: each is recorded and checked
+    cache = DynamicCache()
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:

@@ -2,14 +2,16 @@
 
 Forward hooks mark which attention module is running; a wrapper around the model's own kernel, put
 into transformers' table of attention functions, sees q, k, v exactly as the kernel gets them (after
-any norm and after RoPE) and keeps the output per head. The model computes what it always computes.
+any norm and after RoPE) and keeps the output per head. A wrapper around the function by which the
+model's file turns its keys sees them before and after. The model computes what it always computes.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvsim.attention import Formula
 from kvsim.errors import CaptureError
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -26,8 +29,8 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
 
-# Arguments that change what attention computes; what they stand for is not in a trace.
-_UNSUPPORTED = {"softcap": "soft-capped logits", "s_aux": "attention sinks beside the softmax"}
+#: What the files of transformers call the function that turns queries and keys.
+_ROTARY = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class KernelCall:
         k: keys [head, n, dim].
         v: values [head, n, dim].
         out: what the kernel returned, before the output projection [qhead, w, dim].
-        scale: factor of the logits.
+        formula: what the kernel was asked to compute.
+        unturned: the new keys [head, w, dim] before the rotary embedding; None where the module
+            called no function of the known name to turn them.
         residual: input of the decoder layer [w, hidden] where it is recorded.
     """
 
@@ -53,7 +58,8 @@ class KernelCall:
     k: Tensor
     v: Tensor
     out: Tensor
-    scale: float
+    formula: Formula
+    unturned: Tensor | None
     residual: Tensor | None = None
 
     @property
@@ -66,14 +72,18 @@ class _Listener:
     """What is known while a module runs: set by its pre-hook, used by the kernel wrapper."""
 
     def __init__(
-        self, modules: dict[int, nn.Module], limit: int, receive: Callable[[KernelCall], None]
+        self, modules: dict[int, nn.Module], kernel: str, receive: Callable[[KernelCall], None]
     ) -> None:
         self.layer_of = {id(module): layer for layer, module in modules.items()}
-        self.limit = limit
+        self.kernel = kernel
         self.receive = receive
         self.running: int | None = None
         self.hidden: Tensor | None = None
         self.calls = 0
+        self.turns: list[tuple[Tensor, Tensor]] = []
+        # other threads may turn keys by the same function
+        self.thread = threading.get_ident()
+        self.sinks: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -84,6 +94,12 @@ class _Listener:
                 "expected hidden states [1, rows, hidden]: one sequence at a time"
             )
         self.running, self.hidden, self.calls = self.layer_of[id(module)], hidden[0], 0
+        self.turns = []
+
+    def turned(self, before: Tensor, after: Tensor) -> None:
+        """The running module's keys [1, head, w, dim] before and after the rotary embedding."""
+        if self.running is not None and threading.get_ident() == self.thread:
+            self.turns.append((before, after))
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -108,19 +124,6 @@ class _Listener:
             )
         self.calls += 1
         query, key, value = inputs
-        for name, meaning in _UNSUPPORTED.items():
-            if options.get(name) is not None:
-                raise CaptureError(
-                    f"layer {layer} uses {meaning} ({name}), which a trace does not hold; "
-                    "expected plain causal attention"
-                )
-        window = options.get("sliding_window")
-        if window is not None and window < self.limit:
-            raise CaptureError(
-                f"layer {layer} sees a sliding window of {window} tokens, but up to {self.limit} "
-                "are to be recorded; expected full causal attention, ask for fewer tokens"
-            )
-        scale = options.get("scaling")
         call = KernelCall(
             layer=layer,
             module=module,
@@ -130,9 +133,44 @@ class _Listener:
             v=value[0],
             # the kernels of the table return [batch, rows, qhead, dim]
             out=out[0].transpose(0, 1),
-            scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
+            formula=self._formula(layer, query.shape[-1], options),
+            unturned=self._unturned(layer, query.shape[2], key[0]),
         )
+        self.turns = []
         self.receive(call)
+
+    def _formula(self, layer: int, dim: int, options: Mapping[str, Any]) -> Formula:
+        """What the kernel's keyword arguments say."""
+        scale, sinks = options.get("scaling"), options.get("s_aux")
+        # transformers hands the softcap to every kernel, and torch's has no such argument
+        softcap = None if self.kernel == "sdpa" else options.get("softcap")
+        window = options.get("sliding_window")
+        return Formula(
+            float(dim**-0.5 if scale is None else scale),
+            softcap=None if softcap is None else float(softcap),
+            window=None if window is None else int(window),
+            sinks=() if sinks is None else self._sinks(layer, sinks),
+        )
+
+    def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
+        """The sinks as numbers; read once, because a device has to be waited for."""
+        known = self.sinks.get(layer)
+        if known is None or known[0] is not sinks:
+            known = self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
+        return known[1]
+
+    def _unturned(self, layer: int, rows: int, key: Tensor) -> Tensor | None:
+        if not self.turns:
+            return None
+        before, after = (keys[0] for keys in self.turns[-1])
+        new = key[:, key.shape[1] - rows :]
+        if len(self.turns) > 1 or after.shape != new.shape or before.shape != new.shape:
+            raise CaptureError(
+                f"layer {layer} turned keys {len(self.turns)} times, of shape "
+                f"{list(after.shape)}, and its kernel got {list(new.shape)} new ones; expected "
+                "once, the same; this model cannot be recorded"
+            )
+        return before
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -155,7 +193,13 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     if not found:
         raise CaptureError(
             f"{type(model).__name__} has no attention modules with a layer_idx, expected a "
-            "decoder model of transformers; families known to work: llama, qwen2, qwen3"
+            "decoder model of transformers"
+        )
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", len(found))
+    if len(found) != layers:
+        raise CaptureError(
+            f"{len(found)} of {layers} layers of {type(model).__name__} have attention, expected "
+            "all; models whose other layers hold a state instead cannot be recorded"
         )
     return dict(sorted(found.items()))
 
@@ -166,19 +210,16 @@ def kernel_name(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def listening(
-    model: PreTrainedModel, receive: Callable[[KernelCall], None], *, limit: int
-) -> Iterator[None]:
+def listening(model: PreTrainedModel, receive: Callable[[KernelCall], None]) -> Iterator[None]:
     """Give every kernel call of `model` to `receive` until the block is left, however it is left.
 
     Args:
         model: a decoder model of transformers.
         receive: called after the kernel, before the output projection; may raise.
-        limit: the longest sequence that may come; a layer that would see less of it is refused.
     """
     modules = attention_modules(model)
-    listener = _Listener(modules, limit, receive)
     name = kernel_name(model)
+    listener = _Listener(modules, name, receive)
     with _TABLE_LOCK, ExitStack() as stack:
         listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
 
@@ -193,12 +234,30 @@ def listening(
 
         stack.callback(_put_back, name, ALL_ATTENTION_FUNCTIONS._local_mapping.get(name))  # noqa: SLF001
         ALL_ATTENTION_FUNCTIONS[name] = kernel
+        for home in {sys.modules[type(module).__module__] for module in modules.values()}:
+            turn = vars(home).get(_ROTARY)
+            if turn is not None:
+                stack.callback(setattr, home, _ROTARY, turn)
+                setattr(home, _ROTARY, _heard_turning(turn, listener))
         for module in modules.values():
             before = module.register_forward_pre_hook(listener.before, with_kwargs=True)
             stack.callback(before.remove)
             after = module.register_forward_hook(listener.after, with_kwargs=True)
             stack.callback(after.remove)
         yield
+
+
+def _heard_turning(turn: Callable[..., Any], listener: _Listener) -> Callable[..., Any]:
+    """The function that turns queries and keys, with the listener told of the keys."""
+
+    @functools.wraps(turn)
+    def heard(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+        result = turn(q, k, *args, **options)
+        if isinstance(result, tuple):  # some turn queries and keys in calls of their own
+            listener.turned(k, result[1])
+        return result
+
+    return heard
 
 
 def _put_back(name: str, previous: object) -> None:
@@ -221,8 +280,8 @@ def _eager_kernel(module: nn.Module) -> Kernel:
     return cast("Kernel", kernel)
 
 
-def keys_before_rope(call: KernelCall, rows: int) -> Tensor | None:
-    """The first new keys [head, rows, dim] before the rotary embedding, or None if unknown.
+def projected_keys(call: KernelCall, rows: int) -> Tensor | None:
+    """The first new keys [head, rows, dim] as they come from the projection, or None if unknown.
 
     Computed as llama, qwen2 and qwen3 compute them: a projection, and a norm over the head where
     there is one.

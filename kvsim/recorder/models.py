@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -25,8 +24,8 @@ from kvsim.recorder.hooks import attention_modules, kernel_name
 #: The models that come with kvsim, in words.
 _SHIPPED = " or ".join(map(repr, tiny.MODELS))
 
-#: Rotary embeddings whose frequencies change with the length of the sequence.
-_MOVING_ROPE = ("dynamic", "longrope")
+#: How the names of buffers with frequencies end; what comes before tells kinds of layers apart.
+_INV_FREQ = "inv_freq"
 
 # Kept out of the configuration's digest: where a copy lies and who wrote it changes no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
@@ -47,7 +46,8 @@ def load_model(
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
             default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
         device: such as ``cuda``; the CPU by default.
-        attention: the kernel, ``sdpa`` or ``eager``; the model's default by default.
+        attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
+            for a model with a softcap, which ``sdpa`` leaves out.
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
@@ -82,6 +82,8 @@ def load_model(
             ) from error
         tokenizer = _load_tokenizer(place, options)
     loaded = cast("PreTrainedModel", model)
+    if attention is None and softcap(loaded) is not None:
+        loaded.set_attn_implementation("eager")
     loaded.eval()
     if device is not None:
         cast("torch.nn.Module", loaded).to(device)  # the model's own `to` is decorated and untyped
@@ -176,33 +178,28 @@ def context_length(model: PreTrainedModel) -> int | None:
     return int(limit) if limit else None
 
 
-def read_rope(model: PreTrainedModel) -> Rope:
-    """The rotary embedding that is in effect, from the model's rotary module.
+def softcap(model: PreTrainedModel) -> float | None:
+    """Where the model's logits are capped, by its configuration (Gemma 2)."""
+    found = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return None if found is None else float(found)
 
-    Raises:
-        CaptureError: there is none, there are several, or it changes with the length.
+
+def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
+    """The rotary embeddings that are in effect now, each once; none in a model that turns nothing.
+
+    Frequencies of some kinds (dynamic, longrope) change with the length of the sequence, and a
+    model may have several, as one of local and one of global layers. The layout is not known to the
+    modules that hold them; it is `half` here.
     """
-    modules = [module for module in model.modules() if isinstance(_inv_freq(module), torch.Tensor)]
-    if len(modules) != 1:
-        raise CaptureError(
-            f"{type(model).__name__} has {len(modules)} rotary embeddings, expected one; "
-            "families known to work: llama, qwen2, qwen3"
-        )
-    kind = getattr(modules[0], "rope_type", "default")
-    if kind in _MOVING_ROPE:
-        raise CaptureError(
-            f"the rotary embedding is of type {kind}, whose frequencies change with the length; "
-            "expected fixed ones (default, linear, llama3, yarn)"
-        )
-    frequencies = _inv_freq(modules[0])
-    return Rope(
-        tuple(frequencies.to("cpu", torch.float64).tolist()),
-        attention_scaling=float(getattr(modules[0], "attention_scaling", 1.0)),
-    )
-
-
-def _inv_freq(module: nn.Module) -> Any:  # a tensor, or None
-    return getattr(module, "inv_freq", None)
+    found: dict[Rope, None] = {}
+    for module in model.modules():
+        for name, frequencies in module.named_buffers(recurse=False):
+            if not name.endswith(_INV_FREQ) or name.endswith(f"original_{_INV_FREQ}"):
+                continue
+            kind = name.removesuffix(_INV_FREQ)
+            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
+            found[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
+    return tuple(found)
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.attention import Rope, causal_attention
+from kvsim.attention import Formula, Rope, causal_attention
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, kernel_name, listening
 from kvsim.recorder.residual import decoder_layers
@@ -32,7 +32,7 @@ class Computed:
     attn_out: Tensor
     out: Tensor
     rope: Rope
-    scale: float
+    formula: Formula
     projection: Callable[[], Tensor]
 
     @property
@@ -63,7 +63,7 @@ class Computed:
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [1, H, G, w, d] and log-sum-exp [1, H, G, w] of rows that see all before them."""
-        out, lse = causal_attention(self.q, self.k, self.v, self.scale)
+        out, lse = causal_attention(self.q, self.k, self.v, self.formula)
         heads = (len(self.k), -1)
         return (
             out[:, start:stop].unflatten(0, heads).unsqueeze(0),
@@ -114,7 +114,7 @@ class Decoder:
         calls: list[KernelCall] = []
         x = hidden.to(self.model.device, self.model.dtype).unsqueeze(0)
         at = positions.to(x.device).unsqueeze(0)
-        with torch.no_grad(), listening(self.model, calls.append, limit=x.shape[1]):
+        with torch.no_grad(), listening(self.model, calls.append):
             out: Any = self.layers[layer](
                 x,
                 attention_mask=self._mask(x),

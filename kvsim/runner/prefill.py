@@ -224,7 +224,7 @@ class _Descending:
             attn_out=attn,
             out=out.to("cpu", self.trace.dtype),
             rope=self.trace.rope,
-            scale=self.trace.scale,
+            formula=self.trace.formulas[layer],
             projection=partial(self.trace.read, "o_proj", slice(layer, layer + 1)),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.attention import Rope
+from kvsim.attention import Formula, Rope
 from kvsim.errors import TraceError
-from kvsim.schema import CHUNK, LABELS
+from kvsim.schema import CHUNK, FORMAT_VERSION, LABELS
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
@@ -36,8 +37,8 @@ class Header:
 
     Attributes:
         prompt_len: rows 0 to prompt_len - 1 are the prefill.
-        scale: factor of the logits q . k.
-        rope: the rotary embedding that q and k went through.
+        formulas: what each stored layer computes from q, k, v.
+        ropes: the rotary embedding that q and k of each stored layer went through.
         layer_ids: the model's number of each stored layer.
         name: for people; no part of the digest.
         source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
@@ -45,8 +46,8 @@ class Header:
     """
 
     prompt_len: int
-    scale: float
-    rope: Rope
+    formulas: tuple[Formula, ...]
+    ropes: tuple[Rope, ...]
     layer_ids: tuple[int, ...]
     name: str = "memory"
     source_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -60,21 +61,31 @@ class Header:
         known = {name: said[name] for name in LABELS if isinstance(said.get(name), str | int)}
         return {name: _text(one) if isinstance(one, str) else one for name, one in known.items()}
 
+    @property
+    def alike(self) -> bool:
+        """Whether all layers compute plain causal attention, with one scale and one rotation."""
+        return self.formulas[0].plain and len({*zip(self.formulas, self.ropes, strict=True)}) == 1
+
+    @property
+    def version(self) -> int:
+        """The oldest format version whose readers understand this header."""
+        return 1 if self.alike else FORMAT_VERSION
+
     def attributes(self) -> dict[str, Any]:
-        """The header as attributes of the zarr group."""
-        return {
-            "name": self.name,
-            "prompt_len": self.prompt_len,
-            "scale": self.scale,
-            "mask": {"kind": "causal"},
-            "rope": {
-                "inv_freq": list(self.rope.inv_freq),
-                "attention_scaling": self.rope.attention_scaling,
-                "rotary_dim": self.rope.rotary_dim,
-                "layout": self.rope.layout,
-            },
-            "meta": dict(self.meta),
-        }
+        """The header as attributes of the zarr group, in the format of its `version`."""
+        facts: dict[str, Any] = {"kvsim_format": self.version, "name": self.name}
+        facts["prompt_len"] = self.prompt_len
+        if self.alike:
+            facts["scale"], facts["mask"] = self.formulas[0].scale, {"kind": "causal"}
+            facts["rope"] = _rope_facts(self.ropes[0])
+        else:
+            ropes = list(dict.fromkeys(self.ropes))
+            facts["attention"] = [
+                {**_formula_facts(formula), "rope": ropes.index(rope)}
+                for formula, rope in zip(self.formulas, self.ropes, strict=True)
+            ]
+            facts["ropes"] = [_rope_facts(rope) for rope in ropes]
+        return {**facts, "meta": dict(self.meta)}
 
     @classmethod
     def from_attributes(
@@ -86,37 +97,31 @@ class Header:
         where: str,
     ) -> Header:
         """The header that `attributes` describes; `where` names the trace in error messages."""
-        mask = _get(attributes, "mask", dict, where).get("kind")
-        if mask != "causal":
-            raise TraceError(
-                f"{where}: attribute mask.kind is {mask!r}, expected 'causal'; "
-                "this version of kvsim replays causal attention only"
-            )
-        rope = _get(attributes, "rope", dict, where)
-        try:
-            rotary = Rope(
-                tuple(rope["inv_freq"]),
-                float(rope["attention_scaling"]),
-                int(rope["rotary_dim"]),
-                rope["layout"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(
-                f"{where}: attribute rope is not readable ({error!r}), expected inv_freq, "
-                "attention_scaling, rotary_dim and layout; record the trace again"
-            ) from error
+        attributes = _upgraded(attributes, len(layer_ids), where)
+        listed = _get(attributes, "attention", list, where)
+        known = [_rope(rope, where) for rope in _get(attributes, "ropes", list, where)]
+        ropes, formulas = [], []
+        for layer in listed:
+            formulas.append(_formula(layer, where))
+            place = layer.get("rope")
+            if not isinstance(place, int) or isinstance(place, bool) or not 0 <= place < len(known):
+                raise TraceError(
+                    f"{where}: rope {place!r} of a layer is not among the {len(known)} of "
+                    "attribute ropes; record the trace again"
+                )
+            ropes.append(known[place])
         meta = attributes.get("meta", {})
         return cls(
             prompt_len=_get(attributes, "prompt_len", int, where),
-            scale=float(_get(attributes, "scale", (int, float), where)),
-            rope=rotary,
+            formulas=tuple(formulas),
+            ropes=tuple(ropes),
             layer_ids=layer_ids,
             name=_text(str(attributes.get("name", where))),
             source_dtypes=source_dtypes,
             meta=meta if isinstance(meta, dict) else {},
         )
 
-    def check(self, *, n_layers: int, n_pos: int, dim: int, where: str) -> None:
+    def check(self, *, n_layers: int, n_qheads: int, n_pos: int, dim: int, where: str) -> None:
         """Raise TraceError where the header does not fit arrays of this size."""
         if not 1 <= self.prompt_len <= n_pos:
             raise TraceError(
@@ -128,14 +133,23 @@ class Header:
                 f"{where}: {len(self.layer_ids)} layer numbers for {n_layers} layers; "
                 "expected one for each"
             )
-        width = 2 * len(self.rope.inv_freq)
+        for name, listed in (("formulas", self.formulas), ("ropes", self.ropes)):
+            if len(listed) != n_layers:
+                raise TraceError(
+                    f"{where}: {len(listed)} {name} for {n_layers} layers; expected one for each"
+                )
+        width = max(2 * len(rope.inv_freq) for rope in self.ropes)
         if width > dim:
             raise TraceError(
                 f"{where}: rope turns {width} dimensions, but a head has {dim}; "
                 f"expected at most {dim // 2} frequencies"
             )
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise TraceError(f"{where}: scale is {self.scale}, expected a positive number")
+        for formula in self.formulas:
+            if len(formula.sinks) not in (0, n_qheads):
+                raise TraceError(
+                    f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
+                    "expected one for each, or none"
+                )
 
 
 def _text(said: str) -> str:
@@ -152,6 +166,80 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
             "record the trace again"
         )
     return value
+
+
+def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mapping[str, Any]:
+    """Attributes of format version 1 as version 2 writes them; those of version 2 as they are.
+
+    Version 1 knew one scale and one rotary embedding for all layers, and causal attention only.
+    """
+    if attributes.get("kvsim_format") != 1:
+        return attributes
+    mask = _get(attributes, "mask", dict, where).get("kind")
+    if mask != "causal":
+        raise TraceError(
+            f"{where}: attribute mask.kind is {mask!r}, expected 'causal', the only one of format "
+            "version 1; record the trace again"
+        )
+    layer = {"scale": attributes.get("scale"), "rope": 0}
+    return {
+        **attributes,
+        "attention": [layer] * n_layers,
+        "ropes": [_get(attributes, "rope", dict, where)],
+    }
+
+
+def _formula_facts(formula: Formula) -> dict[str, Any]:
+    sinks = list(formula.sinks) or None
+    facts = {"softcap": formula.softcap, "window": formula.window, "sinks": sinks}
+    return {"scale": formula.scale, **{key: x for key, x in facts.items() if x is not None}}
+
+
+def _formula(facts: Any, where: str) -> Formula:
+    try:
+        softcap, window = facts.get("softcap"), facts.get("window")
+        return Formula(
+            _number(facts["scale"]),
+            softcap=None if softcap is None else _number(softcap),
+            window=None if window is None else operator.index(window),
+            sinks=tuple(_number(sink) for sink in facts.get("sinks") or ()),
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{where}: what a layer computes is not readable ({error!r}), expected scale, and "
+            "maybe softcap, window and sinks; record the trace again"
+        ) from error
+
+
+def _rope_facts(rope: Rope) -> dict[str, Any]:
+    return {
+        "inv_freq": list(rope.inv_freq),
+        "attention_scaling": rope.attention_scaling,
+        "rotary_dim": rope.rotary_dim,
+        "layout": rope.layout,
+    }
+
+
+def _rope(facts: Any, where: str) -> Rope:
+    try:
+        return Rope(
+            tuple(_number(frequency) for frequency in facts["inv_freq"]),
+            _number(facts["attention_scaling"]),
+            operator.index(facts["rotary_dim"]),
+            facts["layout"],
+        )
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{where}: attribute rope is not readable ({error!r}), expected inv_freq, "
+            "attention_scaling, rotary_dim and layout; record the trace again"
+        ) from error
+
+
+def _number(value: Any) -> float:
+    """A finite JSON number, or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
 
 
 class ContentDigest:
@@ -199,7 +287,7 @@ def content_digest(
     checksums: Mapping[str, list[str]],
 ) -> str:
     """The digest of a trace from the checksums of its arrays."""
-    facts = {
+    facts: dict[str, Any] = {
         "arrays": {
             name: {
                 "dtype": dtypes[name],
@@ -210,18 +298,36 @@ def content_digest(
             if name in checksums
         },
         "layer_ids": list(header.layer_ids),
-        "mask": "causal",
         "prompt_len": header.prompt_len,
-        "rope": {
-            "attention_scaling": _bits(header.rope.attention_scaling),
-            "inv_freq": [_bits(frequency) for frequency in header.rope.inv_freq],
-            "layout": header.rope.layout,
-            "rotary_dim": header.rope.rotary_dim,
-        },
-        "scale": _bits(header.scale),
     }
+    if header.alike:
+        facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
+        facts["scale"] = _bits(header.formulas[0].scale)
+    else:
+        facts["attention"] = [
+            {**_formula_bits(formula), "rope": _rope_bits(rope)}
+            for formula, rope in zip(header.formulas, header.ropes, strict=True)
+        ]
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _formula_bits(formula: Formula) -> dict[str, Any]:
+    return {
+        "scale": _bits(formula.scale),
+        "sinks": [_bits(sink) for sink in formula.sinks],
+        "softcap": None if formula.softcap is None else _bits(formula.softcap),
+        "window": formula.window,
+    }
+
+
+def _rope_bits(rope: Rope) -> dict[str, Any]:
+    return {
+        "attention_scaling": _bits(rope.attention_scaling),
+        "inv_freq": [_bits(frequency) for frequency in rope.inv_freq],
+        "layout": rope.layout,
+        "rotary_dim": rope.rotary_dim,
+    }
 
 
 def _bits(number: float) -> str:

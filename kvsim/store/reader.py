@@ -53,8 +53,10 @@ class StoredTrace:
         self.header = Header.from_attributes(
             self.attributes, layer_ids=layer_ids, source_dtypes=sources, where=self.where
         )
-        n_layers, _, n_pos, dim = self._shapes["q"]
-        self.header.check(n_layers=n_layers, n_pos=n_pos, dim=dim, where=self.where)
+        n_layers, n_qheads, n_pos, dim = self._shapes["q"]
+        self.header.check(
+            n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
+        )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

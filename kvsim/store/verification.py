@@ -1,4 +1,4 @@
-"""Is a stored trace whole, undamaged, and does its attention follow from its q, k, v?"""
+"""Is a stored trace whole and undamaged, and does its attention follow from its q, k, v?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvsim.attention import causal_attention
+from kvsim.attention import attention_weights, causal_attention
 from kvsim.errors import TraceError
 from kvsim.schema import AXES
 from kvsim.store.checks import relative_error, tolerance
@@ -29,10 +29,11 @@ class Verification:
         layers: the model's numbers of the stored layers.
         chunks: number of chunks read.
         output_error: for each layer, the largest relative error of a head (`relative_error`)
-            between the recorded attention output and the one recomputed; empty if none is recorded.
+            between the recorded attention output and the one recomputed; empty if none is recorded
+            or none was recomputed.
         output_tolerance: what it may be.
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
-            is the relative error of attention weights; empty if none is recorded.
+            is the relative error of attention weights; empty as above.
         lse_tolerance: what it may be.
         attention_error: the same for dense attention, the largest difference of a weight.
         digest: the digest as recorded.
@@ -60,11 +61,15 @@ class Verification:
         return {**asdict(self), "ok": self.ok}
 
 
-def verify(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Verification:
-    """Read every chunk of the trace at `path` and compute its attention again.
+def verify(
+    path: str | Path, *, deep: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Verification:
+    """Read every chunk of the trace at `path`, and compare it with checksums and digest.
 
     Args:
         path: a stored trace.
+        deep: compute attention again from q, k, v too, which takes time that grows with the square
+            of the length, and compare it with what was recorded.
         progress: called with (layers done, layers in all).
 
     Raises:
@@ -73,7 +78,7 @@ def verify(path: str | Path, *, progress: Callable[[int, int], None] | None = No
             What is found after that is in `problems`.
     """
     stored = StoredTrace(Path(path))
-    check = _Check(stored)
+    check = _Check(stored, deep=deep)
     for layer in range(len(stored.header.layer_ids)):
         check.layer(layer)
         if progress is not None:
@@ -84,8 +89,8 @@ def verify(path: str | Path, *, progress: Callable[[int, int], None] | None = No
 class _Check:
     """The running results of `verify`."""
 
-    def __init__(self, stored: StoredTrace) -> None:
-        self.stored = stored
+    def __init__(self, stored: StoredTrace, *, deep: bool) -> None:
+        self.stored, self.deep = stored, deep
         self.digest = ContentDigest()
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {"attn_out": [], "lse": [], "attention": []}
@@ -109,17 +114,24 @@ class _Check:
                 self.problems.append(str(error))
                 continue
             self._checksum(name, layer, parts[name])
-        if not {"q", "k", "v"} <= parts.keys():
-            return
-        dtype = stored.compute_dtype
+        if {"q", "k", "v"} <= parts.keys():
+            self._attention(layer, parts)
+
+    def _attention(self, layer: int, parts: Mapping[str, torch.Tensor]) -> None:
+        """Compute attention again; dense attention, which has no checksum, in any case."""
+        stored, dtype = self.stored, self.stored.compute_dtype
+        dense = "attention" in stored.arrays
         q, k, v = (parts[name].to(dtype) for name in "qkv")
-        out, lse = causal_attention(q, k, v, stored.header.scale)
-        if "attn_out" in parts:
-            worst = float(relative_error(parts["attn_out"].to(dtype), out).max())
-            self._judge("attn_out", layer, worst, self.output_tolerance)
-        if "lse" in parts:
-            self._judge("lse", layer, float((parts["lse"] - lse).abs().max()), self.lse_tolerance)
-        if "attention" in stored.arrays:
+        lse = parts.get("lse")
+        if self.deep or (dense and lse is None):
+            out, computed = causal_attention(q, k, v, stored.header.formulas[layer])
+            if "attn_out" in parts:
+                worst = float(relative_error(parts["attn_out"].to(dtype), out).max())
+                self._judge("attn_out", layer, worst, self.output_tolerance)
+            if lse is not None:
+                self._judge("lse", layer, float((lse - computed).abs().max()), self.lse_tolerance)
+            lse = computed
+        if dense and lse is not None:
             self._dense(layer, q, k, lse)
 
     def _dense(self, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
@@ -133,7 +145,10 @@ class _Check:
             except TraceError as error:
                 self.problems.append(str(error))
                 return
-            expected = attention_rows(q, k, lse, stored.header.scale, rows)
+            at = torch.arange(n_pos)
+            expected = attention_weights(
+                q[:, rows], k, lse[:, rows], stored.header.formulas[layer], at[rows], at
+            )
             worst = max(worst, float((found - expected).abs().max()))
         self._judge("attention", layer, worst, self.lse_tolerance)
 
@@ -215,17 +230,6 @@ def _recorded_tolerance(stored: StoredTrace) -> float:
     return min(float(recorded), 0.5) if isinstance(recorded, int | float) else 0.0
 
 
-def attention_rows(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, rows: slice
-) -> torch.Tensor:
-    """Rows of full attention [qhead, row, pos] of one layer: q [qhead, n, d], k [head, n, d]."""
-    n_pos = q.shape[1]
-    logits = (q[:, rows] * scale).unflatten(0, (k.shape[0], -1)) @ k.unsqueeze(1).mT
-    weights: torch.Tensor = (logits.flatten(0, 1) - lse[:, rows].unsqueeze(-1)).exp_()
-    at = torch.arange(n_pos, device=q.device)
-    return weights.masked_fill_(at > at[rows].unsqueeze(-1), 0.0)
-
-
 def describe(path: str | Path) -> dict[str, Any]:
     """What `kvsim info` prints: shapes, dtypes, sizes, model, labels, text, answer check, for JSON.
 
@@ -250,7 +254,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "qheads": n_qheads,
         "heads": stored.shapes["k"][1],
         "dim": dim,
-        "scale": stored.header.scale,
+        "attention": [asdict(formula) for formula in dict.fromkeys(stored.header.formulas)],
         "arrays": {
             name: {
                 "shape": list(array.shape),

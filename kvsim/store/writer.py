@@ -238,7 +238,10 @@ class TraceWriter:
         if tokens is not None:
             shapes["tokens"] = tuple(tokens.shape)
         n_pos = self.n_pos
-        header.check(n_layers=shapes["q"][0], n_pos=n_pos, dim=shapes["q"][3], where=str(self.path))
+        n_layers, n_qheads, _, dim = shapes["q"]
+        header.check(
+            n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=str(self.path)
+        )
         self._set(
             **header.attributes(),
             n_tokens=n_pos,

@@ -1,0 +1,238 @@
+# ruff: noqa: INP001 - lies in docs/, which is no package
+"""Families of models that capture is tested with: small random ones, and what their traces say.
+
+python docs/families.py docs/families.md    write the table of the page
+
+`tests/test_families.py` tests each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvsim
+
+#: Tokens of the prompt and of the response: more than a block of 256, and more than a window.
+PROMPT, NEW = 270, 30
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+# Which weights make queries and keys, and by how much they grow so that attention is not uniform.
+_SHARPER = ("q_proj.weight", "k_proj.weight", "query_key_value.weight", "qkv_proj.weight")
+_NORMS = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of transformers, small and random.
+
+    model: the prefix of its classes. says: what its attention has beside causal softmax. kernels:
+    those that transformers has for it. config: the configuration's class, where that is not the
+    model's. changes: of the configuration.
+    """
+
+    model: str
+    says: str
+    kernels: tuple[str, ...] = ("sdpa", "eager")
+    config: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, kernel: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
+        """A random model whose attention is far from uniform."""
+        config = getattr(transformers, self.config or f"{self.model}Config")
+        config = config(**copy.deepcopy({**_SIZES, **self.changes}))
+        config._attn_implementation = kernel  # noqa: SLF001  its only home
+        torch.manual_seed(1)
+        name = {"GPT2": "GPT2LMHeadModel"}.get(self.model, f"{self.model}ForCausalLM")
+        model = getattr(transformers, name)(config).eval()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                _sharpen(key, parameter)
+        return model.to(dtype)
+
+
+def _sharpen(name: str, parameter: Tensor) -> None:
+    if name.endswith(_SHARPER):
+        parameter.mul_(15)
+    elif name.endswith("c_attn.weight"):  # GPT-2: queries, keys and values side by side
+        parameter[:, : 2 * parameter.shape[0]].mul_(15)
+    elif any(norm in name for norm in _NORMS):
+        parameter.add_(1).mul_(1.5) if parameter.abs().max() == 0 else parameter.mul_(2)
+    elif name.endswith("sinks") or "_proj.bias" in name:  # at 0 they would test nothing
+        parameter.copy_(torch.randn_like(parameter))
+
+
+def _scaled(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}}
+
+
+_LONG = [1.0 + i for i in range(6)]
+
+FAMILIES = {
+    "llama": Family("Llama", "grouped queries"),
+    "llama, llama3 scaling": Family(
+        "Llama",
+        "frequencies scaled by parts",
+        changes=_scaled(
+            "llama3",
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama, linear scaling": Family("Llama", "frequencies divided", changes=_scaled("linear")),
+    "llama, dynamic scaling": Family(
+        "Llama", "frequencies that grow with the length", changes=_scaled("dynamic")
+    ),
+    "mistral": Family("Mistral", "a sliding window", changes={"sliding_window": 100}),
+    "qwen2": Family("Qwen2", "biases"),
+    "qwen2, yarn": Family(
+        "Qwen2",
+        "frequencies scaled by parts, cosine and sine too",
+        changes=_scaled("yarn", original_max_position_embeddings=256),
+    ),
+    "qwen3": Family("Qwen3", "norms of queries and keys"),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        "mixture of experts",
+        changes={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        "soft-capped logits, every other layer a sliding window, a scale of its own",
+        kernels=("eager",),
+        changes={
+            "sliding_window": 100,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 40,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3",
+        "local layers with a window and frequencies of their own, a scale of its own",
+        config="Gemma3TextConfig",
+        changes={
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 100,
+            "query_pre_attn_scalar": 40,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "phi3": Family("Phi3", "one projection for all", changes={"pad_token_id": 0}),
+    "phi4-mini": Family(
+        "Phi3",
+        "three quarters of the dimensions turn, longrope",
+        changes={
+            "pad_token_id": 0,
+            "head_dim": 16,
+            "hidden_size": 96,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 512,
+            "partial_rotary_factor": 0.75,
+            "rope_theta": 1e4,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": _LONG,
+                "long_factor": [2 * factor for factor in _LONG],
+            },
+        },
+    ),
+    "olmo2": Family("Olmo2", "norms over all heads at once"),
+    "cohere": Family("Cohere", "neighbouring dimensions turn", changes={"use_qk_norm": True}),
+    "granite": Family("Granite", "a scale of its own", changes={"attention_multiplier": 0.1}),
+    "smollm3": Family("SmolLM3", "layers that turn nothing", changes={"no_rope_layers": [1, 0]}),
+    "glm4": Family(
+        "Glm4",
+        "half of the dimensions turn, neighbouring ones",
+        changes={"partial_rotary_factor": 0.5, "pad_token_id": 0},
+    ),
+    "gpt_oss": Family(
+        "GptOss",
+        "sinks, every other layer a sliding window, yarn",
+        kernels=("eager",),
+        changes={"sliding_window": 100, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt_neox": Family(
+        "GPTNeoX",
+        "no grouped queries, a quarter of the dimensions turns",
+        changes={"hidden_size": 96},
+    ),
+    "gpt2": Family(
+        "GPT2",
+        "no grouped queries, learned positions",
+        changes={"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 1024},
+    ),
+}
+
+
+def ids(n: int) -> list[int]:
+    """Random token ids."""
+    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def trace_of(name: str, kernel: str | None = None, **options: Any) -> kvsim.Trace:
+    """A capture of a family's model, prompt and response."""
+    family = FAMILIES[name]
+    model = family.build(kernel or family.kernels[0])
+    return kvsim.capture(model, None, ids(PROMPT), max_new_tokens=NEW, **options)
+
+
+def row(name: str) -> str:
+    """A line of the table: what is special, how keys turn, and the errors of each kernel."""
+    family = FAMILIES[name]
+    errors, turned = [], ""
+    for kernel in family.kernels:
+        trace = trace_of(name, kernel)
+        worst = max(trace.meta["capture_check"]["max_relative_error"])
+        errors.append(f"{kernel} {worst:.1e}")
+        kinds = dict.fromkeys(
+            "nothing" if not rope.rotary_dim else f"{rope.rotary_dim} of {trace.dim}, {rope.layout}"
+            for rope in trace.ropes
+        )
+        turned = "; ".join(kinds)
+    model = family.build().config.model_type
+    return f"| {name} | `{model}` | {family.says} | {turned} | {', '.join(errors)} |"
+
+
+def table() -> str:
+    """All families, a line each."""
+    lines = ["| family | model type | attention has | turns | largest relative error |"]
+    return "\n".join([*lines, "| --- " * 5 + "|", *map(row, FAMILIES)])
+
+
+def main() -> None:
+    """Put the table into the page given as the only argument."""
+    page = Path(sys.argv[1])
+    begin, end = "<!-- begin families -->\n", "<!-- end families -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text(f"{before}{begin}{table()}\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
