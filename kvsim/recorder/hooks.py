@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -167,7 +167,11 @@ def kernel_name(model: PreTrainedModel) -> str:
 
 @contextmanager
 def listening(
-    model: PreTrainedModel, receive: Callable[[KernelCall], None], *, limit: int
+    model: PreTrainedModel,
+    receive: Callable[[KernelCall], None],
+    *,
+    limit: int,
+    layers: Collection[int] | None = None,
 ) -> Iterator[None]:
     """Give every kernel call of `model` to `receive` until the block is left, however it is left.
 
@@ -175,8 +179,13 @@ def listening(
         model: a decoder model of transformers.
         receive: called after the kernel, before the output projection; may raise.
         limit: the longest sequence that may come; a layer that would see less of it is refused.
+        layers: the layers to listen at, by number; None for all. What others do is not looked at.
     """
-    modules = attention_modules(model)
+    modules = {
+        layer: module
+        for layer, module in attention_modules(model).items()
+        if layers is None or layer in layers
+    }
     listener = _Listener(modules, limit, receive)
     name = kernel_name(model)
     with _TABLE_LOCK, ExitStack() as stack:

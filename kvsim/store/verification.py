@@ -11,10 +11,10 @@ import torch
 
 from kvsim.attention import causal_attention
 from kvsim.errors import TraceError
-from kvsim.schema import AXES
-from kvsim.store.checks import relative_error, tolerance
+from kvsim.schema import AXES, CHUNK
+from kvsim.store.checks import first_row, relative_error, tolerance
 from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest
-from kvsim.store.layout import pos_axis
+from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
@@ -88,7 +88,7 @@ class _Check:
         self.stored = stored
         self.digest = ContentDigest()
         self.problems: list[str] = []
-        self.errors: dict[str, list[float]] = {"attn_out": [], "lse": [], "attention": []}
+        self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
         kept = {name: stored.arrays[name].dtype.name for name in sources}
         involved = [sources.get("attn_out", "float32"), sources["q"]]
@@ -119,23 +119,27 @@ class _Check:
             self._judge("attn_out", layer, worst, self.output_tolerance)
         if "lse" in parts:
             self._judge("lse", layer, float((parts["lse"] - lse).abs().max()), self.lse_tolerance)
-        if "attention" in stored.arrays:
-            self._dense(layer, q, k, lse)
+        for name in DENSE:
+            if name in stored.arrays:
+                self._dense(name, layer, q, k, lse)
 
-    def _dense(self, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
+    def _dense(
+        self, name: str, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
+    ) -> None:
         stored = self.stored
-        n_pos = q.shape[1]
+        n_pos, first = q.shape[1], first_row(stored.shapes[name])
         worst = 0.0
-        for start in range(0, n_pos, 256):
-            rows = slice(start, min(start + 256, n_pos))
+        for start in range(first, n_pos, CHUNK):
+            rows = slice(start, min(start + CHUNK, n_pos))
+            at = slice(rows.start - first, rows.stop - first)
             try:
-                found = stored.read("attention", slice(layer, layer + 1), rows)[0]
+                found = stored.read(name, slice(layer, layer + 1), at)[0]
             except TraceError as error:
                 self.problems.append(str(error))
                 return
             expected = attention_rows(q, k, lse, stored.header.scale, rows)
             worst = max(worst, float((found - expected).abs().max()))
-        self._judge("attention", layer, worst, self.lse_tolerance)
+        self._judge(name, layer, worst, self.lse_tolerance)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
         """The residual stream begins with embeddings: wherever a token stands, the same numbers."""
@@ -203,7 +207,7 @@ class _Check:
             output_tolerance=self.output_tolerance,
             lse_error=tuple(self.errors["lse"]),
             lse_tolerance=self.lse_tolerance,
-            attention_error=tuple(self.errors["attention"]),
+            attention_error=tuple(error for name in DENSE for error in self.errors[name]),
             digest=stored.digest,
             problems=tuple(self.problems),
         )
