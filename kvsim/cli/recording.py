@@ -233,9 +233,10 @@ def _interrupted(before: Mapping[Path, int | None], *, resume: bool) -> str:
     done = [p for p, new in left.items() if new is not None and (resume or new != before[p])]
     if done:
         where = done[0].parent
+        more = "; --resume records the others" if len(done) < len(before) else ""
         return (
-            f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}; "
-            "--resume records the others"
+            f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}"
+            f"{more}"
         )
     return "interrupted, no trace was written"
 
@@ -255,7 +256,7 @@ def _report(traces: Sequence[Trace], kept: set[Path], *, as_json: bool) -> None:
         )
         for note in one["notes"]:
             echo_text(f"  note: {note}")
-    if kept:
+    if kept and len(facts) > 1:
         typer.echo(f"{len(kept)} of {len(facts)} traces were there already and are kept.")
     cut = [one["generation"] for one in facts if _is_cut(one)]
     if cut:

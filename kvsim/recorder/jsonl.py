@@ -28,10 +28,10 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts of a JSONL file, in order.
 
-    A line holds ``prompt`` (text), ``messages`` (a chat) or ``tokens`` (ids), and maybe ``id``,
-    ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level``, which may be called
-    ``difficulty``. Other keys are ignored; a number of tokens is one of them. Empty lines and a
-    byte order mark are skipped.
+    A line holds ``prompt`` (text, or one of the others), ``messages`` (a chat) or ``tokens`` (ids),
+    and maybe ``id``, ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level``,
+    which may be called ``difficulty``. Other keys are ignored; a number of tokens is one of them.
+    Empty lines and a byte order mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -135,6 +135,8 @@ def _content(row: dict[str, Any], where: str) -> PromptLike:
     content: PromptLike = row[name]
     if name == "prompt" and isinstance(content, str):
         return content
+    if name == "prompt" and isinstance(content, list) and content:
+        name = "messages" if isinstance(content[0], dict) else "tokens"
     if name == "messages" and isinstance(content, list) and content:
         for place, message in enumerate(content):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):

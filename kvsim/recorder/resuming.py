@@ -42,7 +42,12 @@ def _prompt(
     tokens = trace.tokens
     found = [] if tokens is None else tokens[: trace.prompt_len].tolist()
     if found != encoded.ids:
-        return [f"its prompt is another one ({len(found)} tokens, expected {len(encoded.ids)})"]
+        same = next(
+            (i for i, (a, b) in enumerate(zip(found, encoded.ids, strict=False)) if a != b),
+            min(len(found), len(encoded.ids)),
+        )
+        expected = f"expected {len(encoded.ids)} tokens"
+        return [f"its prompt of {len(found)} tokens differs from token {same} on, {expected}"]
     other = []
     if dict(trace.labels) != dict(labels):
         other.append(f"its labels are {dict(trace.labels)}, expected {dict(labels)}")
