@@ -206,7 +206,9 @@ def test_the_table(run, made):
         assert f"\nbad/{name}.zarr: cannot be opened, {reason}\n" in text
     draft = made / "b" / ".x.zarr.tmp-12-ab"
     assert "b/.x.zarr.tmp-12-ab: unfinished, 256 tokens are on disk; unless a capture is" in text
-    assert f"kvsim trace recover {draft}\n" in text
+    assert f"is writing it now, kvsim trace recover {draft}\n" in text
+    assert ".y.zarr.tmp-13-cd: unfinished, 0 tokens are on disk; unless a capture is" in text
+    assert text.count("is writing it now, nothing is lost with it\n") == 1
     size = sum(one.bytes for one in index(made) if one.state == "whole") / 1e6
     assert text.splitlines()[-1] == (
         f"3 traces in {made}, 340 tokens, {size:.1f} MB, 1 of 2 answers right, "

@@ -47,10 +47,10 @@ def traces(
     for one in broken:
         echo_text(f"{one_line(one.path)}: cannot be opened, {one.reason}")
     for one in unfinished:
-        path = one_line(str(folder / one.path))
+        recover = f"kvsim trace recover {one_line(str(folder / one.path))}"
         echo_text(
             f"{one_line(one.path)}: unfinished, {one.tokens} tokens are on disk; unless a capture "
-            f"is writing it now: kvsim trace recover {path}"
+            f"is writing it now, {recover if one.tokens else 'nothing is lost with it'}"
         )
     echo_text(_totals(whole, len(broken), len(unfinished), str(folder)))
 
