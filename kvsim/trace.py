@@ -36,7 +36,8 @@ _ALL = slice(None)
 
 # Arrays that `kvsim capture` records only when asked.
 _ON_REQUEST = {
-    "attention": "--attention (attention=True)",
+    "attention": "--attention full (attention=True)",
+    "attention_window": "--attention window:N (attention='window:N')",
     "o_proj": "--o-proj (o_proj=True)",
     "residual": "--residual (residual=True)",
 }
@@ -335,6 +336,13 @@ class Trace:
     def layer_ids(self) -> tuple[int, ...]:
         """The model's number of each layer."""
         return self._header.layer_ids
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all layers of the model, as far as the trace says how many it has."""
+        model = self.meta.get("model")
+        said = model.get("layers") if isinstance(model, dict) else None
+        return self.layer_ids == tuple(range(said if isinstance(said, int) else self.n_layers))
 
     @property
     def name(self) -> str:

@@ -105,7 +105,8 @@ def test_no_command_shows_help(run):
 
 
 @pytest.mark.parametrize(
-    "command", ["prompts", "capture", "info", "verify", "replay", "policies", "demo"]
+    "command",
+    ["prompts", "capture", "traces", "info", "verify", "replay", "policies", "demo"],
 )
 def test_every_command_has_help(run, command):
     """`--help` names the command and describes its options."""

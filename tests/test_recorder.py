@@ -805,7 +805,7 @@ def test_all_prompts_are_checked_before_the_first_runs(tmp_path):
         ('{"prompt": "a"}\n{"text": "b"}', "line 2: no prompt, expected an object with 'prompt'"),
         ('{"prompt": 3}', "line 1: no prompt"),
         ('{"prompt": "a", "level": [1]}', r"line 1: level is \[1\], expected text or a whole"),
-        ("[1]", "line 1: no prompt"),
+        ("[1]", "line 1: a JSON array, expected one JSON object on each line"),
         ('{"id": "a b", "prompt": "x"}\n{"id": "a-b", "prompt": "x"}', "expected distinct ids"),
     ],
 )

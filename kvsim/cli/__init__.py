@@ -4,6 +4,7 @@
     show        tables, JSON and progress
     prompting   prompts
     recording   capture, info, verify
+    indexing    traces
     replaying   replay
     reporting   report
     plotting    plot, of the figures in `figures`
@@ -35,6 +36,7 @@ from kvsim.cli import (
     costing,
     dashboard,
     demo,
+    indexing,
     layers,
     listing,
     plotting,
@@ -61,6 +63,7 @@ app.command()(prompting.prompts)
 app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)
+app.command()(indexing.traces)
 app.command()(replaying.replay)
 app.command()(reporting.report)
 app.command()(plotting.plot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +19,14 @@ from kvsim.cli.values import (
     TrustRemoteCode,
     locate,
     parse_device,
+    parse_layers,
     quiet_transformers,
 )
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.tiny import MODELS
 
 if TYPE_CHECKING:
+    from kvsim.recorder.options import Keywords
     from kvsim.trace import Trace
 
 
@@ -43,13 +46,23 @@ def capture(
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="A JSON object per line with 'prompt' or 'messages', maybe 'id', 'answer', "
-            "'task', 'domain', 'level'.",
+            help="A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' "
+            "(ids), maybe 'id', 'system', 'answer', 'task', 'domain', 'level'.",
         ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Take only the first prompts of the file.")
     ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="A system message before each prompt, which is then a chat."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put text through the tokenizer's chat template, as a user's."),
+    ] = False,
     max_new_tokens: Annotated[
         int, typer.Option(min=0, help="The longest response; 0 records the prompt alone.")
     ] = 512,
@@ -57,10 +70,25 @@ def capture(
         float, typer.Option(min=0, help="0 takes the most likely token, else tokens are drawn.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="End the response after this text; may be given several times."
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,A-B,...", help="Record these layers alone, such as 0,4-7,-1 (-1: the last)."
+        ),
+    ] = None,
     attention: Annotated[
-        bool,
-        typer.Option("--attention", help="Store dense attention too, for short sequences only."),
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="full|window:N",
+            help="Store dense attention too, of all rows or of the last N; for short sequences.",
+        ),
+    ] = None,
     o_proj: Annotated[
         bool,
         typer.Option(
@@ -85,60 +113,95 @@ def capture(
         str | None,
         typer.Option(help="float16 stores in half the space; by default storage is exact."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu (the default) or cuda.")] = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|...",
+            help="In place of --device: spread the layers over all devices, as transformers does; "
+            "needs accelerate.",
+        ),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a trace that is there already.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep traces that are there already and are of the same capture, and record the "
+            "others.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
-    Several prompts make one trace each. An interrupt keeps those that are complete.
+    Several prompts make one trace each. An interrupt keeps those that are complete, and --resume
+    records the others.
     """
     if (prompt is None) == (prompts is None):
         raise OptionError(_which_prompt(model, both=prompt is not None))
     if limit is not None and prompts is None:
         raise OptionError("--limit counts the prompts of a file; give --prompts FILE.jsonl")
+    chosen = None if layers is None else parse_layers(layers)
 
-    from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
+    from kvsim.recorder import Options, Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
     from kvsim.store import check_target
 
-    wanted = [Prompt(out.stem, prompt or "")] if prompts is None else read_prompts(prompts)[:limit]
-    alone = len(wanted) == 1 and (prompts is None or out.suffix == ".zarr")
-    paths = [out] if alone else [out / file_name(one.id) for one in wanted]
-    for path in paths:
-        check_target(path, overwrite=overwrite)
-    _check_folder(paths[0].parent)
-    parse_device(device)
-    quiet_transformers()
-    before = {path: _identity(path) for path in paths}
-    options: dict[str, Any] = {
+    options: Keywords = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
-        "attention": attention,
+        "stop": stop or (),
+        "system": system,
+        "chat": chat,
+        "layers": chosen,
+        "attention": attention or False,
         "o_proj": o_proj,
         "residual": residual,
         "store_dtype": store_dtype,
         "overwrite": overwrite,
+        "resume": resume,
         "progress": True,
     }
+    Options.of(options)
+    if prompts is None:
+        wanted = [Prompt(out.stem, prompt or "")]
+    else:
+        wanted = read_prompts(prompts, limit=limit, note=partial(echo_text, err=True))
+    alone = len(wanted) == 1 and (prompts is None or out.suffix == ".zarr")
+    paths = [out] if alone else [out / file_name(one.id) for one in wanted]
+    for path in paths:
+        if not (resume and path.exists()):
+            check_target(path, overwrite=overwrite)
+    _check_folder(paths[0].parent)
+    if device_map is None:
+        device = parse_device(device or "cpu")
+    quiet_transformers()
+    before = {path: _identity(path) for path in paths}
     try:
         decoder, tokenizer = load_model(
-            model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            model,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
         )
         if alone:
             one = wanted[0]
+            options["system"] = one.system or system
             said: dict[str, Any] = {"answer": one.answer, "labels": one.labels}
             traces = [record(decoder, tokenizer, one.content, out=out, **said, **options)]
         else:
             traces = capture_many(decoder, tokenizer, wanted, out, **options)
     except KeyboardInterrupt:
-        raise Stop(_interrupted(before), 130) from None
-    _report(traces, as_json=as_json)
+        raise Stop(_interrupted(before, resume=resume), 130) from None
+    kept = {path for path, old in before.items() if old is not None and _identity(path) == old}
+    _report(traces, kept, as_json=as_json)
 
 
 def _which_prompt(model: str, *, both: bool) -> str:
@@ -164,29 +227,37 @@ def _identity(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def _interrupted(before: Mapping[Path, int | None]) -> str:
+def _interrupted(before: Mapping[Path, int | None], *, resume: bool) -> str:
     """What an interrupted capture has left."""
-    new = [path for path, old in before.items() if _identity(path) not in (None, old)]
-    if new:
-        where = new[0].parent
-        return f"interrupted, {len(new)} of {len(before)} traces are complete and kept in {where}"
+    left = {path: _identity(path) for path in before}
+    done = [p for p, new in left.items() if new is not None and (resume or new != before[p])]
+    if done:
+        where = done[0].parent
+        more = "; --resume records the others" if len(done) < len(before) else ""
+        return (
+            f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}"
+            f"{more}"
+        )
     return "interrupted, no trace was written"
 
 
-def _report(traces: Sequence[Trace], *, as_json: bool) -> None:
+def _report(traces: Sequence[Trace], kept: set[Path], *, as_json: bool) -> None:
+    """kept: the traces that were there already, and stayed."""
     from kvsim.store import describe
 
-    facts = [describe(str(trace.path)) for trace in traces]
+    facts = [{**describe(str(trace.path)), "kept": trace.path in kept} for trace in traces]
     if as_json:
         echo_json({"traces": facts})
         return
     for one in facts:
         typer.echo(
-            f"{one['path']}: {_tokens(one)}, {one['layers']} layers, {_size(one['bytes'])}"
-            f"{_answer(one['answer_check'])}"
+            f"{one['path']}: {_tokens(one)}, {_layers(one)}, {_size(one['bytes'])}"
+            f"{_answer(one['answer_check'])}{', kept' if one['kept'] else ''}"
         )
         for note in one["notes"]:
             echo_text(f"  note: {note}")
+    if kept and len(facts) > 1:
+        typer.echo(f"{len(kept)} of {len(facts)} traces were there already and are kept.")
     cut = [one["generation"] for one in facts if _is_cut(one)]
     if cut:
         which = "The response" if len(facts) == 1 else f"{len(cut)} of {len(facts)} responses"
@@ -208,6 +279,23 @@ def _tokens(facts: Mapping[str, Any]) -> str:
     if _is_cut(facts):
         end = ", cut by --max-new-tokens"
     return f"{total} tokens (prompt {prompt}, response {total - prompt}{end})"
+
+
+def _layers(facts: Mapping[str, Any]) -> str:
+    """How many layers, and which ones where they are not all of the model's."""
+    found, ids = f"{facts['layers']} layers", facts["layer_ids"]
+    model = facts["model"].get("layers")
+    if ids == list(range(len(ids))) and model in (None, len(ids)):
+        return found
+    of = f" of {model}" if isinstance(model, int) else ""
+    return f"{facts['layers']}{of} layers ({_ranges(ids)})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Increasing numbers as `--layers` takes them: 0,4-7."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _answer(check: Mapping[str, Any] | None) -> str:
@@ -243,7 +331,7 @@ def info(trace: TracePath, as_json: Json = False) -> None:
         "digest": facts["digest"],
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
         "length": _tokens(facts),
-        "shape": f"{facts['layers']} layers, {facts['qheads']} query heads, "
+        "shape": f"{_layers(facts)}, {facts['qheads']} query heads, "
         f"{facts['heads']} KV heads, dim {facts['dim']}",
         "labels": ", ".join(f"{name} {quoted(said)}" for name, said in facts["labels"].items()),
         "prompt": quoted(facts["prompt"]),

@@ -138,6 +138,22 @@ def parse_device(name: str) -> str:
     return name
 
 
+def parse_layers(text: str) -> list[int]:
+    """Numbers of layers: 0,4-7,-1, where negative ones count from the end."""
+    found: list[int] = []
+    for part in text.split(","):
+        one = re.fullmatch(r"(-\d{1,4})|(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        numbers = [] if one is None else [int(number) for number in one.groups() if number]
+        span = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+        if not span:
+            raise OptionError(
+                f"--layers is {text!r}; expected numbers and ranges between commas, such as "
+                "0,4-7,-1"
+            )
+        found += span
+    return found
+
+
 def build_policies(
     names: Sequence[str], settings: Sequence[str], protect: Protection | None = None
 ) -> list[Policy]:

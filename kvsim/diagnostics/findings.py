@@ -105,8 +105,7 @@ class Analysis:
     def ranking(self) -> Ranking | None:
         """How the layers rank the prompt; None too where layers are missing from the trace."""
         trace = self.trace
-        whole = trace.layer_ids == tuple(range(trace.n_layers))
-        if not whole or trace.prompt_len <= self.rule.window:
+        if not trace.whole or trace.prompt_len <= self.rule.window:
             return None
         return ranking(trace, self.rule, device=self.device)
 

@@ -350,10 +350,10 @@ def window_attention(
 
 def _look(trace: Trace, device: str) -> Look:
     """Layers at the end of the prefill as a replay shows them to ASL."""
-    if trace.layer_ids != tuple(range(trace.n_layers)):
+    if not trace.whole:
         raise PolicyError(
-            f"{trace.name}: the trace has layers {list(trace.layer_ids)}; expected 0, 1, 2, ..., "
-            "because ranks are compared from layer to layer"
+            f"{trace.name}: the trace has layers {list(trace.layer_ids)}; expected 0, 1, 2, ... to "
+            "the model's last, because ranks are compared from layer to layer"
         )
     n = trace.prompt_len
     setting = Setting(budget=n, prompt_len=n, interval=None, prefill=True, n_layers=trace.n_layers)

@@ -223,10 +223,10 @@ def check_cell(
             )
     policy.scorer.check(trace, schedule)
     if policy.propagation is not None:
-        if trace.layer_ids != tuple(range(trace.n_layers)):
+        if not trace.whole:
             raise PolicyError(
                 f"{policy.name}: goes through the layers from the first one on, and the trace has "
-                f"layers {list(trace.layer_ids)}; expected 0, 1, 2, ..."
+                f"layers {list(trace.layer_ids)}; expected 0, 1, 2, ... to the model's last"
             )
         policy.propagation.check(trace.n_layers)
         if trace.windowed:
@@ -256,6 +256,13 @@ def _remark(
         said.append(
             f"{policy.name}: {len(trace.windowed)} of {trace.n_layers} layers have a sliding "
             "window and are not replayed"
+        )
+    shares = policy.layer_budgets
+    planned = shares.planned(budget, trace.n_layers, trace.n_pos)
+    if not trace.whole and (shares.across_layers or len(set(planned)) > 1):
+        said.append(
+            f"{policy.name}: the budget is dealt over the {trace.n_layers} layers of the trace, "
+            "which are not all of the model's"
         )
     if policy.propagation is not None:
         across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)

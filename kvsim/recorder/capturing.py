@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvsim.attention import attention_weights
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import BlockRecorder, MemorySink, Sink
-from kvsim.recorder.generation import generate, stop_tokens
+from kvsim.recorder.generation import Ended, StopStrings, generate, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, kernel_name, listening
 from kvsim.recorder.models import (
     context_length,
@@ -27,6 +27,7 @@ from kvsim.recorder.models import (
     softcap,
     versions,
 )
+from kvsim.recorder.options import Keywords, Options, Progress, check_output, chosen_layers
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.projections import Projections
 from kvsim.recorder.prompts import (
@@ -42,29 +43,15 @@ from kvsim.recorder.prompts import (
     with_distinct_ids,
 )
 from kvsim.recorder.residual import Residual
+from kvsim.recorder.resuming import differences
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
 from kvsim.store.writer import TraceWriter, check_target
 from kvsim.trace import Trace, open_trace
 
-Progress = Callable[[int, int], None]
-
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class _Options:
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    attention: bool
-    o_proj: bool
-    residual: bool
-    overwrite: bool
-    store_dtype: str | None
-    progress: Progress | bool | None
 
 
 def capture(
@@ -72,19 +59,11 @@ def capture(
     tokenizer: Any,
     prompt: PromptLike,
     *,
-    max_new_tokens: int = 512,
     out: str | Path | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
-    attention: bool = False,
-    o_proj: bool = False,
-    residual: bool = False,
-    overwrite: bool = False,
-    store_dtype: str | None = None,
     answer: str | None = None,
     labels: Labels | None = None,
     name: str | None = None,
-    progress: Progress | bool | None = None,
+    **keywords: Unpack[Keywords],
 ) -> Trace:
     """Run a model over a prompt and record what its attention saw.
 
@@ -93,57 +72,38 @@ def capture(
             id, or one of `kvsim.tiny.MODELS`.
         tokenizer: the model's tokenizer; None if the prompt is token ids, or if `model` is a name.
         prompt: text, chat messages, or token ids.
-        max_new_tokens: the response is at most so long; cut at the model's context, with a note.
-            0 records the prefill alone.
         out: where to write the trace; None keeps it in memory.
-        temperature: 0 takes the most likely token, else tokens are drawn with `seed`.
-        seed: of the draws.
-        attention: store dense attention too. It follows from q, k and lse at any time, so this is
-            for short sequences and other programs.
-        o_proj: store the output projection of each layer too, which some policies read. It is as
-            large as these weights of the model, whatever the length of the sequence.
-        residual: store the residual stream too, the input of each decoder layer, from which deeper
-            layers can be computed again. For each token it takes as much as `hidden` numbers of
-            each layer.
-        overwrite: replace a trace at `out`.
-        store_dtype: None stores exactly, ``float16`` stores q, k, v, attn_out, o_proj and
-            residual in half the space.
         answer: the expected answer, for the answer check.
         labels: `task`, `domain` and `level` of the prompt, any of them, for tables.
         name: of the trace; by default from `out`.
-        progress: called with (tokens done, most tokens there can be); True shows a bar on a
-            terminal.
+        keywords: `max_new_tokens`, `temperature`, `seed`, `stop`, `system`, `chat`, `layers`,
+            `attention`, `o_proj`, `residual`, `store_dtype`, `overwrite`, `resume` and `progress`,
+            as `kvsim.recorder.Options` describes them.
 
     Returns:
         The trace, opened from `out` or in memory.
 
     Raises:
         CaptureError: a prompt that is empty, too long or has unknown words; a label of another name
-            or kind; a model whose attention recomputed from q, k, v is not what it computed; with
-            `o_proj`, one that has no such projection, or does something else with the output of its
-            attention; with `residual`, one whose decoder layers are not found, or do not pass on
-            what they return.
+            or kind; an option out of range; a layer that the model does not have; a model whose
+            attention recomputed from q, k, v is not what it computed; with `o_proj`, one that has
+            no such projection, or does something else with the output of its attention; with
+            `residual`, one whose decoder layers are not found, or do not pass on what they return;
+            with `resume`, a trace at `out` that is of something else.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
+        TypeError: a keyword that is none.
     """
-    options = _Options(
-        max_new_tokens,
-        temperature,
-        seed,
-        attention,
-        o_proj,
-        residual,
-        overwrite,
-        store_dtype,
-        progress,
-    )
-    _check_options(options, out)
+    options = Options.of(keywords)
+    check_output(options, stored=out is not None)
     if out is not None:
-        check_target(Path(out), overwrite=overwrite)
+        _check_target(Path(out), options)
     known = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
-    encoded = _encode(model, tokenizer, prompt)
-    return _Capture(model, tokenizer, encoded, options, out, answer, known, name).run()
+    encoded = _encode(model, tokenizer, prompt, options)
+    job = _Capture(model, tokenizer, encoded, options, out, answer, known, name)
+    kept = job.kept()
+    return job.run() if kept is None else kept
 
 
 def capture_many(
@@ -151,67 +111,39 @@ def capture_many(
     tokenizer: Any,
     prompts: Sequence[Prompt],
     out_dir: str | Path,
-    *,
-    max_new_tokens: int = 512,
-    temperature: float = 0.0,
-    seed: int = 0,
-    attention: bool = False,
-    o_proj: bool = False,
-    residual: bool = False,
-    overwrite: bool = False,
-    store_dtype: str | None = None,
-    progress: Progress | bool | None = None,
+    **keywords: Unpack[Keywords],
 ) -> list[Trace]:
     """Record one trace for each prompt, as ``out_dir/<id>.zarr``.
 
     All prompts and paths are checked before the first is run. An error or an interrupt later keeps
-    the traces that are finished. Arguments and errors as for `capture`.
+    the traces that are finished; `resume=True` then records the others. A prompt's own `system`
+    goes before the keyword. Arguments and errors as for `capture`.
     """
-    options = _Options(
-        max_new_tokens,
-        temperature,
-        seed,
-        attention,
-        o_proj,
-        residual,
-        overwrite,
-        store_dtype,
-        progress,
-    )
+    options = Options.of(keywords)
     folder = Path(out_dir)
     prompts = with_distinct_ids(prompts)
     paths = [folder / file_name(prompt.id) for prompt in prompts]
     for path in paths:
-        check_target(path, overwrite=overwrite)
+        _check_target(path, options)
     labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
-    _check_options(options, folder)
     model, tokenizer = _resolve(model, tokenizer)
     jobs = []
     for prompt, path, known in zip(prompts, paths, labels, strict=True):
         try:
-            encoded = _encode(model, tokenizer, prompt.content)
+            encoded = _encode(model, tokenizer, prompt.content, options, prompt.system)
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
         jobs.append(
             _Capture(model, tokenizer, encoded, options, path, prompt.answer, known, prompt.id)
         )
-    return [job.run() for job in jobs]
+    kept = [job.kept() for job in jobs]
+    return [job.run() if trace is None else trace for job, trace in zip(jobs, kept, strict=True)]
 
 
-def _check_options(options: _Options, out: str | Path | None) -> None:
-    if options.max_new_tokens < 0:
-        raise CaptureError(f"max_new_tokens is {options.max_new_tokens}, expected 0 or more")
-    if not options.temperature >= 0:
-        raise CaptureError(f"temperature is {options.temperature}, expected 0 or more")
-    if options.store_dtype not in (None, "float16"):
-        raise CaptureError(
-            f"store_dtype is {options.store_dtype!r}, expected None (exact) or 'float16'"
-        )
-    if out is None and (options.attention or options.store_dtype):
-        raise CaptureError(
-            "attention and store_dtype are about what is written, but out is None; give out=..., "
-            "or use trace.attention(layer, rows)"
-        )
+def _check_target(path: Path, options: Options) -> None:
+    """Raise TraceExistsError where a trace is in the way; one that may stay is looked at later."""
+    if not (options.resume and path.exists()):
+        check_target(path, overwrite=options.overwrite)
 
 
 def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
@@ -221,11 +153,19 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
     return model, tokenizer
 
 
-def _encode(model: PreTrainedModel, tokenizer: Any, prompt: PromptLike) -> Encoded:
+def _encode(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompt: PromptLike,
+    options: Options,
+    system: str | None = None,
+) -> Encoded:
     embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
     return encode(
         prompt,
         tokenizer,
+        system=options.system if system is None else system,
+        chat=options.chat,
         vocab_size=embedding.weight.shape[0],
         context=context_length(model),
         tiny=is_tiny(model),
@@ -240,7 +180,7 @@ class _Capture:
         model: PreTrainedModel,
         tokenizer: Any,
         encoded: Encoded,
-        options: _Options,
+        options: Options,
         out: str | Path | None,
         answer: str | None,
         labels: Labels,
@@ -259,9 +199,10 @@ class _Capture:
                 "with the eager kernel it computes what it was trained to"
             )
         self.limit = len(encoded.ids) + self.new_tokens
-        self.layer_ids = tuple(attention_modules(model))
-        self.projections = Projections(model) if options.o_proj else None
+        self.layer_ids = chosen_layers(options.layers, attention_modules(model))
+        self.projections = Projections(model, self.layer_ids) if options.o_proj else None
         self.residual = Residual(model) if options.residual else None
+        self.stop = StopStrings(options.stops, tokenizer)
 
     def _room(self) -> int:
         """How many new tokens fit into the model's context."""
@@ -274,6 +215,21 @@ class _Capture:
             f"where the model's context of {context} ends"
         )
         return room
+
+    def kept(self) -> Trace | None:
+        """The trace that `resume` keeps, if there is one; raises CaptureError for another one."""
+        if not self.options.resume or self.out is None or not self.out.exists():
+            return None
+        trace = open_trace(self.out)
+        other = differences(
+            trace, self.model, self.encoded, self.options, self.layer_ids, self.answer, self.labels
+        )
+        if other:
+            raise CaptureError(
+                f"{self.out} is of another capture: {'; '.join(other)}; --resume keeps traces of "
+                "the same capture, give another --out, or overwrite=True (--overwrite)"
+            )
+        return trace
 
     def run(self) -> Trace:
         with ExitStack() as stack:
@@ -289,7 +245,7 @@ class _Capture:
                 if self.out is None:
                     return MemorySink()
                 writer = stack.enter_context(self._writer(call))
-                return writer
+                return _Placed(writer, self.layer_ids)
 
             narrow = torch.float16 if self.options.store_dtype else None
             recorder = BlockRecorder(
@@ -307,7 +263,7 @@ class _Capture:
                     projections.receive(call)
 
             with (
-                listening(self.model, receive),
+                listening(self.model, receive, layers=self.layer_ids),
                 nullcontext() if projections is None else projections.checking(),
                 nullcontext() if residual is None else residual.following(),
             ):
@@ -318,6 +274,7 @@ class _Capture:
                     temperature=self.options.temperature,
                     seed=self.options.seed,
                     stop=stop_tokens(self.model, self.tokenizer),
+                    completed=self.stop.completed,
                     before_last=recorder.finish_at,
                     progress=report,
                 )
@@ -326,7 +283,7 @@ class _Capture:
             if writer is None:
                 return self._in_memory(recorder, header, tokens, texts)
             if self.options.attention:
-                self._write_attention(writer, header)
+                self._write_attention(writer, header, len(tokens))
             for place, blocks in enumerate(self._o_proj()):
                 writer.write_o_proj(place, blocks)
             writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
@@ -348,14 +305,16 @@ class _Capture:
         exact = "float64" if source == "float64" else "float32"
         dtypes = {**dict.fromkeys(shapes, source), "lse": exact}
         if self.options.attention:
-            size = layers * qheads * n * n * 4
+            rows = self.options.dense_rows(n)
+            size = layers * qheads * rows * n * 4
             if size > MAX_ATTENTION_BYTES:
                 raise CaptureError(
                     f"dense attention of up to {n} tokens takes {size / 2**30:.1f} GiB, expected "
                     f"at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows from "
-                    "q, k and lse"
+                    "q, k and lse, or store the last rows alone (--attention window:N)"
                 )
-            shapes["attention"], dtypes["attention"] = (layers, qheads, n, n), exact
+            name = self._attention
+            shapes[name], dtypes[name] = (layers, qheads, rows, n), exact
         if call.residual is not None:
             shapes["residual"] = (layers, n, call.residual.shape[1])
             dtypes["residual"] = DTYPES[call.residual.dtype]
@@ -371,7 +330,7 @@ class _Capture:
             overwrite=self.options.overwrite,
         )
 
-    def _header(self, recorder: BlockRecorder, tokens: list[int], *, ended: bool) -> Header:
+    def _header(self, recorder: BlockRecorder, tokens: list[int], *, ended: Ended | None) -> Header:
         if len(recorder.errors) != len(self.layer_ids):
             raise CaptureError(
                 f"{len(recorder.errors)} of {len(self.layer_ids)} layers called the attention "
@@ -395,7 +354,8 @@ class _Capture:
                 "seed": self.options.seed,
                 "max_new_tokens": self.options.max_new_tokens,
                 "new_tokens": len(tokens) - prompt_len,
-                "stopped": "eos" if ended else "context" if cut else "length",
+                "stop": list(self.options.stops),
+                "stopped": ended or ("context" if cut else "length"),
             },
             "labels": dict(self.labels),
             "answer_check": check_answer(
@@ -446,17 +406,39 @@ class _Capture:
         blocks = {} if self.projections is None else self.projections.blocks
         return [blocks[layer] for layer in self.layer_ids if layer in blocks]
 
-    def _write_attention(self, writer: TraceWriter, header: Header) -> None:
+    @property
+    def _attention(self) -> str:
+        """The array that dense attention goes to."""
+        return "attention" if self.options.attention in (True, "full") else "attention_window"
+
+    def _write_attention(self, writer: TraceWriter, header: Header, n_pos: int) -> None:
         """Dense attention from what is stored, a block of rows at a time."""
+        first = n_pos - self.options.dense_rows(n_pos)
         for layer in range(len(self.layer_ids)):
             q, k, lse = (writer.read_back(name, layer) for name in ("q", "k", "lse"))
             q, k = q.to(lse.dtype), k.to(lse.dtype)
-            for start in range(0, q.shape[1], CHUNK):
-                rows = slice(start, min(start + CHUNK, q.shape[1]))
-                at = torch.arange(q.shape[1])
+            at = torch.arange(n_pos)
+            for start in range(first, n_pos, CHUNK):
+                rows = slice(start, min(start + CHUNK, n_pos))
                 formula = header.formulas[layer]
                 block = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
-                writer.write_attention(layer, start, block)
+                writer.write_attention(self._attention, layer, start - first, block)
+
+
+class _Placed:
+    """A writer whose layers are called by the model's numbers."""
+
+    def __init__(self, writer: TraceWriter, layer_ids: Sequence[int]) -> None:
+        self.writer = writer
+        self.places = {number: place for place, number in enumerate(layer_ids)}
+
+    def append(self, name: str, layer: int, block: Tensor) -> None:
+        """Store the next positions of one layer."""
+        self.writer.append(name, self.places[layer], block)
+
+    def set_length(self, n_pos: int) -> None:
+        """Fix the number of positions."""
+        self.writer.set_length(n_pos)
 
 
 def _silent(done: int, total: int) -> None:

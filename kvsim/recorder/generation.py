@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-Stopped = Literal["eos", "length", "context"]
+from kvsim.errors import CaptureError
+
+#: What ended a response by itself: a token that ends one, or a stop string.
+Ended = Literal["eos", "stop"]
 
 
 def generate(
@@ -22,10 +25,11 @@ def generate(
     temperature: float,
     seed: int,
     stop: frozenset[int],
+    completed: Callable[[Sequence[int], int], bool],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
-) -> tuple[list[int], bool]:
-    """The tokens of prompt and response, and whether the response ended by itself.
+) -> tuple[list[int], Ended | None]:
+    """The tokens of prompt and response, and what ended the response if it ended by itself.
 
     Every token goes through the model, the last one too, so every position has its q, k, v.
 
@@ -36,6 +40,7 @@ def generate(
         temperature: 0 takes the most likely token, else tokens are drawn.
         seed: of the draws.
         stop: tokens that end the response; they belong to it.
+        completed: given the tokens so far and where the response begins, whether it ends here.
         before_last: called with the final length before the last forward.
         progress: called with (tokens done, most tokens there can be) after every forward.
     """
@@ -47,10 +52,15 @@ def generate(
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1  # a long prompt times the vocabulary would be large
-    inputs = torch.tensor([tokens], device=model.device)
+    device = input_device(model)
+    inputs = torch.tensor([tokens], device=device)
     with torch.no_grad(), evaluating(model):
         while True:
-            ended = len(tokens) > len(ids) and tokens[-1] in stop
+            ended: Ended | None = None
+            if len(tokens) > len(ids) and tokens[-1] in stop:
+                ended = "eos"
+            elif completed(tokens, len(ids)):
+                ended = "stop"
             if ended or len(tokens) == total:
                 before_last(len(tokens))
                 model(inputs, **options)
@@ -59,7 +69,7 @@ def generate(
             logits = model(inputs, **options).logits[0, -1]
             progress(len(tokens), total)
             tokens.append(_choose(logits, temperature, generator))
-            inputs = torch.tensor([tokens[-1:]], device=model.device)
+            inputs = torch.tensor([tokens[-1:]], device=device)
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -80,6 +90,44 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go: to the embedding. What is offloaded takes them from the CPU."""
+    embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
+    device = embedding.weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+class StopStrings:
+    """Text that ends a response, looked for in its decoded end after every token.
+
+    strings: the texts. tokenizer: decodes; None is refused where there are strings.
+
+    A token is at least one byte of text, save for tokens without any (special ones are text here),
+    so a string of b bytes lies in the last b tokens; some more are decoded, so that what a decoder
+    does at the beginning of a text does no harm.
+    """
+
+    _MORE = 8
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        if strings and tokenizer is None:
+            raise CaptureError(
+                "stop is text, but there is no tokenizer that decodes the response; give one, or "
+                "leave --stop out"
+            )
+        self.strings, self.tokenizer = tuple(strings), tokenizer
+        longest = max((len(text.encode()) for text in strings), default=0)
+        self.tail = longest + self._MORE
+
+    def completed(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether the response, from token `start` on, ends in one; asked after every token."""
+        if not self.strings or len(tokens) == start:
+            return False
+        tail = list(tokens[max(start, len(tokens) - self.tail) :])
+        text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
+        return any(one in text for one in self.strings)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -210,14 +210,24 @@ def kernel_name(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def listening(model: PreTrainedModel, receive: Callable[[KernelCall], None]) -> Iterator[None]:
+def listening(
+    model: PreTrainedModel,
+    receive: Callable[[KernelCall], None],
+    *,
+    layers: Collection[int] | None = None,
+) -> Iterator[None]:
     """Give every kernel call of `model` to `receive` until the block is left, however it is left.
 
     Args:
         model: a decoder model of transformers.
         receive: called after the kernel, before the output projection; may raise.
+        layers: the layers to listen at, by number; None for all. What others do is not looked at.
     """
-    modules = attention_modules(model)
+    modules = {
+        layer: module
+        for layer, module in attention_modules(model).items()
+        if layers is None or layer in layers
+    }
     name = kernel_name(model)
     listener = _Listener(modules, name, receive)
     with _TABLE_LOCK, ExitStack() as stack:

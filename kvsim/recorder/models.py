@@ -6,9 +6,10 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ _SHIPPED = " or ".join(map(repr, tiny.MODELS))
 #: How the names of buffers with frequencies end; what comes before tells kinds of layers apart.
 _INV_FREQ = "inv_freq"
 
+#: Places of a device map that are no single device.
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
+
 # Kept out of the configuration's digest: where a copy lies and who wrote it changes no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 
@@ -36,6 +40,7 @@ def load_model(
     *,
     dtype: str | None = None,
     device: str | None = None,
+    device_map: str | Mapping[str, str | int] | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
@@ -46,16 +51,22 @@ def load_model(
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
             default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
         device: such as ``cuda``; the CPU by default.
+        device_map: in place of `device`, where each part goes, as transformers takes it: ``auto``
+            spreads layers over all devices. Needs accelerate.
         attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
             for a model with a softcap, which ``sdpa`` leaves out.
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        CaptureError: no such model, no safetensors, or code that is not trusted.
+        CaptureError: no such model, no safetensors, code that is not trusted, or a `device_map`
+            without accelerate or that it has no use for.
     """
     place, local = _place(name)
+    if device_map is not None:
+        _check_device_map(device_map, device)
     if dtype is None:
-        dtype = "float32" if device in (None, "cpu") else "auto"
+        on_cpu = device in (None, "cpu") and device_map in (None, "cpu")
+        dtype = "float32" if on_cpu else "auto"
     if dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
         raise CaptureError(
             f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
@@ -66,6 +77,8 @@ def load_model(
         _require_safetensors(Path(place))
     if attention is not None:
         options["attn_implementation"] = attention
+    if device_map is not None:
+        options["device_map"] = device_map
     with _quiet():
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -107,6 +120,35 @@ def _place(name: str | Path) -> tuple[str, bool]:
     return text, False
 
 
+def _check_device_map(device_map: str | Mapping[str, str | int], device: str | None) -> None:
+    """Raise CaptureError where a device map cannot be used."""
+    if device is not None:
+        raise CaptureError(
+            f"device is {device!r} and a device_map is given, expected one of them; leave --device "
+            "or --device-map out"
+        )
+    if find_spec("accelerate") is None:
+        raise CaptureError(
+            "a device_map needs accelerate, which is not installed; `pip install accelerate`, or "
+            "put the whole model on one device (--device)"
+        )
+    for place in [device_map] if isinstance(device_map, str) else device_map.values():
+        if place not in _SPREAD and not _is_here(place):
+            raise CaptureError(
+                f"device_map names {place!r}, expected {', '.join(_SPREAD)} or a device of this "
+                "machine, such as cpu or cuda:0"
+            )
+
+
+def _is_here(place: str | int) -> bool:
+    """Whether a device is one of this machine; what is no CPU and no CUDA is left to torch."""
+    try:
+        device = torch.device(place)
+    except RuntimeError:
+        return False
+    return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+
+
 def _require_safetensors(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         return
@@ -121,7 +163,8 @@ def _require_safetensors(folder: Path) -> None:
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # a class chosen at run time
-    options = {key: value for key, value in options.items() if key != "attn_implementation"}
+    of_model = ("attn_implementation", "device_map")
+    options = {key: value for key, value in options.items() if key not in of_model}
     try:
         return AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError, TypeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ NAME = "o_proj"
 
 
 class Projections:
-    """The output projections of a model, for one capture.
+    """The output projections of some layers of a model, for one capture.
 
     Each is checked on the first call of its layer: the output that the module gives must be the sum
     over query heads of what the kernel returned times the head's block, plus the bias. So gates
@@ -33,9 +33,11 @@ class Projections:
         CaptureError: a layer has none under the known name, or none that is a plain matrix.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
         self.modules = {
-            layer: _projection(layer, module) for layer, module in attention_modules(model).items()
+            layer: _projection(layer, module)
+            for layer, module in attention_modules(model).items()
+            if layer in layers
         }
         kinds = {(module.weight.shape, module.weight.dtype) for module in self.modules.values()}
         if len(kinds) != 1:
@@ -106,6 +108,11 @@ def _projection(layer: int, module: nn.Module) -> Any:  # a module with a matrix
         raise CaptureError(
             f"layer {layer} ({type(module).__name__}) has no output projection: looked for a "
             f"module {NAME} with a weight; record the model without --o-proj"
+        )
+    if weight.is_meta:
+        raise CaptureError(
+            f"{NAME} of layer {layer} is offloaded and comes to its device when the layer runs, "
+            "expected weights that stay; use another --device-map, or record without --o-proj"
         )
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise CaptureError(

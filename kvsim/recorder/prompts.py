@@ -1,16 +1,15 @@
-"""Prompts: text, chat messages or token ids; a JSONL of them; and whether the answer is right."""
+"""Prompts: text, chat messages or token ids; and whether the answer is right."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from kvsim.errors import CaptureError
 from kvsim.schema import LABELS
@@ -22,10 +21,13 @@ PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any
 
 _SHOWN_WORDS = 8
 
+# Roles of which a chat has one.
+_SYSTEM = ("system", "developer")
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a JSONL of prompts.
+    """One of many prompts, such as a line of a file.
 
     Attributes:
         id: names the trace.
@@ -33,12 +35,14 @@ class Prompt:
         answer: the expected answer, or None.
         labels: `task`, `domain` and `level`, as far as the prompt has them; they go into the
             trace and from there into tables.
+        system: a system message before it, or None.
     """
 
     id: str
     content: PromptLike
     answer: str | None = None
     labels: Labels = field(default_factory=dict)
+    system: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,27 @@ class Encoded:
 
 
 def encode(
-    prompt: PromptLike, tokenizer: Any, *, vocab_size: int, context: int | None, tiny: bool
+    prompt: PromptLike,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    context: int | None,
+    tiny: bool,
+    system: str | None = None,
+    chat: bool = False,
 ) -> Encoded:
     """Token ids of a prompt.
 
+    system: a message before it, which makes a chat of text. chat: text is a user's message.
+
     Raises:
         CaptureError: empty, longer than the context, ids or words that the model does not know,
-            or text without a tokenizer.
+            text without a tokenizer, a chat without a template or that the template refuses, or a
+            system message where there is one already or where there are token ids.
     """
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    if isinstance(prompt, str):
-        text = prompt
-    elif _is_chat(prompt):
-        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]  # checked above
+    messages = _messages(prompt, system=system, chat=chat)
+    text = prompt if isinstance(prompt, str) else None
+    if messages is not None:
         text = _render(messages, tokenizer)
     if text is None:
         ids = _ids(prompt)
@@ -86,6 +97,33 @@ def encode(
             "give a shorter prompt or a model with a longer context"
         )
     return Encoded(ids, text, messages)
+
+
+def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dict[str, Any]] | None:
+    """The messages of a chat; None for text that is none, and for token ids."""
+    if isinstance(prompt, str):
+        if not chat and system is None:
+            return None
+        if not prompt.strip():
+            raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    elif _is_chat(prompt):
+        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]  # checked above
+    elif system is None:
+        return None
+    else:
+        raise CaptureError(
+            "the prompt is token ids, which have no room for a system message; expected text or "
+            "chat messages, or leave --system out"
+        )
+    if system is None:
+        return messages
+    if any(message.get("role") in _SYSTEM for message in messages):
+        raise CaptureError(
+            "the chat has a system message, and another one is given; expected one of them, leave "
+            "--system out"
+        )
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _is_chat(prompt: PromptLike) -> bool:
@@ -124,9 +162,20 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> str:
     _need_tokenizer(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         raise CaptureError(
-            "the prompt is a chat, but the tokenizer has no chat template; give the text itself"
+            "the prompt is a chat, but the tokenizer has no chat template; give the text itself, "
+            "without --chat and --system"
         )
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        # what a template says of roles that it does not know, and of content of another kind
+        reason = " ".join(str(error).split())
+        raise CaptureError(
+            f"the tokenizer's chat template refuses the messages ({reason}), expected ones that it "
+            "knows; see the roles in the template, or leave --system out"
+        ) from error
 
 
 def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]:
@@ -166,55 +215,7 @@ def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
     return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
 
 
-# --- JSONL ---
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of a JSONL file: ``id``, ``prompt`` or ``messages``, maybe ``answer`` and labels.
-
-    Raises:
-        CaptureError: no such file, or a line that is not such an object.
-    """
-    source = Path(path)
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CaptureError(
-            f"{source} cannot be read ({error}), expected a JSONL file of prompts"
-        ) from error
-    prompts: list[Prompt] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CaptureError(
-                f"{source}, line {number}: {error}, expected one JSON object"
-            ) from None
-        prompts.append(_prompt(row, len(prompts), f"{source}, line {number}"))
-    if not prompts:
-        raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")
-    return with_distinct_ids(prompts)
-
-
-def _prompt(row: object, index: int, where: str) -> Prompt:
-    content = None
-    if isinstance(row, dict):
-        content = row.get("prompt", row.get("messages"))
-    if not isinstance(row, dict) or not isinstance(content, str | list):
-        raise CaptureError(
-            f"{where}: no prompt, expected an object with 'prompt' (text) or 'messages' (a chat)"
-        )
-    answer = row.get("answer")
-    return Prompt(
-        id=str(row.get("id", f"prompt-{index:04d}")),
-        content=content,
-        answer=None if answer is None else str(answer),
-        labels=check_labels(
-            {name: row[name] for name in LABELS if row.get(name) is not None}, f"{where}: "
-        ),
-    )
+# --- many prompts ---
 
 
 def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:

@@ -138,7 +138,8 @@ class Residual:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         found = call.hidden[:CHUNK]
         with torch.no_grad():
-            expected: Tensor = norm(hidden[:CHUNK])
+            # a layer on another device is given its input before it is moved there
+            expected: Tensor = norm(hidden[:CHUNK].to(found.device))
         # [row, 1, hidden]: each row by itself, so that no large one hides another
         rows = (x.to(dtype).unsqueeze(1) for x in (found, expected))
         error = float(relative_error(*rows).max())

@@ -45,6 +45,9 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
     expected["o_proj"] = (layers, qheads, dim, hidden)
     expected["residual"] = (layers, n_pos, hidden)
+    expected["attention"] = (layers, qheads, n_pos, n_pos)
+    window = min(shapes.get("attention_window", (0, 0, n_pos))[2], n_pos)
+    expected["attention_window"] = (layers, qheads, window, n_pos)
     for name, shape in shapes.items():
         if name in expected and shape != expected[name]:
             raise TraceError(
@@ -56,6 +59,11 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
             f"{where}: {qheads} query heads and {heads} KV heads; expected a multiple, "
             "as query head i belongs to KV head i // (qheads / heads)"
         )
+
+
+def first_row(shape: tuple[int, ...]) -> int:
+    """Position of the first row of dense attention [layer, qhead, row, pos]: rows are the last."""
+    return shape[3] - shape[2]
 
 
 def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int = 0) -> None:

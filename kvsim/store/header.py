@@ -56,10 +56,7 @@ class Header:
     @property
     def labels(self) -> dict[str, str | int]:
         """What the prompt says of itself, of `LABELS`; what is neither text nor number is none."""
-        found = self.meta.get("labels")
-        said = found if isinstance(found, dict) else {}
-        known = {name: said[name] for name in LABELS if isinstance(said.get(name), str | int)}
-        return {name: _text(one) if isinstance(one, str) else one for name, one in known.items()}
+        return labels_of(self.meta)
 
     @property
     def alike(self) -> bool:
@@ -150,6 +147,14 @@ class Header:
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
                 )
+
+
+def labels_of(meta: Mapping[str, Any]) -> dict[str, str | int]:
+    """The labels that provenance holds, of `LABELS`; what is neither text nor number is none."""
+    found = meta.get("labels")
+    said = found if isinstance(found, dict) else {}
+    known = {name: said[name] for name in LABELS if isinstance(said.get(name), str | int)}
+    return {name: _text(one) if isinstance(one, str) else one for name, one in known.items()}
 
 
 def _text(said: str) -> str:

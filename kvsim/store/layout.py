@@ -23,6 +23,9 @@ FLOATS = ("float16", "float32", "float64")
 DATA_TYPES = (*FLOATS, "int32", "int64", "string")
 CODECS = ("bytes", "vlen-utf8", "blosc", "zstd", "gzip", "crc32c")
 
+#: Dense attention: of all rows, or of the last ones.
+DENSE = ("attention", "attention_window")
+
 #: Arrays that a trace must have.
 REQUIRED = ("layer", "q", "k", "v")
 

@@ -18,6 +18,16 @@ def find_traces(root: Path) -> dict[str, Path]:
     return _named(root, (path for path in _walk(root, DEPTH) if path.suffix == ".zarr"))
 
 
+def find_drafts(root: Path) -> dict[str, Path]:
+    """Hidden folders of traces on their way to a place below `root`, by their relative path.
+
+    A capture that was killed leaves one; another may be at work in it.
+    """
+    folders = [root, *(path for path in _walk(root, DEPTH - 1) if not _is_whole(path))]
+    drafts = (path for folder in folders for path in sorted(folder.glob(".*.zarr.tmp-*")))
+    return _named(root, (path for path in drafts if path.is_dir()))
+
+
 def find_runs(root: Path) -> dict[str, Path]:
     """Run folders below `root` (they hold a run.json), by their relative path."""
     return _named(root, (path for path in _walk(root, DEPTH) if (path / "run.json").is_file()))
@@ -33,6 +43,10 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
         if path.name.startswith(".") or not path.is_dir() or path.is_symlink():
             continue
         yield path
-        whole = path.suffix == ".zarr" or (path / "run.json").is_file()
-        if depth > 1 and not whole:
+        if depth > 1 and not _is_whole(path):
             yield from _walk(path, depth - 1)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a folder is a trace or a run, in which no others lie."""
+    return path.suffix == ".zarr" or (path / "run.json").is_file()

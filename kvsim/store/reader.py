@@ -15,14 +15,21 @@ from torch import Tensor
 
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
-from kvsim.store.checks import check_finite, check_shapes
+from kvsim.store.checks import check_finite, check_shapes, first_row
 from kvsim.store.header import Header
-from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, check_array_metadata, read_json
+from kvsim.store.layout import (
+    DENSE,
+    DIMENSIONS,
+    REQUIRED,
+    ZarrArray,
+    check_array_metadata,
+    read_json,
+)
 
 _ALL = slice(None)
 
 #: Arrays that must be finite, so that a NaN means a chunk that was lost.
-_FINITE = ("q", "k", "v", "attn_out", "lse", "attention", "o_proj", "residual")
+_FINITE = ("q", "k", "v", "attn_out", "lse", *DENSE, "o_proj", "residual")
 
 
 class StoredTrace:
@@ -93,6 +100,8 @@ class StoredTrace:
         if name in _FINITE:
             first_layer = range(self._shapes[name][0])[layers].start
             first_pos = range(self._shapes[name][axis])[pos].start
+            if name in DENSE:
+                first_pos += first_row(self._shapes[name])
             check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
 

@@ -11,10 +11,10 @@ import torch
 
 from kvsim.attention import attention_weights, causal_attention
 from kvsim.errors import TraceError
-from kvsim.schema import AXES
-from kvsim.store.checks import relative_error, tolerance
+from kvsim.schema import AXES, CHUNK
+from kvsim.store.checks import first_row, relative_error, tolerance
 from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest
-from kvsim.store.layout import pos_axis
+from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
@@ -93,7 +93,7 @@ class _Check:
         self.stored, self.deep = stored, deep
         self.digest = ContentDigest()
         self.problems: list[str] = []
-        self.errors: dict[str, list[float]] = {"attn_out": [], "lse": [], "attention": []}
+        self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
         kept = {name: stored.arrays[name].dtype.name for name in sources}
         involved = [sources.get("attn_out", "float32"), sources["q"]]
@@ -120,7 +120,7 @@ class _Check:
     def _attention(self, layer: int, parts: Mapping[str, torch.Tensor]) -> None:
         """Compute attention again; dense attention, which has no checksum, in any case."""
         stored, dtype = self.stored, self.stored.compute_dtype
-        dense = "attention" in stored.arrays
+        dense = [name for name in DENSE if name in stored.arrays]
         q, k, v = (parts[name].to(dtype) for name in "qkv")
         lse = parts.get("lse")
         if self.deep or (dense and lse is None):
@@ -131,26 +131,29 @@ class _Check:
             if lse is not None:
                 self._judge("lse", layer, float((lse - computed).abs().max()), self.lse_tolerance)
             lse = computed
-        if dense and lse is not None:
-            self._dense(layer, q, k, lse)
+        if lse is not None:
+            for name in dense:
+                self._dense(name, layer, q, k, lse)
 
-    def _dense(self, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
+    def _dense(
+        self, name: str, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
+    ) -> None:
         stored = self.stored
-        n_pos = q.shape[1]
-        worst = 0.0
-        for start in range(0, n_pos, 256):
-            rows = slice(start, min(start + 256, n_pos))
+        n_pos, first = q.shape[1], first_row(stored.shapes[name])
+        worst, pos = 0.0, torch.arange(n_pos)
+        for start in range(first, n_pos, CHUNK):
+            rows = slice(start, min(start + CHUNK, n_pos))
+            at = slice(rows.start - first, rows.stop - first)
             try:
-                found = stored.read("attention", slice(layer, layer + 1), rows)[0]
+                found = stored.read(name, slice(layer, layer + 1), at)[0]
             except TraceError as error:
                 self.problems.append(str(error))
                 return
-            at = torch.arange(n_pos)
             expected = attention_weights(
-                q[:, rows], k, lse[:, rows], stored.header.formulas[layer], at[rows], at
+                q[:, rows], k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
             )
             worst = max(worst, float((found - expected).abs().max()))
-        self._judge("attention", layer, worst, self.lse_tolerance)
+        self._judge(name, layer, worst, self.lse_tolerance)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
         """The residual stream begins with embeddings: wherever a token stands, the same numbers."""
@@ -218,7 +221,7 @@ class _Check:
             output_tolerance=self.output_tolerance,
             lse_error=tuple(self.errors["lse"]),
             lse_tolerance=self.lse_tolerance,
-            attention_error=tuple(self.errors["attention"]),
+            attention_error=tuple(error for name in DENSE for error in self.errors[name]),
             digest=stored.digest,
             problems=tuple(self.problems),
         )

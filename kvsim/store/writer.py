@@ -24,6 +24,7 @@ from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.checks import check_finite, stored_dtype
 from kvsim.store.header import ContentDigest, Header
 from kvsim.store.layout import (
+    DENSE,
     ZarrArray,
     consolidation_allowed,
     create_array,
@@ -35,7 +36,7 @@ from kvsim.store.layout import (
 FLOAT16_MAX = 65504.0
 
 # Arrays that are not appended position by position, but written when everything else is there.
-_LATE = ("attention", "o_proj")
+_LATE = (*DENSE, "o_proj")
 
 # What renaming onto something that is there fails with.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -97,7 +98,7 @@ class TraceWriter:
         self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         for name, shape in shapes.items():
             source = source_dtypes[name]
-            narrow = store_dtype is not None and name not in ("lse", "attention")
+            narrow = store_dtype is not None and name not in ("lse", *DENSE)
             dtype = torch.float16 if narrow else stored_dtype(source)
             self._arrays[name] = create_array(
                 self._group, name, shape, str(dtype).removeprefix("torch."), source
@@ -135,7 +136,8 @@ class TraceWriter:
         """Fix the number of positions; the last blocks may come after this, not before."""
         for name, array in self._arrays.items():
             shape = [
-                n_pos if axis in ("pos", "row") else length
+                # dense rows are all of the sequence, or no more than its last ones
+                n_pos if axis == "pos" else min(n_pos, length) if axis == "row" else length
                 for axis, length in zip(AXES[name], array.shape, strict=True)
             ]
             if tuple(shape) != array.shape:
@@ -193,9 +195,12 @@ class TraceWriter:
         self._write(lambda: self._arrays["o_proj"].__setitem__(layer, values))
         self._digest.update("o_proj", layer, values)
 
-    def write_attention(self, layer: int, start: int, rows: Tensor) -> None:
-        """Store dense attention rows [qhead, row, pos] of one layer from row `start` on."""
-        array, values = self._arrays["attention"], rows.to("cpu", self.dtype("attention")).numpy()
+    def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
+        """Store dense attention rows [qhead, row, pos] of one layer.
+
+        name: the array, of `DENSE`. start: the place of the first row in it.
+        """
+        array, values = self._arrays[name], rows.to("cpu", self.dtype(name)).numpy()
         index = (layer, slice(None), slice(start, start + rows.shape[1]))
         self._write(lambda: array.__setitem__(index, values))
 

@@ -188,8 +188,8 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
             f"block of all layers ({block / 2**20:.0f} MiB)"
         ),
         (
-            f"{stored / tokens:.0f} bytes on disk for a token, {ratios['bytes']:.2f} times q, k and "
-            f"v alone ({least}), {stored / tokens / arrays:.2f} times all that is stored, "
+            f"{stored / tokens:.0f} bytes on disk for a token, {ratios['bytes']:.2f} times q, k "
+            f"and v alone ({least}), {stored / tokens / arrays:.2f} times all that is stored, "
             f"uncompressed ({arrays})"
         ),
     ]

@@ -1,0 +1,168 @@
+"""Files of prompts: a JSON object on each line (JSONL)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvsim.errors import CaptureError, suggest
+from kvsim.recorder.prompts import Prompt, PromptLike, check_labels, with_distinct_ids
+from kvsim.schema import LABELS
+
+#: What a line may hold a prompt in: text, a chat, token ids.
+CONTENT = ("prompt", "messages", "tokens")
+
+#: Every key that is read; others are ignored.
+KEYS = ("id", *CONTENT, "system", "answer", *LABELS, "difficulty")
+
+_EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
+
+_LONGEST_ID = 200
+
+
+def read_prompts(
+    path: str | Path, *, limit: int | None = None, note: Callable[[str], None] | None = None
+) -> list[Prompt]:
+    """The prompts of a JSONL file, in order.
+
+    A line holds ``prompt`` (text, or one of the others), ``messages`` (a chat) or ``tokens`` (ids),
+    and maybe ``id``, ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level``,
+    which may be called ``difficulty``. Other keys are ignored; a number of tokens is one of them.
+    Empty lines and a byte order mark are skipped.
+
+    Args:
+        path: the file, UTF-8.
+        limit: read only so many prompts; what follows is not looked at.
+        note: told, once for each, of ignored keys whose names are close to one that is read.
+
+    Raises:
+        CaptureError: no such file, or a line that is not such an object, named by its number.
+    """
+    source = Path(path)
+    seen: set[str] = set()
+    prompts: list[Prompt] = []
+    for number, line in islice(_lines(source), limit):
+        where = f"{source}, line {number}"
+        row = _object(line, where)
+        prompts.append(_prompt(row, len(prompts), where))
+        for key in row.keys() - seen - set(KEYS):
+            close = suggest(key, KEYS)
+            if note is not None and close:
+                note(f"{where}: {key!r} is not read{close}")
+            seen.add(key)
+    if not prompts:
+        raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")
+    return with_distinct_ids(prompts)
+
+
+def _lines(source: Path) -> Iterator[tuple[int, str]]:
+    """Lines that hold something, with their numbers from 1."""
+    try:
+        with source.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    # a byte order mark can only stand at the beginning
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
+                    raise CaptureError(
+                        f"{source}, line {number}: byte {error.start} is no UTF-8, expected a "
+                        "JSONL file in UTF-8; convert it first"
+                    ) from None
+                if line:
+                    yield number, line
+    except OSError as error:
+        raise CaptureError(
+            f"{source} cannot be read ({error.strerror}), expected a JSONL file of prompts"
+        ) from error
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CaptureError(
+            f"{where}: {error.object[error.start]!a} is half of a character, expected text"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        if line.startswith("["):
+            row = []
+        else:
+            raise CaptureError(f"{where}: {error}, expected one JSON object on each line") from None
+    if isinstance(row, list):
+        raise CaptureError(
+            f"{where}: a JSON array, expected one JSON object on each line; "
+            "`jq -c '.[]' FILE > FILE.jsonl` makes such a file of an array of objects"
+        )
+    if not isinstance(row, dict):
+        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
+    return row
+
+
+def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
+    system, answer = row.get("system"), row.get("answer")
+    if not isinstance(system, str | None):
+        raise CaptureError(f"{where}: system is {system!r}, expected text")
+    labels = {name: row[name] for name in LABELS if row.get(name) is not None}
+    if row.get("difficulty") is not None:
+        level = labels.setdefault("level", row["difficulty"])
+        if level != row["difficulty"]:
+            raise CaptureError(
+                f"{where}: level is {level!r} and difficulty {row['difficulty']!r}; they are one "
+                "label, expected one of them"
+            )
+    return Prompt(
+        id=_id(row.get("id"), index, where),
+        content=_content(row, where),
+        answer=None if answer is None else str(answer),
+        labels=check_labels(labels, f"{where}: "),
+        system=system or None,
+    )
+
+
+def _content(row: dict[str, Any], where: str) -> PromptLike:
+    given = [name for name in CONTENT if row.get(name) is not None]
+    if "tokens" in given and not isinstance(row["tokens"], list):
+        given.remove("tokens")  # how many there are, and no prompt
+    if len(given) > 1:
+        raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
+    if not given:
+        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
+    name = given[0]
+    content: PromptLike = row[name]
+    if name == "prompt" and isinstance(content, str):
+        return content
+    if name == "prompt" and isinstance(content, list) and content:
+        name = "messages" if isinstance(content[0], dict) else "tokens"
+    if name == "messages" and isinstance(content, list) and content:
+        for place, message in enumerate(content):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise CaptureError(
+                    f"{where}: message {place} is {_short(message)}, expected an object with "
+                    "'role' and 'content'"
+                )
+        return content
+    if name == "tokens" and content and all(type(token) is int for token in content):
+        return content
+    raise CaptureError(f"{where}: no prompt, {name} is {_short(content)}; {_EXPECTED}")
+
+
+def _id(given: object, index: int, where: str) -> str:
+    if given is None:
+        return f"prompt-{index:04d}"
+    if isinstance(given, bool) or not isinstance(given, str | int) or str(given).strip() == "":
+        raise CaptureError(f"{where}: id is {_short(given)}, expected text or a number")
+    if len(str(given)) > _LONGEST_ID:
+        raise CaptureError(
+            f"{where}: id has {len(str(given))} characters, expected at most {_LONGEST_ID}: it "
+            "names the trace"
+        )
+    return str(given)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
