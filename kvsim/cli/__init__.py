@@ -4,6 +4,7 @@
     show        tables, JSON and progress
     prompting   prompts
     recording   capture, info, verify
+    tracing     trace recover
     replaying   replay
     reporting   report
     plotting    plot, of the figures in `figures`
@@ -43,6 +44,7 @@ from kvsim.cli import (
     recording,
     replaying,
     reporting,
+    tracing,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
@@ -61,6 +63,7 @@ app.command()(prompting.prompts)
 app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)
+app.add_typer(tracing.app, name="trace")
 app.command()(replaying.replay)
 app.command()(reporting.report)
 app.command()(plotting.plot)

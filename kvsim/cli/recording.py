@@ -94,7 +94,8 @@ def capture(
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
-    Several prompts make one trace each. An interrupt keeps those that are complete.
+    Several prompts make one trace each. An interrupt keeps those that are complete, and of the one
+    at hand what `kvsim trace recover` makes a trace of.
     """
     if (prompt is None) == (prompts is None):
         raise OptionError(_which_prompt(model, both=prompt is not None))
@@ -104,14 +105,14 @@ def capture(
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
-    from kvsim.store import check_target
+    from kvsim.store import check_target, check_writable
 
     wanted = [Prompt(out.stem, prompt or "")] if prompts is None else read_prompts(prompts)[:limit]
     alone = len(wanted) == 1 and (prompts is None or out.suffix == ".zarr")
     paths = [out] if alone else [out / file_name(one.id) for one in wanted]
     for path in paths:
         check_target(path, overwrite=overwrite)
-    _check_folder(paths[0].parent)
+    check_writable(paths[0].parent)
     parse_device(device)
     quiet_transformers()
     before = {path: _identity(path) for path in paths}
@@ -136,8 +137,9 @@ def capture(
             traces = [record(decoder, tokenizer, one.content, out=out, **said, **options)]
         else:
             traces = capture_many(decoder, tokenizer, wanted, out, **options)
-    except KeyboardInterrupt:
-        raise Stop(_interrupted(before), 130) from None
+    except KeyboardInterrupt as interrupt:
+        kept = getattr(interrupt, "__notes__", [])  # what the writer says of its draft
+        raise Stop("; ".join([_interrupted(before), *kept]), 130) from None
     _report(traces, as_json=as_json)
 
 
@@ -150,13 +152,6 @@ def _which_prompt(model: str, *, both: bool) -> str:
         else ""
     )
     return f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{hint}"
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise OptionError where no folder can be made."""
-    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-    if not nearest.is_dir():
-        raise OptionError(f"{nearest} is a file; expected a folder to write to, give another --out")
 
 
 def _identity(path: Path) -> int | None:
@@ -204,7 +199,8 @@ def _is_cut(facts: Mapping[str, Any]) -> bool:
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     prompt, total = facts["prompt_len"], facts["tokens"]
-    end = ", cut by the context" if facts["generation"].get("stopped") == "context" else ""
+    ends = {"context": ", cut by the context", "interrupted": ", interrupted"}
+    end = ends.get(str(facts["generation"].get("stopped")), "")
     if _is_cut(facts):
         end = ", cut by --max-new-tokens"
     return f"{total} tokens (prompt {prompt}, response {total - prompt}{end})"

@@ -92,6 +92,8 @@ class BlockRecorder:
             been checked.
         rope: the rotary embedding as read from the model.
         store_dtype: ``float16`` where the sink stores less than the model's precision.
+        begin: called with the number of each layer when its first call has been checked, before its
+            first block is handed on.
         rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
             rounding grows with the logits, and with it the error that is allowed.
 
@@ -105,11 +107,12 @@ class BlockRecorder:
         open_sink: Callable[[KernelCall], Sink],
         rope: Rope,
         *,
+        begin: Callable[[int], None],
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
     ) -> None:
         self.open_sink, self.rope, self.store_dtype = open_sink, rope, store_dtype
-        self.rounds_logits = rounds_logits
+        self.begin, self.rounds_logits = begin, rounds_logits
         self.sink: Sink | None = None
         self.layers: dict[int, _Layer] = {}
         self.scale: float | None = None
@@ -127,6 +130,7 @@ class BlockRecorder:
         layer = self.layers.get(call.layer)
         if layer is None:
             layer = self._first(call)
+            self.begin(call.layer)
         if call.start != layer.start + layer.filled:
             raise CaptureError(
                 f"layer {call.layer} holds {call.start} earlier entries, expected "

@@ -43,8 +43,9 @@ from kvsim.recorder.residual import Residual
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
+from kvsim.store.publication import check_target, check_writable
 from kvsim.store.verification import attention_rows
-from kvsim.store.writer import TraceWriter, check_target
+from kvsim.store.writer import TraceWriter
 from kvsim.trace import Trace, open_trace
 
 Progress = Callable[[int, int], None]
@@ -139,6 +140,7 @@ def capture(
     _check_options(options, out)
     if out is not None:
         check_target(Path(out), overwrite=overwrite)
+        check_writable(Path(out).parent)
     known = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     encoded = _encode(model, tokenizer, prompt)
@@ -182,6 +184,7 @@ def capture_many(
     paths = [folder / file_name(prompt.id) for prompt in prompts]
     for path in paths:
         check_target(path, overwrite=overwrite)
+    check_writable(folder)
     labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
     _check_options(options, folder)
     model, tokenizer = _resolve(model, tokenizer)
@@ -285,10 +288,20 @@ class _Capture:
                 writer = stack.enter_context(self._writer(call))
                 return writer
 
+            def keep(ids: list[int]) -> None:
+                if writer is not None:
+                    writer.add_tokens(ids, token_strings(ids, self.tokenizer))
+
+            def begin(layer: int) -> None:
+                if writer is not None and layer == self.layer_ids[-1]:
+                    writer.begin(self._header(recorder), lambda: _check(recorder))
+                    keep(self.encoded.ids)
+
             narrow = torch.float16 if self.options.store_dtype else None
             recorder = BlockRecorder(
                 open_sink,
                 self.rope,
+                begin=begin,
                 store_dtype=narrow,
                 rounds_logits=kernel_name(self.model) == "eager",
             )
@@ -312,13 +325,15 @@ class _Capture:
                     temperature=self.options.temperature,
                     seed=self.options.seed,
                     stop=stop_tokens(self.model, self.tokenizer),
+                    chosen=lambda token: keep([token]),
                     before_last=recorder.finish_at,
                     progress=report,
                 )
-            header = self._header(recorder, tokens, ended=ended)
+            header = self._ended(self._header(recorder), recorder, tokens, ended=ended)
             texts = token_strings(tokens, self.tokenizer)
             if writer is None:
                 return self._in_memory(recorder, header, tokens, texts)
+            writer.begin(header)
             if self.options.attention:
                 self._write_attention(writer, header)
             for place, blocks in enumerate(self._o_proj()):
@@ -365,7 +380,8 @@ class _Capture:
             overwrite=self.options.overwrite,
         )
 
-    def _header(self, recorder: BlockRecorder, tokens: list[int], *, ended: bool) -> Header:
+    def _header(self, recorder: BlockRecorder) -> Header:
+        """What is known once every layer has been called: everything but how it ends."""
         if recorder.scale is None or len(recorder.errors) != len(self.layer_ids):
             raise CaptureError(
                 f"{len(recorder.errors)} of {len(self.layer_ids)} layers called the attention "
@@ -373,44 +389,50 @@ class _Capture:
             )
         if self.rope != read_rope(self.model):
             raise CaptureError("the rotary embedding changed while the model ran, expected not")
-        prompt_len = len(self.encoded.ids)
-        response = None
-        if self.tokenizer is not None:
-            response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
-        cut = self.new_tokens < self.options.max_new_tokens
         meta = {
             "model": describe_model(self.model),
             "versions": versions(),
-            "text": {
-                "prompt": self.encoded.text,
-                "messages": self.encoded.messages,
-                "response": response,
-            },
+            "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": {
                 "temperature": self.options.temperature,
                 "seed": self.options.seed,
                 "max_new_tokens": self.options.max_new_tokens,
-                "new_tokens": len(tokens) - prompt_len,
-                "stopped": "eos" if ended else "context" if cut else "length",
             },
             "labels": dict(self.labels),
-            "answer_check": check_answer(
-                self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
-            ),
-            "capture_check": {
-                "max_relative_error": recorder.errors,
-                "tolerance": recorder.allowed,
-            },
             "notes": self.notes,
         }
         return Header(
-            prompt_len=prompt_len,
+            prompt_len=len(self.encoded.ids),
             scale=recorder.scale,
             rope=self.rope,
             layer_ids=self.layer_ids,
             name=self.name,
             meta=meta,
         )
+
+    def _ended(
+        self, header: Header, recorder: BlockRecorder, tokens: list[int], *, ended: bool
+    ) -> Header:
+        """The header with what the response was, and how well everything fits."""
+        prompt_len = header.prompt_len
+        response = None
+        if self.tokenizer is not None:
+            response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
+        cut = self.new_tokens < self.options.max_new_tokens
+        meta = {
+            **header.meta,
+            "text": {**header.meta["text"], "response": response},
+            "generation": {
+                **header.meta["generation"],
+                "new_tokens": len(tokens) - prompt_len,
+                "stopped": "eos" if ended else "context" if cut else "length",
+            },
+            "answer_check": check_answer(
+                self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
+            ),
+            **_check(recorder),
+        }
+        return replace(header, meta=meta)
 
     def _in_memory(
         self, recorder: BlockRecorder, header: Header, tokens: list[int], texts: list[str] | None
@@ -451,6 +473,12 @@ class _Capture:
                 rows = slice(start, min(start + CHUNK, q.shape[1]))
                 block = attention_rows(q, k, lse, header.scale, rows)
                 writer.write_attention(layer, start, block)
+
+
+def _check(recorder: BlockRecorder) -> dict[str, Any]:
+    """How far what was recorded by now differs from what the model computed, as in `meta`."""
+    check = {"max_relative_error": recorder.errors, "tolerance": recorder.allowed}
+    return {"capture_check": check}
 
 
 def _silent(done: int, total: int) -> None:

@@ -22,6 +22,7 @@ def generate(
     temperature: float,
     seed: int,
     stop: frozenset[int],
+    chosen: Callable[[int], None],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], bool]:
@@ -36,6 +37,7 @@ def generate(
         temperature: 0 takes the most likely token, else tokens are drawn.
         seed: of the draws.
         stop: tokens that end the response; they belong to it.
+        chosen: called with each token of the response before it goes through the model.
         before_last: called with the final length before the last forward.
         progress: called with (tokens done, most tokens there can be) after every forward.
     """
@@ -58,6 +60,7 @@ def generate(
             logits = model(inputs, **options).logits[0, -1]
             progress(len(tokens), total)
             tokens.append(_choose(logits, temperature, generator))
+            chosen(tokens[-1])
             inputs = torch.tensor([tokens[-1:]], device=model.device)
 
 
