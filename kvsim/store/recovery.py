@@ -364,7 +364,9 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
 def _noted(header: Header, note: str) -> Header:
     """With one note more, unless it is there."""
     notes = header.meta.get("notes")
-    known = [one for one in notes if one != note] if isinstance(notes, list) else []
+    known = notes if isinstance(notes, list) else []
+    if note in known:
+        return header
     return replace(header, meta={**header.meta, "notes": [*known, note]})
 
 
