@@ -335,9 +335,46 @@ def test_recovery_does_not_overwrite_unasked(tmp_path, whole):
     with pytest.raises(TraceExistsError, match="exists, expected a free path"):
         recover(left.path)
 
+    with pytest.raises(TraceError, match=r"cannot be written \(.*is kept"):
+        recover(left.path, out=left.path / "zarr.json" / "b.zarr")
+    recover(left.path, out=tmp_path / "new" / "b.zarr")
+    left = interrupted(tmp_path / "a.zarr", overwrite=True)
     recover(left.path, overwrite=True)
     check_prefix(open_trace(tmp_path / "a.zarr"), whole)
-    assert names(tmp_path) == ["a.zarr"]
+    check_prefix(open_trace(tmp_path / "new" / "b.zarr"), whole)
+    assert names(tmp_path) == ["a.zarr", "new"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"committed_tokens": -256}, "has no committed tokens"),
+        ({"committed_tokens": "many"}, "has no committed tokens"),
+        ({"committed_tokens": 2**20}, "q has 4 of 8192 chunks"),
+        ({"rope": {}}, "attribute rope is not readable"),
+        ({"prompt_len": None}, "attribute prompt_len is None"),
+    ],
+)
+def test_a_changed_header_is_an_error(change, message, tmp_path):
+    """What no writer writes is one line, and nothing is published."""
+    left = interrupted(tmp_path / "a.zarr")
+    root = json.loads((left.path / "zarr.json").read_text())
+    root["attributes"].update(change)
+    (left.path / "zarr.json").write_text(json.dumps(root))
+
+    with pytest.raises(TraceError, match=message):
+        recover(left.path)
+
+    assert names(tmp_path) == [left.path.name]
+
+
+def test_a_draft_without_an_array_is_an_error(tmp_path):
+    """A draft whose keys are gone is no trace."""
+    left = interrupted(tmp_path / "a.zarr")
+    shutil.rmtree(left.path / "k")
+
+    with pytest.raises(TraceError, match="no array k, expected layer, q, k, v"):
+        recover(left.path)
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
@@ -781,8 +818,8 @@ def test_the_probe_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("file/a.zarr", "file is a file, expected a folder to write to"),
-        ("file/deeper/a.zarr", "file is a file, expected a folder to write to"),
+        ("file/a.zarr", "file is a file; expected a folder to write to"),
+        ("file/deeper/a.zarr", "file is a file; expected a folder to write to"),
         ("taken.zarr", "taken.zarr exists, expected a free path"),
     ],
 )

@@ -455,7 +455,7 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
         with pytest.raises(ValueError, match="a block of 5 positions, expected 256"):
             writer.append("residual", 0, bad[0, :5])
         with pytest.raises(TraceError, match="residual has 1 of 4 chunks"):
-            require_chunks(writer._group, "residual", "a.zarr")
+            require_chunks(writer._group, "residual", "a.zarr", "write it")
 
     path = make().save(tmp_path / "b.zarr")
     rewrite(path, lambda values: values.__setitem__((1, 270, 3), np.nan))

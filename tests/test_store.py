@@ -477,7 +477,7 @@ def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
             writer.write_o_proj(1, torch.full((2, 8, 20), torch.nan))
         writer.write_o_proj(0, torch.ones(2, 8, 20))
         with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
-            require_chunks(writer._group, "o_proj", "a.zarr")
+            require_chunks(writer._group, "o_proj", "a.zarr", "write it")
 
 
 def test_an_output_folder_that_cannot_be(tmp_path):

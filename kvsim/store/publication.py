@@ -61,15 +61,15 @@ def check_writable(folder: Path) -> None:
     nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
     if not nearest.is_dir():
         raise TraceError(
-            f"{nearest} is a file, expected a folder to write to; give another output path"
+            f"{nearest} is a file; expected a folder to write to, give another output path"
         )
     try:
         with tempfile.TemporaryFile(dir=nearest, prefix=".kvsim-") as probe:
             probe.write(_PROBE)
     except OSError as error:
         raise TraceError(
-            f"{nearest} cannot be written to ({error.strerror or error}), expected a folder for "
-            "traces; free some space or give another output path"
+            f"{nearest} cannot be written to ({error.strerror or error}), expected a folder that "
+            "takes files; change that or give another output path"
         ) from error
 
 
@@ -99,7 +99,7 @@ def complete(
         _whole(group, "token_text", np.array(list(token_text), dtype=object), "string")
     for name in sorted(DIMENSIONS):
         if name in group:
-            require_chunks(group, name, where)
+            require_chunks(group, name, where, "write the missing blocks first")
     n_layers, _, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_pos=n_pos, dim=dim, where=where)
     group.update_attributes(
@@ -136,13 +136,13 @@ def put(
     _rename(folder, path, overwrite=overwrite)
 
 
-def require_chunks(group: zarr.Group, name: str, where: str) -> None:
-    """Raise TraceError where a chunk of an array is missing."""
+def require_chunks(group: zarr.Group, name: str, where: str, advice: str) -> None:
+    """Raise TraceError, which ends with `advice`, where a chunk of an array is missing."""
     array = group[name]
     if isinstance(array, zarr.Array) and array.nchunks_initialized != array.nchunks:
         raise TraceError(
             f"{where}: {name} has {array.nchunks_initialized} of {array.nchunks} chunks; "
-            "nothing was published, write the missing blocks first"
+            f"nothing was published, {advice}"
         )
 
 

@@ -27,7 +27,7 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
-from kvsim.store.layout import DIMENSIONS, ZarrArray, check_array_metadata, read_json
+from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, check_array_metadata, read_json
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
@@ -112,6 +112,7 @@ def recover(
             _restore(draft.path, target)
         else:
             check_target(target, overwrite=overwrite)
+            target.parent.mkdir(parents=True, exist_ok=True)
             _publish(draft.path, target, overwrite=overwrite, progress=progress or _silent)
     except TraceError:
         raise
@@ -176,15 +177,19 @@ def _look(path: Path, target: Path, kind: Kind) -> Draft:
     except TraceError:  # a writer that has only begun, or what is left of a removed trace
         attributes = None
     known = attributes if isinstance(attributes, dict) else {}
-    tokens = known.get("committed_tokens")
     return Draft(
         path=path,
         target=target,
         kind=kind,
-        tokens=tokens if isinstance(tokens, int) else 0,
+        tokens=_committed(known),
         complete=known.get("complete") is True,
         writing=is_held(path),
     )
+
+
+def _committed(attributes: Mapping[str, Any]) -> int:
+    tokens = attributes.get("committed_tokens")
+    return max(tokens, 0) if isinstance(tokens, int) else 0
 
 
 def _restore(folder: Path, target: Path) -> None:
@@ -205,7 +210,7 @@ def _group(folder: Path) -> zarr.Group:
     root = read_json(folder / "zarr.json", str(folder)) if (folder / "zarr.json").exists() else {}
     attributes = root.get("attributes")
     known = attributes if isinstance(attributes, dict) else {}
-    if not known.get("committed_tokens"):
+    if not _committed(known):
         raise TraceError(
             f"{folder} has no committed tokens, so there is nothing to recover; "
             f"remove it with `{_removal(folder)}`"
@@ -222,7 +227,7 @@ class _Recovery:
 
     def __init__(self, group: zarr.Group, folder: Path) -> None:
         self.group, self.folder, self.where = group, folder, str(folder)
-        self.committed = int(str(group.attrs["committed_tokens"]))
+        self.committed = _committed(group.attrs.asdict())
         self.arrays = self._open()
 
     def run(self, progress: Progress) -> None:
@@ -270,6 +275,12 @@ class _Recovery:
             array = self.group[name]
             if isinstance(array, zarr.Array):
                 arrays[name] = array
+        missing = [name for name in REQUIRED if name not in (*arrays, "layer")]
+        if missing:
+            raise TraceError(
+                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
+                "record the trace again"
+            )
         return arrays
 
     def _incomplete(self) -> list[str]:
@@ -306,7 +317,7 @@ class _Recovery:
             )
             if shape != array.shape:
                 array.resize(shape)
-            require_chunks(self.group, name, self.where)
+            require_chunks(self.group, name, self.where, "record the trace again")
 
     def _read(self, n_layers: int, progress: Progress) -> ContentDigest:
         """Read everything once, which fails for a damaged chunk; gives the checksums."""
