@@ -433,6 +433,20 @@ def test_stray_partial_files_are_swept(tmp_path, whole):
     check_prefix(found, whole)
 
 
+def test_half_of_a_removed_array_is_swept(tmp_path, whole):
+    """A recovery that was killed while it removed or wrote arrays leaves no part of them."""
+    left = interrupted(tmp_path / "a.zarr", o_proj=True)
+    (left.path / "o_proj" / "zarr.json").unlink()
+    (left.path / "o_proj" / "c" / "1").mkdir(parents=True)
+    shutil.copytree(whole.path / "tokens", left.path / "tokens")
+    shutil.copytree(whole.path / "q" / "c", left.path / "token_text" / "c")
+
+    found = open_trace(recover(left.path))
+
+    check_prefix(found, whole)
+    assert names(found.path) == names(whole.path)
+
+
 # --- kill -9 ---
 
 

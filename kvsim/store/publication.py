@@ -147,8 +147,6 @@ def require_chunks(group: zarr.Group, name: str, where: str, advice: str) -> Non
 
 
 def _whole(group: zarr.Group, name: str, values: np.ndarray[Any, Any], dtype: str) -> None:
-    if name in group:  # left by an earlier attempt that ended here
-        del group[name]
     array = create_array(group, name, values.shape, dtype, None)
     array[:] = values
 

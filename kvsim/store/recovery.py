@@ -32,6 +32,9 @@ from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
 
+# Arrays that are written last of all, from what is elsewhere in the draft.
+_REWRITTEN = ("tokens", "token_text")
+
 Progress = Callable[[int, int], None]
 
 #: `generation.stopped` of a trace whose capture did not end.
@@ -231,8 +234,7 @@ class _Recovery:
         self.arrays = self._open()
 
     def run(self, progress: Progress) -> None:
-        for stray in self.folder.rglob("*.partial"):  # of a write that a kill has ended
-            stray.unlink()
+        self._sweep()
         dropped = self._incomplete()
         n_pos = self.arrays["q"].shape[2]
         ids, texts = read_tokens(self.folder)
@@ -252,6 +254,8 @@ class _Recovery:
         for name in dropped:
             shutil.rmtree(self.folder / name)
             del self.arrays[name]
+        for name in _REWRITTEN:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
         self._truncate()
         digest = self._read(len(header.layer_ids), progress)
         complete(
@@ -263,6 +267,14 @@ class _Recovery:
             token_text=None if texts is None else texts[: self.committed],
             where=self.where,
         )
+
+    def _sweep(self) -> None:
+        """Remove what kills leave: half written files, and half of an array that was removed."""
+        for stray in self.folder.rglob("*.partial"):
+            stray.unlink()
+        for part in self.folder.iterdir():
+            if part.is_dir() and not (part / "zarr.json").exists():
+                shutil.rmtree(part)
 
     def _open(self) -> dict[str, ZarrArray]:
         arrays: dict[str, ZarrArray] = {}
