@@ -151,7 +151,8 @@ def look(folder: Path, whole: Trace, old: Trace | None, outcome: Outcome) -> Non
     if target.exists():
         found = open_trace(target).digest
         assert found == whole.digest or (old is not None and found == old.digest)
-        outcome.left["whole"] += found == whole.digest
+        if found == whole.digest:
+            outcome.left["whole"] += 1
     if outcome.left.total() == before:
         outcome.left["before there was a draft"] += 1
 
