@@ -119,13 +119,20 @@ def commands() -> str:
     """What `--help` prints for each command, 80 columns wide."""
     command = typer.main.get_command(app)
     parts = [_help(command, [])]
-    parts += [_help(command, [name]) for name in command_names()]
+    parts += [_help(command, name.split()) for name in command_names()]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
 def command_names() -> list[str]:
-    """The commands, in the order of `kvsim --help`."""
-    return [info.name or info.callback.__name__ for info in app.registered_commands]
+    """The commands, in the order of `kvsim --help`; `trace recover` is one of `trace`."""
+    names = _names(app)
+    for group in app.registered_groups:
+        names += [group.name, *(f"{group.name} {name}" for name in _names(group.typer_instance))]
+    return names
+
+
+def _names(part: typer.Typer) -> list[str]:
+    return [info.name or info.callback.__name__ for info in part.registered_commands]
 
 
 def _help(command: Any, path: list[str]) -> str:

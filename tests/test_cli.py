@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -1116,21 +1118,38 @@ def test_reader_that_stops(trace):
     assert err == ""
 
 
-def test_interrupted_capture_leaves_nothing(tmp_path):
-    """SIGINT while the model writes: status 130, one line, and no part of a trace."""
-    sample = prompts(1, task="walk")[0]
+def committed(folder):
+    """How many tokens a capture into the folder has committed so far."""
+    with suppress(OSError, StopIteration, ValueError, KeyError):
+        root = next(folder.glob(".t.zarr.*/zarr.json"))
+        return json.loads(root.read_text())["attributes"]["committed_tokens"]
+    return 0
+
+
+def test_interrupted_capture_keeps_what_is_committed(tmp_path):
+    """SIGINT while the model writes: status 130, one line, no trace, and how to recover it."""
+    sample = prompts(1, task="walk", level=5)[0]
     out = tmp_path / "t.zarr"
     process = kvsim_process("capture", "--model", "tiny", "--prompt", sample.prompt, "--out", out)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".t.zarr.*/q/c")) and time.monotonic() < deadline:
+    while committed(tmp_path) < 512 and time.monotonic() < deadline:
         assert process.poll() is None
-        time.sleep(0.02)
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     stdout, err = process.communicate(timeout=60)
 
     assert (process.returncode, stdout) == (130, "")
-    assert one_line(err) == "interrupted, no trace was written"
-    assert list(tmp_path.iterdir()) == []
+    (draft,) = tmp_path.iterdir()
+    assert draft.name.startswith(".t.zarr.tmp-")
+    tokens = committed(tmp_path)
+    said = rf"interrupted, no trace was written; {tokens} of at most \d+ tokens are kept, `(.*)` .*"
+    command = re.fullmatch(said, one_line(err))[1]
+    assert command == f"kvsim trace recover {draft}"
+    recovered = kvsim_process(*command.split()[1:])
+    stdout, err = recovered.communicate(timeout=60)
+    assert (recovered.returncode, err) == (0, "")
+    assert stdout.startswith(f"{out}: {tokens} tokens")
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):

@@ -20,6 +20,7 @@ from kvsim.recorder import Prompt, capture, capture_many, load_model
 from kvsim.recorder.residual import Residual
 from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, verify
+from kvsim.store.publication import require_chunks
 from kvsim.tiny import tasks
 from kvsim.trace import Trace, open_trace
 
@@ -454,7 +455,7 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
         with pytest.raises(ValueError, match="a block of 5 positions, expected 256"):
             writer.append("residual", 0, bad[0, :5])
         with pytest.raises(TraceError, match="residual has 1 of 4 chunks"):
-            writer._require_chunks("residual")
+            require_chunks(writer._group, "residual", "a.zarr", "write it")
 
     path = make().save(tmp_path / "b.zarr")
     rewrite(path, lambda values: values.__setitem__((1, 270, 3), np.nan))

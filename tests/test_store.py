@@ -18,8 +18,9 @@ import zarr
 from kvsim.attention import Rope
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
-from kvsim.store import TraceWriter, describe, verify
+from kvsim.store import TraceWriter, describe, find_drafts, publication, recover, verify
 from kvsim.store.layout import DIMENSIONS
+from kvsim.store.publication import require_chunks
 from kvsim.trace import Trace, open_trace
 
 N = 300
@@ -261,26 +262,29 @@ def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
 
 
 def test_a_race_for_the_path_loses_nothing(tmp_path, monkeypatch):
-    """If something appears at the path while a trace is written, it stays."""
+    """If something appears at the path while a trace is written, both stay."""
     path = tmp_path / "a.zarr"
-    sync = TraceWriter._rename
+    rename = publication._rename
 
-    def meanwhile(self):
+    def meanwhile(folder, target, **options):
         path.mkdir()
         (path / "mine.txt").write_text("mine")
-        sync(self)
+        rename(folder, target, **options)
 
-    monkeypatch.setattr(TraceWriter, "_rename", meanwhile)
+    monkeypatch.setattr(publication, "_rename", meanwhile)
 
-    with pytest.raises(TraceExistsError):
+    with pytest.raises(TraceExistsError, match=r"the complete trace is kept.*--out OTHER"):
         make().save(path)
 
+    monkeypatch.undo()
+    (draft,) = find_drafts(tmp_path)
     assert (path / "mine.txt").read_text() == "mine"
-    assert list(tmp_path.iterdir()) == [path]
+    assert verify(recover(draft.path, out=tmp_path / "b.zarr")).ok
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "b.zarr"]
 
 
 def test_a_failed_rename_puts_the_old_trace_back(stored, monkeypatch):
-    """If the new trace cannot be renamed in, the old one is back at its place."""
+    """If the new trace cannot be renamed in, the old one is back at its place; both are whole."""
     rename = Path.rename
 
     def fail_for_new(self, target):
@@ -293,7 +297,9 @@ def test_a_failed_rename_puts_the_old_trace_back(stored, monkeypatch):
     with pytest.raises(TraceError, match=r"cannot be written.*disk gone"):
         make(prompt_len=20).save(stored, overwrite=True)
 
+    monkeypatch.undo()
     assert open_trace(stored).prompt_len == 10
+    assert open_trace(recover(stored, overwrite=True)).prompt_len == 20
     assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
 
 
@@ -384,11 +390,16 @@ def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     """After a kill the path is free and what remains is hidden, incomplete and refused."""
     program = """
 import sys, time, torch
+from kvsim.attention import Formula
 from pathlib import Path
+from kvsim import Rope
 from kvsim.store import TraceWriter
+from kvsim.store.header import Header
 shapes = {"q": (1, 2, 512, 8), "k": (1, 1, 512, 8), "v": (1, 1, 512, 8)}
 writer = TraceWriter(Path(sys.argv[1]), shapes=shapes, layer_ids=[0],
                      source_dtypes=dict.fromkeys(shapes, "float32"))
+writer.begin(Header(prompt_len=1, formulas=(Formula(1.0),), ropes=(Rope.default(8),),
+                    layer_ids=(0,)))
 for name, shape in shapes.items():
     writer.append(name, 0, torch.ones(shape[1], 256, 8))
 print("written", flush=True)
@@ -468,7 +479,7 @@ def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
             writer.write_o_proj(1, torch.full((2, 8, 20), torch.nan))
         writer.write_o_proj(0, torch.ones(2, 8, 20))
         with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
-            writer._require_chunks("o_proj")
+            require_chunks(writer._group, "o_proj", "a.zarr", "write it")
 
 
 def test_an_output_folder_that_cannot_be(tmp_path):
@@ -480,17 +491,20 @@ def test_an_output_folder_that_cannot_be(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
-    """A write that the disk refuses is a TraceError, and nothing is left."""
+    """A write that the disk refuses is a TraceError; a trace that is complete can be recovered."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvsim.store.writer._sync", full)
+    monkeypatch.setattr(publication, "sync", full)
 
     with pytest.raises(TraceError, match=r"cannot be written \(No space left on device\)"):
         make().save(tmp_path / "a.zarr")
 
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "a.zarr").exists()
+    monkeypatch.undo()
+    assert open_trace(recover(tmp_path / "a.zarr")).digest == make().digest
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
 
 
 # --- verification ---

@@ -4,6 +4,7 @@
     show        tables, JSON and progress
     prompting   prompts
     recording   capture, info, verify
+    tracing     trace recover
     indexing    traces
     replaying   replay
     reporting   report
@@ -45,6 +46,7 @@ from kvsim.cli import (
     recording,
     replaying,
     reporting,
+    tracing,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
@@ -64,6 +66,7 @@ app.command()(recording.capture)
 app.command()(recording.info)
 app.command()(recording.verify)
 app.command()(indexing.traces)
+app.add_typer(tracing.app, name="trace")
 app.command()(replaying.replay)
 app.command()(reporting.report)
 app.command()(plotting.plot)

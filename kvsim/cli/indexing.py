@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,10 @@ from kvsim.schema import LABELS
 
 if TYPE_CHECKING:
     from kvsim.store.index import Entry
+
+
+#: Hidden folders by their state, in words.
+_STATES = {"writing": "being written", "unfinished": "unfinished", "replaced": "set aside"}
 
 
 def traces(
@@ -37,22 +42,16 @@ def traces(
     if as_json:
         echo_json({"folder": str(folder), "traces": [one.to_dict() for one in entries]})
         return
-    whole, broken, unfinished = (
-        [one for one in entries if one.state == state]
-        for state in ("whole", "broken", "unfinished")
-    )
+    whole, broken = ([one for one in entries if one.state == x] for x in ("whole", "broken"))
+    hidden = [one for one in entries if one not in (*whole, *broken)]
     if whole:
         _table(whole)
         typer.echo()
     for one in broken:
         echo_text(f"{one_line(one.path)}: cannot be opened, {one.reason}")
-    for one in unfinished:
-        recover = f"kvsim trace recover {one_line(str(folder / one.path))}"
-        echo_text(
-            f"{one_line(one.path)}: unfinished, {one.tokens} tokens are on disk; unless a capture "
-            f"is writing it now, {recover if one.tokens else 'nothing is lost with it'}"
-        )
-    echo_text(_totals(whole, len(broken), len(unfinished), str(folder)))
+    for one in hidden:
+        echo_text(f"{one_line(one.path)}: {_hidden(one, folder)}")
+    echo_text(_totals(whole, len(broken), hidden, str(folder)))
 
 
 def _table(entries: Sequence[Entry]) -> None:
@@ -75,6 +74,18 @@ def _table(entries: Sequence[Entry]) -> None:
     echo_table(headers, rows, right=len(used) + 4)
 
 
+def _hidden(one: Entry, folder: Path) -> str:
+    """What a hidden folder is, and what to do with it."""
+    if one.state == "writing":
+        return f"a capture is writing it, {one.tokens} tokens so far"
+    recover = f"kvsim trace recover {one_line(shlex.quote(str(folder / one.path)))}"
+    if one.state == "replaced":
+        return f"was set aside for another trace; {recover} puts it back"
+    if not one.tokens:
+        return "unfinished, without a token; nothing is lost with it"
+    return f"unfinished, {one.tokens} tokens are on disk; {recover}"
+
+
 def _layers(one: Entry) -> str:
     """Stored layers, of how many where some are left out."""
     if one.layers is None:
@@ -83,9 +94,9 @@ def _layers(one: Entry) -> str:
     return f"{one.layers} of {one.model_layers}" if some else str(one.layers)
 
 
-def _totals(whole: Sequence[Entry], broken: int, unfinished: int, folder: str) -> str:
-    count = "1 trace" if len(whole) == 1 else f"{len(whole)} traces"
-    said = [f"{count if whole else 'no trace'} in {folder}"]
+def _totals(whole: Sequence[Entry], broken: int, hidden: Sequence[Entry], folder: str) -> str:
+    traces = "1 trace" if len(whole) == 1 else f"{len(whole)} traces"
+    said = [f"{traces if whole else 'no trace'} in {folder}"]
     if whole:
         said.append(f"{sum(one.tokens or 0 for one in whole)} tokens")
         said.append(f"{sum(one.bytes for one in whole) / 1e6:.1f} MB")
@@ -94,6 +105,8 @@ def _totals(whole: Sequence[Entry], broken: int, unfinished: int, folder: str) -
         said.append(f"{checked.count('right')} of {len(checked)} answers right")
     if broken:
         said.append(f"{broken} cannot be opened")
-    if unfinished:
-        said.append(f"{unfinished} unfinished")
+    for state in ("writing", "unfinished", "replaced"):
+        count = sum(one.state == state for one in hidden)
+        if count:
+            said.append(f"{count} {_STATES[state]}")
     return ", ".join(said)

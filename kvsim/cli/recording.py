@@ -138,8 +138,8 @@ def capture(
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
-    Several prompts make one trace each. An interrupt keeps those that are complete, and --resume
-    records the others.
+    Several prompts make one trace each. An interrupt keeps those that are complete, and of the one
+    at hand what `kvsim trace recover` makes a trace of; --resume records the others.
     """
     if (prompt is None) == (prompts is None):
         raise OptionError(_which_prompt(model, both=prompt is not None))
@@ -150,7 +150,7 @@ def capture(
     from kvsim.recorder import Options, Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
-    from kvsim.store import check_target
+    from kvsim.store import check_target, check_writable
 
     options: Keywords = {
         "max_new_tokens": max_new_tokens,
@@ -178,7 +178,7 @@ def capture(
     for path in paths:
         if not (resume and path.exists()):
             check_target(path, overwrite=overwrite)
-    _check_folder(paths[0].parent)
+    check_writable(paths[0].parent)
     if device_map is None:
         device = parse_device(device or "cpu")
     quiet_transformers()
@@ -198,8 +198,9 @@ def capture(
             traces = [record(decoder, tokenizer, one.content, out=out, **said, **options)]
         else:
             traces = capture_many(decoder, tokenizer, wanted, out, **options)
-    except KeyboardInterrupt:
-        raise Stop(_interrupted(before, resume=resume), 130) from None
+    except KeyboardInterrupt as interrupt:
+        drafts = getattr(interrupt, "__notes__", [])  # what the writer says of its draft
+        raise Stop("; ".join([_interrupted(before, resume=resume), *drafts]), 130) from None
     kept = {path for path, old in before.items() if old is not None and _identity(path) == old}
     _report(traces, kept, as_json=as_json)
 
@@ -213,13 +214,6 @@ def _which_prompt(model: str, *, both: bool) -> str:
         else ""
     )
     return f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{hint}"
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise OptionError where no folder can be made."""
-    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-    if not nearest.is_dir():
-        raise OptionError(f"{nearest} is a file; expected a folder to write to, give another --out")
 
 
 def _identity(path: Path) -> int | None:
@@ -275,7 +269,8 @@ def _is_cut(facts: Mapping[str, Any]) -> bool:
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     prompt, total = facts["prompt_len"], facts["tokens"]
-    end = ", cut by the context" if facts["generation"].get("stopped") == "context" else ""
+    ends = {"context": ", cut by the context", "interrupted": ", interrupted"}
+    end = ends.get(str(facts["generation"].get("stopped")), "")
     if _is_cut(facts):
         end = ", cut by --max-new-tokens"
     return f"{total} tokens (prompt {prompt}, response {total - prompt}{end})"

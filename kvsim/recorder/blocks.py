@@ -116,6 +116,8 @@ class BlockRecorder:
             been checked.
         read_ropes: gives the rotary embeddings that are in effect.
         store_dtype: ``float16`` where the sink stores less than the model's precision.
+        begin: called with the number of each layer when its first call has been checked, before its
+            first block is handed on.
         rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
             rounding grows with the logits, and with it the error that is allowed.
 
@@ -129,11 +131,12 @@ class BlockRecorder:
         open_sink: Callable[[KernelCall], Sink],
         read_ropes: Callable[[], Sequence[Rope]],
         *,
+        begin: Callable[[int], None],
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
     ) -> None:
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
-        self.rounds_logits = rounds_logits
+        self.begin, self.rounds_logits = begin, rounds_logits
         self.sink: Sink | None = None
         self.layers: dict[int, _Layer] = {}
         self.last: int | None = None
@@ -151,6 +154,7 @@ class BlockRecorder:
         layer = self.layers.get(call.layer)
         if layer is None:
             layer = self._first(call)
+            self.begin(call.layer)
         if call.start != layer.start + layer.filled:
             raise CaptureError(
                 f"layer {call.layer} holds {call.start} earlier entries, expected "
@@ -177,13 +181,8 @@ class BlockRecorder:
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
-        """What each layer computed; a window that hid nothing is none."""
-        found = []
-        for _, layer in sorted(self.layers.items()):
-            window = layer.formula.window
-            hides = window is not None and window < layer.start + layer.filled
-            found.append(layer.formula if hides else replace(layer.formula, window=None))
-        return tuple(found)
+        """What each layer computes."""
+        return tuple(layer.formula for _, layer in sorted(self.layers.items()))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -47,7 +47,8 @@ from kvsim.recorder.resuming import differences
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
-from kvsim.store.writer import TraceWriter, check_target
+from kvsim.store.publication import check_target, check_writable
+from kvsim.store.writer import TraceWriter
 from kvsim.trace import Trace, open_trace
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
@@ -98,6 +99,7 @@ def capture(
     check_output(options, stored=out is not None)
     if out is not None:
         _check_target(Path(out), options)
+        check_writable(Path(out).parent)
     known = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     encoded = _encode(model, tokenizer, prompt, options)
@@ -125,6 +127,7 @@ def capture_many(
     paths = [folder / file_name(prompt.id) for prompt in prompts]
     for path in paths:
         _check_target(path, options)
+    check_writable(folder)
     labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
     model, tokenizer = _resolve(model, tokenizer)
     jobs = []
@@ -247,10 +250,24 @@ class _Capture:
                 writer = stack.enter_context(self._writer(call))
                 return _Placed(writer, self.layer_ids)
 
+            def keep(ids: list[int]) -> None:
+                if writer is not None:
+                    writer.add_tokens(ids, token_strings(ids, self.tokenizer))
+
+            def so_far(header: Header) -> Header:
+                meta = {**header.meta, **_check(recorder)}
+                return replace(header, formulas=recorder.formulas, ropes=recorder.ropes, meta=meta)
+
+            def begin(layer: int) -> None:
+                if writer is not None and layer == self.layer_ids[-1]:
+                    writer.begin(self._header(recorder), so_far)
+                    keep(self.encoded.ids)
+
             narrow = torch.float16 if self.options.store_dtype else None
             recorder = BlockRecorder(
                 open_sink,
                 lambda: read_ropes(self.model),
+                begin=begin,
                 store_dtype=narrow,
                 rounds_logits=kernel_name(self.model) == "eager",
             )
@@ -275,13 +292,15 @@ class _Capture:
                     seed=self.options.seed,
                     stop=stop_tokens(self.model, self.tokenizer),
                     completed=self.stop.completed,
+                    chosen=lambda token: keep([token]),
                     before_last=recorder.finish_at,
                     progress=report,
                 )
-            header = self._header(recorder, tokens, ended=ended)
+            header = self._ended(self._header(recorder), recorder, tokens, ended=ended)
             texts = token_strings(tokens, self.tokenizer)
             if writer is None:
                 return self._in_memory(recorder, header, tokens, texts)
+            writer.begin(header)
             if self.options.attention:
                 self._write_attention(writer, header, len(tokens))
             for place, blocks in enumerate(self._o_proj()):
@@ -330,51 +349,58 @@ class _Capture:
             overwrite=self.options.overwrite,
         )
 
-    def _header(self, recorder: BlockRecorder, tokens: list[int], *, ended: Ended | None) -> Header:
+    def _header(self, recorder: BlockRecorder) -> Header:
+        """What is known once every layer has been called: everything but how it ends."""
         if len(recorder.errors) != len(self.layer_ids):
             raise CaptureError(
                 f"{len(recorder.errors)} of {len(self.layer_ids)} layers called the attention "
                 "kernel of transformers' table, expected all; this model cannot be recorded"
             )
-        prompt_len = len(self.encoded.ids)
-        response = None
-        if self.tokenizer is not None:
-            response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
-        cut = self.new_tokens < self.options.max_new_tokens
         meta = {
             "model": describe_model(self.model),
             "versions": versions(),
-            "text": {
-                "prompt": self.encoded.text,
-                "messages": self.encoded.messages,
-                "response": response,
-            },
+            "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": {
                 "temperature": self.options.temperature,
                 "seed": self.options.seed,
                 "max_new_tokens": self.options.max_new_tokens,
-                "new_tokens": len(tokens) - prompt_len,
                 "stop": list(self.options.stops),
-                "stopped": ended or ("context" if cut else "length"),
             },
             "labels": dict(self.labels),
-            "answer_check": check_answer(
-                self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
-            ),
-            "capture_check": {
-                "max_relative_error": recorder.errors,
-                "tolerance": recorder.allowed,
-            },
             "notes": self.notes,
         }
         return Header(
-            prompt_len=prompt_len,
+            prompt_len=len(self.encoded.ids),
             formulas=recorder.formulas,
             ropes=recorder.ropes,
             layer_ids=self.layer_ids,
             name=self.name,
             meta=meta,
         )
+
+    def _ended(
+        self, header: Header, recorder: BlockRecorder, tokens: list[int], *, ended: Ended | None
+    ) -> Header:
+        """The header with what the response was, and how well everything fits."""
+        prompt_len = header.prompt_len
+        response = None
+        if self.tokenizer is not None:
+            response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
+        cut = self.new_tokens < self.options.max_new_tokens
+        meta = {
+            **header.meta,
+            "text": {**header.meta["text"], "response": response},
+            "generation": {
+                **header.meta["generation"],
+                "new_tokens": len(tokens) - prompt_len,
+                "stopped": ended or ("context" if cut else "length"),
+            },
+            "answer_check": check_answer(
+                self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
+            ),
+            **_check(recorder),
+        }
+        return replace(header.within(len(tokens)), meta=meta)
 
     def _in_memory(
         self, recorder: BlockRecorder, header: Header, tokens: list[int], texts: list[str] | None
@@ -439,6 +465,12 @@ class _Placed:
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions."""
         self.writer.set_length(n_pos)
+
+
+def _check(recorder: BlockRecorder) -> dict[str, Any]:
+    """How far what was recorded by now differs from what the model computed, as in `meta`."""
+    check = {"max_relative_error": recorder.errors, "tolerance": recorder.allowed}
+    return {"capture_check": check}
 
 
 def _silent(done: int, total: int) -> None:

@@ -26,6 +26,7 @@ def generate(
     seed: int,
     stop: frozenset[int],
     completed: Callable[[Sequence[int], int], bool],
+    chosen: Callable[[int], None],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], Ended | None]:
@@ -41,6 +42,7 @@ def generate(
         seed: of the draws.
         stop: tokens that end the response; they belong to it.
         completed: given the tokens so far and where the response begins, whether it ends here.
+        chosen: called with each token of the response before it goes through the model.
         before_last: called with the final length before the last forward.
         progress: called with (tokens done, most tokens there can be) after every forward.
     """
@@ -69,6 +71,7 @@ def generate(
             logits = model(inputs, **options).logits[0, -1]
             progress(len(tokens), total)
             tokens.append(_choose(logits, temperature, generator))
+            chosen(tokens[-1])
             inputs = torch.tensor([tokens[-1:]], device=device)
 
 

@@ -1,6 +1,18 @@
 """Traces on disk: zarr groups in the format of `docs/trace-format.md`."""
 
+from kvsim.store.publication import check_target, check_writable
+from kvsim.store.recovery import Draft, find_drafts, recover
 from kvsim.store.verification import Verification, describe, verify
-from kvsim.store.writer import TraceWriter, check_target
+from kvsim.store.writer import TraceWriter
 
-__all__ = ["TraceWriter", "Verification", "check_target", "describe", "verify"]
+__all__ = [
+    "Draft",
+    "TraceWriter",
+    "Verification",
+    "check_target",
+    "check_writable",
+    "describe",
+    "find_drafts",
+    "recover",
+    "verify",
+]

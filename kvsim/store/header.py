@@ -12,7 +12,7 @@ import math
 import operator
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,14 @@ class Header:
     def version(self) -> int:
         """The oldest format version whose readers understand this header."""
         return 1 if self.alike else FORMAT_VERSION
+
+    def within(self, n_pos: int) -> Header:
+        """The header of so many positions: a window that hides nothing from them is none."""
+        formulas = (
+            replace(formula, window=None) if (formula.window or 0) >= n_pos else formula
+            for formula in self.formulas
+        )
+        return replace(self, formulas=tuple(formulas))
 
     def attributes(self) -> dict[str, Any]:
         """The header as attributes of the zarr group, in the format of its `version`."""

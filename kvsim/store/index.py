@@ -13,7 +13,8 @@ from kvsim.errors import TraceError
 from kvsim.schema import FORMAT_VERSION
 from kvsim.store.header import labels_of
 from kvsim.store.layout import read_json
-from kvsim.store.listing import find_drafts, find_traces
+from kvsim.store.listing import find_folders, find_traces
+from kvsim.store.recovery import Draft, find_drafts
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Entry:
     Attributes:
         path: below the folder that was looked at.
         state: `whole` as far as its metadata tells (`kvsim verify` reads the rest), `broken` if it
-            cannot be opened, `unfinished` for the hidden folder of a trace on its way.
+            cannot be opened; of hidden folders, `writing` for a trace on its way, `unfinished` for
+            one that nobody writes any more, `replaced` for one that was set aside for another.
         reason: why it cannot be opened, in few words.
         bytes: on disk.
         tokens: prompt and response; of an unfinished one, those that are safe on disk.
@@ -37,7 +39,7 @@ class Entry:
     """
 
     path: str
-    state: Literal["whole", "broken", "unfinished"]
+    state: Literal["whole", "broken", "writing", "unfinished", "replaced"]
     bytes: int
     reason: str = ""
     tokens: int | None = None
@@ -61,7 +63,8 @@ def index(folder: str | Path) -> list[Entry]:
     """
     root = Path(folder)
     found = [_trace(name, path) for name, path in find_traces(root).items()]
-    found += [_draft(name, path) for name, path in find_drafts(root).items()]
+    drafts = (draft for folder in find_folders(root) for draft in find_drafts(folder))
+    found += [_draft(draft, draft.path.relative_to(root).as_posix()) for draft in drafts]
     return sorted(found, key=lambda one: one.path)
 
 
@@ -115,14 +118,13 @@ def _answer(check: Mapping[str, Any]) -> Literal["right", "wrong", "none"] | Non
     return "right" if check["right"] else "wrong"
 
 
-def _draft(name: str, path: Path) -> Entry:
-    try:
-        attributes = _entry(read_json(path / "zarr.json", name), "attributes")
-    except TraceError:  # its first file is not there yet
-        attributes = {}
-    return Entry(
-        name, "unfinished", _bytes(path), tokens=_number(attributes.get("committed_tokens")) or 0
-    )
+def _draft(draft: Draft, name: str) -> Entry:
+    state: Literal["replaced", "unfinished", "writing"] = "unfinished"
+    if draft.writing:
+        state = "writing"
+    elif draft.kind == "old":
+        state = "replaced"
+    return Entry(name, state, _bytes(draft.path), tokens=draft.tokens)
 
 
 def _layers(root: Mapping[str, Any], path: Path) -> int | None:

@@ -18,14 +18,9 @@ def find_traces(root: Path) -> dict[str, Path]:
     return _named(root, (path for path in _walk(root, DEPTH) if path.suffix == ".zarr"))
 
 
-def find_drafts(root: Path) -> dict[str, Path]:
-    """Hidden folders of traces on their way to a place below `root`, by their relative path.
-
-    A capture that was killed leaves one; another may be at work in it.
-    """
-    folders = [root, *(path for path in _walk(root, DEPTH - 1) if not _is_whole(path))]
-    drafts = (path for folder in folders for path in sorted(folder.glob(".*.zarr.tmp-*")))
-    return _named(root, (path for path in drafts if path.is_dir()))
+def find_folders(root: Path) -> list[Path]:
+    """`root` and the folders below it in which traces may lie."""
+    return [root, *(path for path in _walk(root, DEPTH - 1) if not _is_whole(path))]
 
 
 def find_runs(root: Path) -> dict[str, Path]:

@@ -205,7 +205,7 @@ def _root_attributes(path: Path) -> dict[str, Any]:
     if attributes.get("complete") is not True:
         raise TraceError(
             f"{where} is incomplete ({attributes.get('committed_tokens', 0)} tokens were written), "
-            "expected a finished trace; record it again"
+            "expected a finished trace; `kvsim trace recover` makes one of what was written"
         )
     if not isinstance(attributes.get("digest"), str):
         raise TraceError(f"{where} has no digest, expected one; record it again")

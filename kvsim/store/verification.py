@@ -257,7 +257,10 @@ def describe(path: str | Path) -> dict[str, Any]:
         "qheads": n_qheads,
         "heads": stored.shapes["k"][1],
         "dim": dim,
-        "attention": [asdict(formula) for formula in dict.fromkeys(stored.header.formulas)],
+        "attention": [
+            {**asdict(formula), "sinks": list(formula.sinks)}
+            for formula in dict.fromkeys(stored.header.formulas)
+        ],
         "arrays": {
             name: {
                 "shape": list(array.shape),

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,35 +14,29 @@ import torch
 import zarr
 from torch import Tensor
 
-from kvsim.errors import TraceError, TraceExistsError
+from kvsim.errors import KvsimError, TraceError
 from kvsim.interrupts import unbroken
 from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.checks import check_finite, stored_dtype
+from kvsim.store.draft import TokenFile, hidden, recover_command
 from kvsim.store.header import ContentDigest, Header
-from kvsim.store.layout import (
-    DENSE,
-    ZarrArray,
-    consolidation_allowed,
-    create_array,
-    pos_axis,
-    read_json,
-)
+from kvsim.store.layout import DENSE, ZarrArray, create_array, pos_axis
+from kvsim.store.publication import check_target, complete, put
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
 
-# Arrays that are not appended position by position, but written when everything else is there.
-_LATE = (*DENSE, "o_proj")
-
-# What renaming onto something that is there fails with.
-_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+#: Arrays that are not appended position by position, but written when everything else is there.
+LATE = (*DENSE, "o_proj")
 
 
 class TraceWriter:
     """A trace on its way to `path`.
 
-    Use it as a context manager; leaving it without `publish` removes what was written. Nothing is
-    at `path`, or what was there before is, until `publish` returns.
+    Use it as a context manager. Nothing is at `path`, or what was there before is, until `publish`
+    returns. Leaving it without `publish` removes what was written, with these exceptions: a draft
+    that is complete stays, and one with committed tokens stays after an interrupt, a full disk or
+    any error that is not of kvsim. `kvsim.store.recover` makes a trace of what stays.
 
     Args:
         path: where the trace will be.
@@ -75,11 +65,15 @@ class TraceWriter:
         check_target(path, overwrite=overwrite)
         self.path, self.overwrite = path, overwrite
         self.layer_ids = tuple(layer_ids)
-        self.folder = path.parent / _hidden(path, "tmp")
+        self.folder = hidden(path, "tmp")
         self._digest = ContentDigest()
         self._arrays: dict[str, ZarrArray] = {}
         self._next: dict[str, list[int]] = {}
+        self._file: TokenFile | None = None
+        self._header: Header | None = None
+        self._so_far: Callable[[Header], Header] | None = None
         self._committed = 0
+        self._complete = self._refused = False
         try:
             self._write(lambda: self._create(shapes, source_dtypes, store_dtype))
         except BaseException:  # an interrupt here comes before there is an __exit__ to clean up
@@ -93,7 +87,8 @@ class TraceWriter:
         store_dtype: str | None,
     ) -> None:
         """The hidden folder with its empty arrays."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True)
+        self._file = TokenFile(self.folder, wait=True)
         self._group = zarr.create_group(self.folder, zarr_format=3)
         self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         for name, shape in shapes.items():
@@ -116,11 +111,45 @@ class TraceWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._discard()
+        # what kvsim says itself, but for a full disk, is about the model or the numbers
+        usable = error is not None and (self._refused or not isinstance(error, KvsimError))
+        if not self._complete and not (usable and self._committed):
+            self._discard()
+            return
+        if self._file is not None:
+            self._file.close()
+        if error is not None and not isinstance(error, KvsimError) and self.folder.exists():
+            error.add_note(self._kept())
 
     def _discard(self) -> None:
-        if self.folder.exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._file is not None:
+            self._file.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def begin(self, header: Header, so_far: Callable[[Header], Header] | None = None) -> None:
+        """Write the header, so that what is committed from here on can be recovered.
+
+        Once more where more is known; `publish` has the last word.
+
+        header: what is known by now. so_far: what is known later, asked for whenever tokens are
+            committed.
+        """
+        self._header, self._so_far = header, so_far
+        self._write(lambda: self._set(**self._attributes()))
+
+    def add_tokens(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
+        """Keep the next tokens, and their texts if they have any, before they are committed."""
+        if self._file is None:
+            raise RuntimeError("no draft")
+        file = self._file
+        self._write(lambda: file.add(ids, texts))
+
+    def _attributes(self) -> dict[str, Any]:
+        """The header as it is now."""
+        if self._header is None:
+            raise RuntimeError("not begun")
+        header = self._header if self._so_far is None else self._so_far(self._header)
+        return header.attributes()
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which `name` is stored."""
@@ -141,7 +170,7 @@ class TraceWriter:
                 for axis, length in zip(AXES[name], array.shape, strict=True)
             ]
             if tuple(shape) != array.shape:
-                array.resize(tuple(shape))
+                self._write(partial(array.resize, tuple(shape)))
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
@@ -177,11 +206,13 @@ class TraceWriter:
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
 
     def _commit(self) -> None:
+        if self._header is None:  # without one nothing can be recovered
+            return
         written = self._next.items()
-        committed = min(min(ends) for name, ends in written if name not in _LATE)
+        committed = min(min(ends) for name, ends in written if name not in LATE)
         if committed > self._committed:
+            self._set(**self._attributes(), committed_tokens=committed)
             self._committed = committed
-            self._set(committed_tokens=committed)
 
     def write_o_proj(self, layer: int, weights: Tensor) -> None:
         """Store the output projection of one layer: weights [qhead, dim, hidden].
@@ -219,7 +250,7 @@ class TraceWriter:
 
         Raises:
             TraceError: a chunk is missing.
-            TraceExistsError: something has come to be at `path` meanwhile.
+            TraceExistsError: something has come to be at `path` meanwhile; the draft is kept.
         """
         self._write(lambda: self._publish(header, tokens, token_text))
         return self.path
@@ -230,35 +261,22 @@ class TraceWriter:
         tokens: np.ndarray[Any, Any] | None,
         token_text: Sequence[str] | None,
     ) -> None:
-        if tokens is not None:
-            ids = tokens.astype(np.int32)
-            self._whole("tokens", ids, "int32")
-            self._digest.update_all("tokens", 0, ids, axis=0)
-        if token_text is not None:
-            _check_text(token_text, str(self.path))
-            self._whole("token_text", np.array(list(token_text), dtype=object), "string")
-        for name in sorted(self._group.array_keys()):
-            self._require_chunks(name)
-        shapes = {name: tuple(array.shape) for name, array in self._arrays.items()}
-        if tokens is not None:
-            shapes["tokens"] = tuple(tokens.shape)
-        n_pos = self.n_pos
-        n_layers, n_qheads, _, dim = shapes["q"]
-        header.check(
-            n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=str(self.path)
+        complete(
+            self._group,
+            self._arrays,
+            header,
+            self._digest,
+            tokens=tokens,
+            token_text=token_text,
+            where=str(self.path),
         )
-        self._set(
-            **header.attributes(),
-            n_tokens=n_pos,
-            committed_tokens=n_pos,
-            checksums=self._digest.checksums(),
-            digest=self._digest.total(header, shapes),
-            complete=True,
-        )
-        with consolidation_allowed():
-            zarr.consolidate_metadata(self._group.store)
-        _sync_tree(self.folder)
-        self._rename()
+        self._complete = True
+        try:
+            put(self._group, self.folder, self.path, file=self._file, overwrite=self.overwrite)
+        except TraceError as error:
+            if not self.folder.exists():
+                raise
+            raise type(error)(f"{error}; {self._kept('--out', 'OTHER')}") from error
 
     def _write(self, do: Callable[[], None]) -> None:
         """Write to the end, and turn what the disk has to say into one clear line."""
@@ -267,56 +285,25 @@ class TraceWriter:
         except TraceError:
             raise
         except OSError as error:
+            self._refused = True
+            kept = self._kept() or "nothing was kept"
             raise TraceError(
-                f"{self.path} cannot be written ({error.strerror or error}), nothing was "
-                "published; free some space or give another output path"
+                f"{self.path} cannot be written ({error.strerror or error}), {kept}; "
+                "free some space or give another output path"
             ) from error
 
-    def _whole(self, name: str, values: np.ndarray[Any, Any], dtype: str) -> None:
-        array = create_array(self._group, name, values.shape, dtype, None)
-        array[:] = values
-
-    def _require_chunks(self, name: str) -> None:
-        array = self._group[name]
-        if isinstance(array, zarr.Array) and array.nchunks_initialized != array.nchunks:
-            raise TraceError(
-                f"{self.path}: {name} has {array.nchunks_initialized} of {array.nchunks} chunks; "
-                "nothing was published, write the missing blocks first"
-            )
+    def _kept(self, *options: str) -> str:
+        """What of the trace can be recovered, and how; empty for nothing."""
+        command = recover_command(self.folder, *options)
+        if self._complete:
+            return f"the complete trace is kept, `{command}` puts it in its place"
+        if self._committed:
+            count = f"{self._committed} of at most {self.n_pos} tokens"
+            return f"{count} are kept, `{command}` makes a trace of them"
+        return ""
 
     def _set(self, **attributes: Any) -> None:
         self._group.update_attributes(attributes)
-
-    def _rename(self) -> None:
-        check_target(self.path, overwrite=self.overwrite)
-        aside = self.path.parent / _hidden(self.path, "old")
-        replaced = self.path.exists()
-        if replaced:
-            self.path.rename(aside)
-        try:
-            # onto a folder that is not empty this fails, so a race cannot lose anything either
-            self.folder.rename(self.path)
-        except BaseException as error:
-            if replaced:
-                aside.rename(self.path)
-            if isinstance(error, OSError) and error.errno in _TAKEN:
-                raise TraceExistsError(_exists(self.path)) from error
-            raise
-        _sync(self.path.parent)
-        if replaced:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _check_text(texts: Sequence[str], where: str) -> None:
-    """Raise TraceError for a text that UTF-8 cannot hold."""
-    for place, text in enumerate(texts):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TraceError(
-                f"{where}: the text of token {place} is {text!a}, half of a character; expected "
-                "text that UTF-8 can hold, nothing was published"
-            ) from error
 
 
 def write_trace(
@@ -344,50 +331,3 @@ def write_trace(
                     writer.append(name, layer, block)
         tokens = read("tokens", 0).numpy() if "tokens" in shapes else None
         return writer.publish(header, tokens=tokens, token_text=token_text)
-
-
-def check_target(path: Path, *, overwrite: bool) -> None:
-    """Raise TraceExistsError unless a trace may be written to `path`."""
-    if not (path.exists() or path.is_symlink()):
-        return
-    if not overwrite:
-        raise TraceExistsError(_exists(path))
-    marked = False
-    if path.is_dir() and not path.is_symlink():
-        with contextlib.suppress(TraceError, AttributeError):
-            root = read_json(path / "zarr.json", str(path))
-            marked = "kvsim_format" in root.get("attributes", {})
-    if not marked:
-        raise TraceExistsError(
-            f"{path} exists and is no kvsim trace, expected a free path or a trace to overwrite; "
-            "give another path, or move away what is there"
-        )
-
-
-def _exists(path: Path) -> str:
-    return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
-
-
-def _hidden(path: Path, kind: str) -> str:
-    return f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _sync_tree(folder: Path) -> None:
-    folders: list[Path] = []
-    files: list[Path] = []
-    for root, _, names in os.walk(folder):
-        folders.append(Path(root))
-        files += [Path(root, name) for name in names]
-    # side by side, because each waits for the disk
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(_sync, files))
-        list(pool.map(_sync, folders))
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

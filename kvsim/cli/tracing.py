@@ -1,0 +1,57 @@
+"""`kvsim trace`: what can be done with a trace as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsim.cli.show import bar, echo_json, echo_text
+from kvsim.cli.values import Json, Stop
+
+app = typer.Typer(help="Recover traces that were interrupted.")
+
+
+@app.command()
+def recover(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="The trace that was to be written, or the hidden folder beside it."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to put the trace; default: where it was to be.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a trace that is there already.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace of what an interrupted capture has left.
+
+    It has the tokens that were written completely, 256 at a time, exactly as a whole capture would
+    have them.
+    """
+    from kvsim.store import describe
+    from kvsim.store import recover as make
+
+    try:
+        with bar("layers") as report:
+            made = make(
+                path,
+                out=out,
+                overwrite=overwrite,
+                progress=lambda done, total: report(done, total, str(path)),
+            )
+    except KeyboardInterrupt:
+        raise Stop("interrupted, the draft is kept; run the same command again", 130) from None
+    facts = describe(made)
+    if as_json:
+        echo_json({"trace": facts})
+        return
+    prompt, total = facts["prompt_len"], facts["tokens"]
+    echo_text(f"{made}: {total} tokens (prompt {prompt}, response {total - prompt})")
+    for note in facts["notes"]:
+        echo_text(f"  note: {note}")

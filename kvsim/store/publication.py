@@ -1,0 +1,226 @@
+"""The last steps of every trace: completed in its hidden folder, then put at its path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from kvsim.errors import TraceError, TraceExistsError
+from kvsim.store.draft import TOKENS, TokenFile, hidden
+from kvsim.store.header import ContentDigest, Header
+from kvsim.store.layout import (
+    DIMENSIONS,
+    ZarrArray,
+    consolidation_allowed,
+    create_array,
+    read_json,
+)
+
+# What renaming onto something that is there fails with.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+
+#: What is written to see whether a folder takes anything: as much as the smallest file takes.
+_PROBE = bytes(4096)
+
+
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """Raise TraceExistsError unless a trace may be written to `path`."""
+    if not (path.exists() or path.is_symlink()):
+        return
+    if not overwrite:
+        raise TraceExistsError(_exists(path))
+    marked = False
+    if path.is_dir() and not path.is_symlink():
+        with contextlib.suppress(TraceError, AttributeError):
+            root = read_json(path / "zarr.json", str(path))
+            marked = "kvsim_format" in root.get("attributes", {})
+    if not marked:
+        raise TraceExistsError(
+            f"{path} exists and is no kvsim trace, expected a free path or a trace to overwrite; "
+            "give another path, or move away what is there"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise TraceError where no trace can be written to `folder`, which need not be there yet.
+
+    A file is written to the nearest folder that is there, and is gone again: permissions alone do
+    not tell about disks that are full or mounted for reading only.
+    """
+    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    if not nearest.is_dir():
+        raise TraceError(
+            f"{nearest} is a file; expected a folder to write to, give another output path"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=nearest, prefix=".kvsim-") as probe:
+            probe.write(_PROBE)
+    except OSError as error:
+        raise TraceError(
+            f"{nearest} cannot be written to ({error.strerror or error}), expected a folder that "
+            "takes files; change that or give another output path"
+        ) from error
+
+
+def complete(
+    group: zarr.Group,
+    arrays: Mapping[str, ZarrArray],
+    header: Header,
+    digest: ContentDigest,
+    *,
+    tokens: np.ndarray[Any, Any] | None,
+    token_text: Sequence[str] | None,
+    where: str,
+) -> None:
+    """Write what is written last, after a look whether everything else is there.
+
+    Raises:
+        TraceError: a chunk is missing, the header does not fit, or a text is half of a character.
+    """
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    if tokens is not None:
+        ids = tokens.astype(np.int32)
+        _whole(group, "tokens", ids, "int32")
+        digest.update_all("tokens", 0, ids, axis=0)
+        shapes["tokens"] = tuple(ids.shape)
+    if token_text is not None:
+        _check_text(token_text, where)
+        _whole(group, "token_text", np.array(list(token_text), dtype=object), "string")
+    for name in sorted(DIMENSIONS):
+        if name in group:
+            require_chunks(group, name, where, "write the missing blocks first")
+    n_layers, n_qheads, n_pos, dim = shapes["q"]
+    header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
+    group.update_attributes(
+        {
+            **header.attributes(),
+            "n_tokens": n_pos,
+            "committed_tokens": n_pos,
+            "checksums": digest.checksums(),
+            "digest": digest.total(header, shapes),
+            "complete": True,
+        }
+    )
+
+
+def put(
+    group: zarr.Group, folder: Path, path: Path, *, file: TokenFile | None, overwrite: bool
+) -> None:
+    """Put the complete trace in `folder` at `path`, on disk and in one rename.
+
+    file: what it held as a draft, and is removed.
+
+    Raises:
+        TraceExistsError: something has come to be at `path`.
+        TraceError: it is there, but nobody knows whether it is on disk.
+        OSError: the disk refuses; the trace is where it was.
+    """
+    with consolidation_allowed():
+        # the file of a draft is none of zarr's, and stays locked until the end
+        warnings.filterwarnings("ignore", message=f"Object at {TOKENS} is not recognized")
+        zarr.consolidate_metadata(group.store)
+    _sync_tree(folder)
+    if file is not None:
+        file.remove()
+    _rename(folder, path, overwrite=overwrite)
+
+
+def require_chunks(group: zarr.Group, name: str, where: str, advice: str) -> None:
+    """Raise TraceError, which ends with `advice`, where a chunk of an array is missing."""
+    array = group[name]
+    if isinstance(array, zarr.Array) and array.nchunks_initialized != array.nchunks:
+        raise TraceError(
+            f"{where}: {name} has {array.nchunks_initialized} of {array.nchunks} chunks; "
+            f"nothing was published, {advice}"
+        )
+
+
+def _whole(group: zarr.Group, name: str, values: np.ndarray[Any, Any], dtype: str) -> None:
+    array = create_array(group, name, values.shape, dtype, None)
+    array[:] = values
+
+
+def _check_text(texts: Sequence[str], where: str) -> None:
+    """Raise TraceError for a text that UTF-8 cannot hold."""
+    for place, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TraceError(
+                f"{where}: the text of token {place} is {text!a}, half of a character; expected "
+                "text that UTF-8 can hold, nothing was published"
+            ) from error
+
+
+def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
+    """Rename `folder` to `path`; a trace that is there is set aside before and removed after."""
+    check_target(path, overwrite=overwrite)
+    aside = hidden(path, "old")
+    replaced = path.exists()
+    if replaced:
+        path.rename(aside)
+    try:
+        # onto a folder that is not empty this fails, so a race cannot lose anything either
+        folder.rename(path)
+    except BaseException as error:
+        if replaced:
+            _put_back(aside, path)
+        if isinstance(error, OSError) and error.errno in _TAKEN:
+            raise TraceExistsError(_exists(path)) from error
+        raise
+    try:
+        sync(path.parent)
+    except OSError as error:
+        kept = f", and the trace that it replaced is {aside}" if replaced else ""
+        raise TraceError(
+            f"{path} is written, but the system did not say that it is on disk "
+            f"({error.strerror or error}){kept}; look with `kvsim verify`"
+        ) from error
+    if replaced:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put_back(aside: Path, path: Path) -> None:
+    try:
+        aside.rename(path)
+    except OSError as error:
+        raise TraceError(
+            f"{path} cannot be put back ({error.strerror or error}), the trace that was there is "
+            f"{aside}; rename it when {path} is free"
+        ) from error
+
+
+def _exists(path: Path) -> str:
+    return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
+
+
+def _sync_tree(folder: Path) -> None:
+    folders: list[Path] = []
+    files: list[Path] = []
+    for root, _, names in os.walk(folder):
+        folders.append(Path(root))
+        files += [Path(root, name) for name in names]
+    # side by side, because each waits for the disk
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync, files))
+        list(pool.map(sync, folders))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

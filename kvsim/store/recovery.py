@@ -1,0 +1,406 @@
+"""Traces that were interrupted: where they lie, and what of them is a trace."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.interrupts import unbroken
+from kvsim.schema import CHUNK
+from kvsim.store.draft import (
+    TOKENS,
+    Kind,
+    TokenFile,
+    belongs_to,
+    is_held,
+    read_tokens,
+    recover_command,
+)
+from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
+from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, check_array_metadata, read_json
+from kvsim.store.publication import check_target, complete, put, require_chunks
+from kvsim.store.reader import StoredTrace
+from kvsim.store.writer import LATE
+
+# Arrays that are written last of all, from what is elsewhere in the draft.
+_REWRITTEN = ("tokens", "token_text")
+
+Progress = Callable[[int, int], None]
+
+#: `generation.stopped` of a trace whose capture did not end.
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A hidden folder that a writer has left, or still uses.
+
+    Attributes:
+        path: the folder.
+        target: the path of the trace that it belongs to.
+        kind: ``tmp`` a trace on its way, ``old`` one that was to be replaced.
+        tokens: how many of its tokens can be recovered.
+        complete: whether only its name is missing.
+        writing: whether a process is writing it; False where the system cannot tell.
+    """
+
+    path: Path
+    target: Path
+    kind: Kind
+    tokens: int
+    complete: bool
+    writing: bool
+
+    def __str__(self) -> str:
+        if self.writing:
+            state = "is being written"
+        elif self.kind == "old":
+            state = "was to be replaced"
+        elif self.complete:
+            state = f"complete, {self.tokens} tokens"
+        else:
+            state = f"{self.tokens} tokens"
+        return f"{self.path} ({state})"
+
+
+def find_drafts(folder: str | Path) -> list[Draft]:
+    """What writers have left in a folder, in order of their names; not in folders below."""
+    found = []
+    for path in sorted(Path(folder).iterdir()):
+        owner = belongs_to(path)
+        if owner is not None and path.is_dir() and not path.is_symlink():
+            found.append(_look(path, *owner))
+    return found
+
+
+def recover(
+    path: str | Path,
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Make a trace of what an interrupted capture has left; gives its path.
+
+    The trace has the tokens that were committed, exactly as they were recorded. A draft that is
+    complete is put in its place as it is, and so is a trace that was set aside to be replaced. The
+    draft stays until the trace is there: this can be interrupted, too, and begun again.
+
+    Args:
+        path: the path that the trace was to have, or the hidden folder of the draft.
+        out: where to put the trace, on the same file system; None where it was to be.
+        overwrite: replace a trace that is there.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        TraceNotFoundError: there is no such draft.
+        TraceError: several drafts, a draft that is being written, is damaged or has no committed
+            tokens, or a file system that refuses.
+        TraceExistsError: something is where the trace is to be.
+    """
+    draft = _find(Path(path))
+    target = draft.target if out is None else Path(out)
+    try:
+        if draft.kind == "old":
+            _restore(draft.path, target)
+        else:
+            check_target(target, overwrite=overwrite)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _publish(draft.path, target, overwrite=overwrite, progress=progress or _silent)
+    except TraceError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise TraceError(
+                f"{target} is on another file system than {draft.path}, expected the same; "
+                "recover it there and copy it"
+            ) from error
+        raise TraceError(
+            f"{target} cannot be written ({error.strerror or error}), the draft {draft.path} is "
+            f"kept; free some space and run `{recover_command(draft.path)}` again"
+        ) from error
+    return target
+
+
+def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
+    """Complete a draft, unless it is, and put it at its path."""
+    with ExitStack() as stack:
+        file = None
+        if (folder / TOKENS).exists():
+            file = stack.enter_context(closing(TokenFile(folder, wait=False)))
+            if not file.held:
+                raise TraceError(
+                    f"{folder} is being written by a capture, or recovered; expected one that was "
+                    "interrupted, wait for it or end it"
+                )
+        group = _group(folder)
+        if group.attrs.get("complete") is not True:
+            _Recovery(group, folder).run(progress)
+        unbroken(lambda: put(group, folder, target, file=file, overwrite=overwrite))
+
+
+def _find(path: Path) -> Draft:
+    """The draft at `path`, or the only one that belongs to the trace there."""
+    owner = belongs_to(path)
+    if owner is not None:
+        if not path.is_dir():
+            raise TraceNotFoundError(f"{path} does not exist, expected the folder of a draft")
+        return _look(path, *owner)
+    near = find_drafts(path.parent) if path.parent.is_dir() else []
+    found = [draft for draft in near if draft.target == path]
+    if not found:
+        inside = find_drafts(path) if path.is_dir() else []
+        hint = f"; in it are {_listed(inside)}, name one" if inside else ""
+        raise TraceNotFoundError(
+            f"nothing to recover for {path}, expected a hidden folder .{path.name}.tmp-* "
+            f"beside it{hint}"
+        )
+    if len(found) > 1:
+        raise TraceError(f"{path} has several drafts, {_listed(found)}; name one of them")
+    return found[0]
+
+
+def _listed(drafts: list[Draft]) -> str:
+    return ", ".join(str(draft) for draft in drafts)
+
+
+def _look(path: Path, target: Path, kind: Kind) -> Draft:
+    try:
+        attributes = read_json(path / "zarr.json", str(path)).get("attributes")
+    except TraceError:  # a writer that has only begun, or what is left of a removed trace
+        attributes = None
+    known = attributes if isinstance(attributes, dict) else {}
+    return Draft(
+        path=path,
+        target=target,
+        kind=kind,
+        tokens=_committed(known),
+        complete=known.get("complete") is True,
+        writing=is_held(path),
+    )
+
+
+def _committed(attributes: Mapping[str, Any]) -> int:
+    tokens = attributes.get("committed_tokens")
+    return max(tokens, 0) if isinstance(tokens, int) else 0
+
+
+def _restore(folder: Path, target: Path) -> None:
+    """Put a trace that was set aside back; never over another one."""
+    try:
+        StoredTrace(folder)
+    except TraceError as error:
+        raise TraceError(
+            f"{folder} is what is left of a trace that was replaced ({error}); "
+            f"remove it with `{_removal(folder)}`"
+        ) from error
+    check_target(target, overwrite=False)
+    folder.rename(target)
+
+
+def _group(folder: Path) -> zarr.Group:
+    """The group of a draft, once it is known to be one."""
+    root = read_json(folder / "zarr.json", str(folder)) if (folder / "zarr.json").exists() else {}
+    attributes = root.get("attributes")
+    known = attributes if isinstance(attributes, dict) else {}
+    if not _committed(known):
+        raise TraceError(
+            f"{folder} has no committed tokens, so there is nothing to recover; "
+            f"remove it with `{_removal(folder)}`"
+        )
+    return zarr.open_group(folder, mode="r+", zarr_format=3, use_consolidated=False)
+
+
+def _removal(folder: Path) -> str:
+    return f"rm -r {shlex.quote(str(folder))}"
+
+
+class _Recovery:
+    """Makes a draft complete. Each step can be taken again by the next attempt."""
+
+    def __init__(self, group: zarr.Group, folder: Path) -> None:
+        self.group, self.folder, self.where = group, folder, str(folder)
+        self.committed = _committed(group.attrs.asdict())
+        self.arrays = self._open()
+
+    def run(self, progress: Progress) -> None:
+        self._sweep()
+        dropped = self._incomplete()
+        n_pos = self.arrays["q"].shape[2]
+        ids, texts = read_tokens(self.folder)
+        has_tokens = len(ids) >= self.committed
+        if not has_tokens:
+            ids, texts = [], None
+        header = self._header()
+        if n_pos != self.committed or "stopped" not in _entry(header.meta, "generation"):
+            header = _cut(header, self.committed, n_pos, texts)
+        if not has_tokens:
+            header = _noted(header, "recovered without token ids, which were not on disk")
+        for name in dropped:
+            header = _noted(header, f"recovered without {name}, which was not complete")
+        # The header comes first: an attempt that ends below leaves a draft of the same trace, and
+        # what it dropped stays noted.
+        self.group.update_attributes(header.attributes())
+        for name in dropped:
+            shutil.rmtree(self.folder / name)
+            del self.arrays[name]
+        for name in _REWRITTEN:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._truncate()
+        digest = self._read(len(header.layer_ids), progress)
+        complete(
+            self.group,
+            self.arrays,
+            header,
+            digest,
+            tokens=np.array(ids[: self.committed]) if has_tokens else None,
+            token_text=None if texts is None else texts[: self.committed],
+            where=self.where,
+        )
+
+    def _sweep(self) -> None:
+        """Remove what kills leave: half written files, and half of an array that was removed."""
+        for stray in self.folder.rglob("*.partial"):
+            stray.unlink()
+        for part in self.folder.iterdir():
+            if part.is_dir() and not (part / "zarr.json").exists():
+                shutil.rmtree(part)
+
+    def _open(self) -> dict[str, ZarrArray]:
+        arrays: dict[str, ZarrArray] = {}
+        for name, axes in DIMENSIONS.items():
+            if len(axes) == 1 or not (self.folder / name / "zarr.json").exists():
+                continue
+            check_array_metadata(
+                name, read_json(self.folder / name / "zarr.json", self.where), self.where
+            )
+            array = self.group[name]
+            if isinstance(array, zarr.Array):
+                arrays[name] = array
+        missing = [name for name in REQUIRED if name not in (*arrays, "layer")]
+        if missing:
+            raise TraceError(
+                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
+                "record the trace again"
+            )
+        return arrays
+
+    def _incomplete(self) -> list[str]:
+        """Arrays that are written at the end, and were not."""
+        whole = self.arrays["q"].shape[2] == self.committed
+        return [
+            name
+            for name in LATE
+            if name in self.arrays
+            and not (
+                self.arrays[name].nchunks_initialized == self.arrays[name].nchunks
+                and (whole or "pos" not in DIMENSIONS[name])
+            )
+        ]
+
+    def _header(self) -> Header:
+        layers = np.asarray(self.group["layer"][:])  # type: ignore[index]  # an array
+        return Header.from_attributes(
+            self.group.attrs.asdict(),
+            layer_ids=tuple(int(layer) for layer in layers),
+            source_dtypes={
+                name: str(array.attrs.get("source_dtype", array.dtype.name))
+                for name, array in self.arrays.items()
+            },
+            where=self.where,
+        )
+
+    def _truncate(self) -> None:
+        """Cut every array to the committed positions, a multiple of its chunks or its end."""
+        for name, array in self.arrays.items():
+            shape = tuple(
+                self.committed
+                if axis == "pos"
+                else min(length, self.committed)
+                if axis == "row"
+                else length
+                for axis, length in zip(DIMENSIONS[name], array.shape, strict=True)
+            )
+            if shape != array.shape:
+                array.resize(shape)
+            require_chunks(self.group, name, self.where, "record the trace again")
+
+    def _read(self, n_layers: int, progress: Progress) -> ContentDigest:
+        """Read everything once, which fails for a damaged chunk; gives the checksums."""
+        digest = ContentDigest()
+        for layer in range(n_layers):
+            for name, array in self.arrays.items():
+                for block in self._blocks(name, array, layer):
+                    if name in CHECKSUMMED:
+                        digest.update(name, layer, block)
+            progress(layer + 1, n_layers)
+        return digest
+
+    def _blocks(self, name: str, array: ZarrArray, layer: int) -> Iterator[np.ndarray[Any, Any]]:
+        """One layer, cut into blocks of positions if it has any."""
+        axes = DIMENSIONS[name]
+        axis = next((i for i, axis in enumerate(axes) if axis in ("row", "pos")), None)
+        for start in range(0, 1 if axis is None else array.shape[axis], CHUNK):
+            index: list[int | slice] = [layer]
+            if axis is not None:
+                index += [*[slice(None)] * (axis - 1), slice(start, start + CHUNK)]
+            try:
+                yield np.asarray(array[tuple(index)])
+            except (ValueError, RuntimeError, EOFError) as error:
+                reason = " ".join(str(error).split())
+                raise TraceError(
+                    f"{self.where}: a chunk of {name} in layer {layer} is damaged ({reason}), "
+                    "expected data that its checksum fits; record the trace again"
+                ) from error
+
+
+def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) -> Header:
+    """The header of the first tokens of a trace that was to have up to `n_pos`."""
+    prompt_len = min(header.prompt_len, committed)
+    response = None if texts is None else "".join(texts[prompt_len:committed])
+    meta = {
+        **header.meta,
+        "text": {**_entry(header.meta, "text"), "response": response},
+        "generation": {
+            **_entry(header.meta, "generation"),
+            "new_tokens": committed - prompt_len,
+            "stopped": INTERRUPTED,
+        },
+    }
+    cut = _noted(
+        replace(header.within(committed), prompt_len=prompt_len, meta=meta),
+        f"recovered: {committed} of at most {n_pos} tokens",
+    )
+    if prompt_len == header.prompt_len:
+        return cut
+    return _noted(
+        cut, f"the prompt had {header.prompt_len} tokens, of which {prompt_len} were recovered"
+    )
+
+
+def _noted(header: Header, note: str) -> Header:
+    """With one note more, unless it is there."""
+    notes = header.meta.get("notes")
+    known = notes if isinstance(notes, list) else []
+    if note in known:
+        return header
+    return replace(header, meta={**header.meta, "notes": [*known, note]})
+
+
+def _entry(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = meta.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _silent(done: int, total: int) -> None:
+    """No progress."""
