@@ -101,7 +101,7 @@ class Trace:
         dtype: torch.dtype = torch.float32,
         token_text: Sequence[str] | None = None,
         digest: str | None = None,
-        path: Path | None = None,
+        path: Path | str | None = None,
     ) -> None:
         self.source, self._header, self._dtype = source, header, dtype
         self._token_text = None if token_text is None else list(token_text)
@@ -309,8 +309,8 @@ class Trace:
         return self._header.name
 
     @property
-    def path(self) -> Path | None:
-        """Where the trace is stored; None in memory."""
+    def path(self) -> Path | str | None:
+        """Where the trace is stored, its URL if it is not on this machine; None in memory."""
         return self._path
 
     @property
@@ -540,13 +540,16 @@ class Trace:
 def open_trace(path: str | Path) -> Trace:
     """The trace stored at `path`; arrays are read when they are asked for.
 
+    Args:
+        path: a folder, a packed trace (`kvsim trace pack`), or a URL such as ``s3://bucket/x.zarr``.
+
     Raises:
         TraceNotFoundError: there is nothing at `path`.
         TraceError: what is there is no trace, incomplete, damaged or of a newer format.
     """
     from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
 
-    stored = StoredTrace(Path(path))
+    stored = StoredTrace(path)
     return Trace(
         stored,
         stored.header,

@@ -76,7 +76,7 @@ _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError where two traces have one name: a table could not tell them apart."""
-    seen: dict[str, Path | None] = {}
+    seen: dict[str, Path | str | None] = {}
     for trace in traces:
         if trace.name in seen:
             raise TraceError(
