@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kvsim.attention import Rope, causal_attention
 from kvsim.errors import NeedsError, TraceError
-from kvsim.schema import AXES
+from kvsim.schema import AXES, is_url
 from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
 from kvsim.store.header import CHECKSUMMED, DIGESTED, ContentDigest, Header
 from kvsim.store.memory import ArrayLike, Memory, Source, as_tensor, as_tokens
@@ -184,14 +185,24 @@ class Trace:
             )
         return cls(Memory(arrays), header, dtype=dtype, token_text=token_text)
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path` in the format of `docs/trace-format.md`; gives the path.
 
         Stores what the trace has, attention output and log-sum-exp included if there are any.
 
+        Args:
+            path: a folder to be, or a URL of a store, such as ``s3://bucket/x.zarr``.
+            overwrite: replace a trace that is there; not for a URL.
+
         Raises:
             TraceExistsError: something is at `path`, and it is no trace or `overwrite` is False.
         """
+        if is_url(path):
+            from kvsim.store.remote import check_free, upload  # noqa: PLC0415  an optional extra
+
+            check_free(str(path), overwrite=overwrite)
+            with TemporaryDirectory(prefix="kvsim-") as staging:
+                return upload(Path(self.save(Path(staging, "trace"))), str(path))
         from kvsim.store.writer import write_trace  # noqa: PLC0415  the writer needs zarr
 
         names = [key for key in CHECKSUMMED if self.has(key)]

@@ -6,6 +6,7 @@
     recording   capture, info, verify
     replaying   replay
     reporting   report
+    tracing     trace pack, trace unpack, of `sharing`
     plotting    plot, of the figures in `figures`
     recomputing recompute
     costing     cost
@@ -43,6 +44,7 @@ from kvsim.cli import (
     recording,
     replaying,
     reporting,
+    tracing,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
@@ -71,6 +73,7 @@ app.command()(dashboard.dashboard)
 app.command()(listing.policies)
 app.command()(listing.metrics)
 app.command(name="demo")(demo.run)
+app.add_typer(tracing.app, name="trace")
 
 # click's, or typer's own copy of it: the class that says a command was used wrongly
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

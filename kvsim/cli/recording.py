@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli.sharing import check_outputs, final, publish, stage
 from kvsim.cli.show import echo_fields, echo_json, echo_table, echo_text, visible
 from kvsim.cli.values import (
     Json,
@@ -21,6 +22,7 @@ from kvsim.cli.values import (
     quiet_transformers,
 )
 from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
 if TYPE_CHECKING:
@@ -33,11 +35,13 @@ def capture(
         typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id."),
     ],
     out: Annotated[
-        Path,
+        str,
         typer.Option(
-            help="The trace to write; with several prompts, the folder for one trace each."
+            help="The trace to write; with several prompts, the folder for one trace each. Also a "
+            "URL of a store that can be written to."
         ),
     ],
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
         Path | None,
@@ -104,13 +108,13 @@ def capture(
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
-    from kvsim.store import check_target
+    from kvsim.store import describe
 
-    wanted = [Prompt(out.stem, prompt or "")] if prompts is None else read_prompts(prompts)[:limit]
-    alone = len(wanted) == 1 and (prompts is None or out.suffix == ".zarr")
-    paths = [out] if alone else [out / file_name(one.id) for one in wanted]
-    for path in paths:
-        check_target(path, overwrite=overwrite)
+    path = stage(context, out)
+    wanted = [Prompt(path.stem, prompt or "")] if prompts is None else read_prompts(prompts)[:limit]
+    alone = len(wanted) == 1 and (prompts is None or path.suffix == ".zarr")
+    paths = [path] if alone else [path / file_name(one.id) for one in wanted]
+    check_outputs(paths, path, out, overwrite=overwrite)
     _check_folder(paths[0].parent)
     parse_device(device)
     quiet_transformers()
@@ -133,12 +137,17 @@ def capture(
         if alone:
             one = wanted[0]
             said: dict[str, Any] = {"answer": one.answer, "labels": one.labels}
-            traces = [record(decoder, tokenizer, one.content, out=out, **said, **options)]
+            traces = [record(decoder, tokenizer, one.content, out=path, **said, **options)]
         else:
-            traces = capture_many(decoder, tokenizer, wanted, out, **options)
+            traces = capture_many(decoder, tokenizer, wanted, path, **options)
     except KeyboardInterrupt:
-        raise Stop(_interrupted(before), 130) from None
-    _report(traces, as_json=as_json)
+        raise Stop(_interrupted(before, out), 130) from None
+    finally:
+        publish(paths, path, out)
+    facts = [describe(str(trace.path)) for trace in traces]
+    for one, at in zip(facts, paths, strict=True):
+        one["path"] = final(at, path, out)
+    _report(facts, as_json=as_json)
 
 
 def _which_prompt(model: str, *, both: bool) -> str:
@@ -164,19 +173,16 @@ def _identity(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def _interrupted(before: Mapping[Path, int | None]) -> str:
+def _interrupted(before: Mapping[Path, int | None], out: str) -> str:
     """What an interrupted capture has left."""
     new = [path for path, old in before.items() if _identity(path) not in (None, old)]
     if new:
-        where = new[0].parent
+        where = out if is_url(out) else new[0].parent
         return f"interrupted, {len(new)} of {len(before)} traces are complete and kept in {where}"
     return "interrupted, no trace was written"
 
 
-def _report(traces: Sequence[Trace], *, as_json: bool) -> None:
-    from kvsim.store import describe
-
-    facts = [describe(str(trace.path)) for trace in traces]
+def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
         echo_json({"traces": facts})
         return
@@ -224,8 +230,8 @@ def quoted(text: object) -> str:
     return visible(json.dumps(text, ensure_ascii=False))
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:.1f} MB"
+def _size(n_bytes: int | None) -> str:
+    return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
 
 
 def info(trace: TracePath, as_json: Json = False) -> None:
@@ -264,7 +270,7 @@ def info(trace: TracePath, as_json: Json = False) -> None:
                 " x ".join(map(str, array["shape"])),
                 array["dtype"],
                 array["source_dtype"] or "-",
-                f"{array['bytes'] / 1e6:.2f}",
+                "-" if array["bytes"] is None else f"{array['bytes'] / 1e6:.2f}",
             ]
             for name, array in facts["arrays"].items()
         ],
@@ -276,7 +282,11 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
     if not check or not check.get("max_relative_error"):
         return "none"
     errors = check["max_relative_error"]
-    worst = max(errors.values()) if isinstance(errors, dict) else max(errors)
+    listed = list(errors.values()) if isinstance(errors, dict) else errors
+    numbers = isinstance(listed, list) and all(isinstance(one, int | float) for one in listed)
+    if not numbers:  # a foreign writer put something else
+        return "not readable"
+    worst = max(listed)
     return f"attention recomputed from q, k, v within {worst:.1e} of the model's own (relative)"
 
 

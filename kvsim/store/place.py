@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.schema import is_url
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -113,11 +113,6 @@ def check_limit(where: str, key: str, size: int, limit: int) -> None:
             f"{where}: {key!r} has {size} bytes, expected at most {limit}; "
             "copy the trace again or record it again"
         )
-
-
-def is_url(path: object) -> bool:
-    """Whether a path is a URL, such as ``s3://bucket/run.zarr``."""
-    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
 def find_place(path: str | Path) -> Place:

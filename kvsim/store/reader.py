@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.errors import TraceError
+from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
 from kvsim.store.checks import check_finite, check_shapes
 from kvsim.store.chunks import check_chunks, read_part
@@ -159,7 +159,14 @@ class StoredTrace:
 
 def _root_attributes(place: Place, where: str) -> dict[str, Any]:
     """Attributes of the group, after everything that decides whether this is a usable trace."""
-    root = read_document(place, "zarr.json", where)
+    root = find_document(place, "zarr.json", where)
+    if root is None:
+        # a folder is there, a URL need not be
+        missing = TraceNotFoundError if isinstance(place.path, str) else TraceError
+        raise missing(
+            f"{where}: zarr.json is missing, expected a zarr group written by kvsim; "
+            "give the folder of a trace"
+        )
     attributes = root.get("attributes")
     version = attributes.get("kvsim_format") if isinstance(attributes, dict) else None
     if not isinstance(attributes, dict) or type(version) is not int or version < 1:
