@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +24,6 @@ from kvsim.cli.values import (
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
-
-if TYPE_CHECKING:
-    from kvsim.trace import Trace
 
 
 def capture(
@@ -145,8 +142,8 @@ def capture(
     finally:
         publish(paths, path, out)
     facts = [describe(str(trace.path)) for trace in traces]
-    for one, at in zip(facts, paths, strict=True):
-        one["path"] = final(at, path, out)
+    for fact, at in zip(facts, paths, strict=True):
+        fact["path"] = final(at, path, out)
     _report(facts, as_json=as_json)
 
 

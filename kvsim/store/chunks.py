@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -148,7 +148,7 @@ def _decode(array: StoredArray, body: bytes) -> Values:
     Raises:
         ValueError, RuntimeError, zlib.error: it is not what a writer of such an array writes.
     """
-    text = array.dtype == object
+    text = array.dtype.hasobject
     raw = _decompress(array.compressor, body, array.decoded)
     if len(raw) > array.decoded or (len(raw) < array.decoded and not text):
         raise ValueError(f"{len(raw)} bytes, expected {array.decoded}")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvsim.attention import Rope
 from kvsim.errors import TraceError
 from kvsim.schema import CHUNK, LABELS
+from kvsim.store.documents import brief
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
@@ -89,7 +90,7 @@ class Header:
         mask = _get(attributes, "mask", dict, where).get("kind")
         if mask != "causal":
             raise TraceError(
-                f"{where}: attribute mask.kind is {mask!r}, expected 'causal'; "
+                f"{where}: attribute mask.kind is {brief(mask)}, expected 'causal'; "
                 "this version of kvsim replays causal attention only"
             )
         rope = _get(attributes, "rope", dict, where)
@@ -102,7 +103,7 @@ class Header:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(
-                f"{where}: attribute rope is not readable ({error!r}), expected inv_freq, "
+                f"{where}: attribute rope is not readable ({brief(error)}), expected inv_freq, "
                 "attention_scaling, rotary_dim and layout; record the trace again"
             ) from error
         meta = attributes.get("meta", {})
@@ -148,8 +149,8 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
     value = attributes.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TraceError(
-            f"{where}: attribute {key} is {value!r}, which docs/trace-format.md does not allow; "
-            "record the trace again"
+            f"{where}: attribute {key} is {brief(value)}, which docs/trace-format.md does not "
+            "allow; record the trace again"
         )
     return value
 

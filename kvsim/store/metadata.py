@@ -81,7 +81,7 @@ class StoredArray:
     @property
     def decoded(self) -> int:
         """Bytes of a decoded chunk; of text, the most that it may have."""
-        if self.dtype == object:
+        if self.dtype.hasobject:
             return min(self.shape[0] * TEXT_LIMIT, CHUNK_LIMIT)
         return math.prod(self.chunks) * self.dtype.itemsize
 
@@ -143,7 +143,7 @@ def parse_array(name: str, document: Mapping[str, Any], where: str) -> StoredArr
     rules.same(document, "chunk_grid", grid)
     encoding = document.get("chunk_key_encoding")
     rules.need("chunk_key_encoding", encoding, "the default", encoding in _KEY_ENCODINGS)
-    fill = "NaN" if dtype.kind == "f" else "" if dtype == object else -1
+    fill = "NaN" if dtype.kind == "f" else "" if dtype.hasobject else -1
     rules.same(document, "fill_value", fill)
     rules.same({"storage_transformers": [], **document}, "storage_transformers", [])
     size, count = array.decoded, array.nchunks
@@ -171,7 +171,7 @@ class _Rules:
 
     def compressor(self, codecs: list[Any], dtype: np.dtype[Any]) -> str | None:
         """The compressor among the codecs, which have one order."""
-        text = dtype == object
+        text = dtype.hasobject
         named = [codec if isinstance(codec, dict) else {"name": codec} for codec in codecs]
         for codec in named:
             name = codec.get("name")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvsim.errors import TraceExistsError, TraceError
+from kvsim.errors import TraceError, TraceExistsError
 from kvsim.interrupts import unbroken
 from kvsim.store.chunks import check_chunk
 from kvsim.store.documents import brief

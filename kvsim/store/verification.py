@@ -187,6 +187,13 @@ class _Check:
                     self._embeddings(tokens)
         except TraceError as error:
             self.problems.append(str(error))
+        recorded = _entry(stored.attributes, "checksums")
+        self.problems += [
+            f"{stored.where}: {name} has checksums and is not there, expected it; "
+            "copy the trace again or record it again"
+            for name in CHECKSUMMED
+            if name in recorded and name not in stored.arrays
+        ]
         dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}
         if not self.problems:
             found = content_digest(stored.header, shapes, dtypes, self.digest.checksums())
