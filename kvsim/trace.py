@@ -516,16 +516,21 @@ class Trace:
         """
         import xarray as xr  # noqa: PLC0415  an optional extra
 
-        if self._path is not None and not isinstance(self.source, _PerQueryHead):
-            return xr.open_dataset(self._path, engine="zarr", consolidated=True)
-        data = {
-            name: (AXES[name], self.read(name).numpy())
-            for name in self.source.shapes
-            if name != "attention"
-        }
-        coordinates: dict[str, Any] = {"layer": list(self.layer_ids)}
+        from kvsim.store.labelled import variables  # noqa: PLC0415  as xarray
+        from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
+
+        data: dict[str, Any]
+        if isinstance(self.source, StoredTrace):
+            data = dict(variables(self.source))
+        else:
+            data = {
+                name: (AXES[name], self.read(name).numpy())
+                for name in self.source.shapes
+                if name != "attention"
+            }
         if self._token_text is not None:
             data["token_text"] = (AXES["token_text"], np.array(self._token_text))
+        coordinates = {"layer": list(self.layer_ids)}
         return xr.Dataset(data, coords=coordinates, attrs=self._header.attributes())
 
     def _compute_digest(self) -> str:

@@ -141,7 +141,13 @@ class Original:
             named
             and _facts(trace) == self.facts
             and all(
-                torch.equal(trace.source.read(name, slice(None), slice(None)), self.arrays[name])
+                torch.allclose(
+                    trace.source.read(name, slice(None), slice(None)),
+                    self.arrays[name],
+                    rtol=0,
+                    # dense attention has no checksum: it is held to what q and k give
+                    atol=2e-4 if name == "attention" else 0,
+                )
                 for name in trace.source.shapes
             )
         )
