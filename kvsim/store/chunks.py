@@ -20,7 +20,7 @@ from numcodecs.vlen import VLenUTF8
 from numpy.typing import NDArray
 
 from kvsim.errors import TraceError
-from kvsim.store.documents import brief
+from kvsim.store.documents import said
 from kvsim.store.metadata import StoredArray
 from kvsim.store.place import Place, check_limit
 
@@ -111,7 +111,7 @@ def read_chunk(array: StoredArray, index: Index, place: Place, where: str) -> Va
     try:
         return _decode(array, body)
     except (ValueError, RuntimeError, zlib.error) as error:  # what decoders say of damage
-        raise _damaged(array, index, where, str(error)) from error
+        raise _damaged(array, index, where, said(error)) from error
 
 
 def check_chunk(array: StoredArray, index: Sequence[int], place: Place, where: str) -> bytes:
@@ -137,7 +137,7 @@ def check_chunk(array: StoredArray, index: Sequence[int], place: Place, where: s
 def _damaged(array: StoredArray, index: Sequence[int], where: str, reason: str) -> TraceError:
     short = array.key(index).partition("/")[2]
     return TraceError(
-        f"{where}: a chunk of {array.name} is damaged ({short}: {brief(reason)}), expected data "
+        f"{where}: a chunk of {array.name} is damaged ({short}: {reason}), expected data "
         "that its checksum fits; copy the trace again or record it again"
     )
 

@@ -103,6 +103,11 @@ def check_numbers(value: Any, what: str, where: str) -> None:
         check_numbers(one, f"{what}.{brief(key).strip(chr(39))}", where)
 
 
+def said(error: BaseException) -> str:
+    """What an error says, on one line of no great length; its kind where it says nothing."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def brief(value: object) -> str:
     """The value as a few printable characters on one line, however large it is."""
     return reprlib.repr(value)

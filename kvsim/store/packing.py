@@ -17,7 +17,7 @@ from pathlib import Path
 from kvsim.errors import TraceError, TraceExistsError
 from kvsim.interrupts import unbroken
 from kvsim.store.chunks import check_chunk
-from kvsim.store.documents import brief
+from kvsim.store.documents import brief, said
 from kvsim.store.place import Folder, check_limit
 from kvsim.store.reader import StoredTrace
 
@@ -221,7 +221,8 @@ def _checked(archive: zipfile.ZipFile, where: str, size: int) -> dict[str, zipfi
             raise refuse(member, "is compressed")
     end = size
     for member in sorted(members, key=lambda one: one.header_offset, reverse=True):
-        if member.header_offset + 30 + len(member.filename) + member.file_size > end:
+        last = member.header_offset + 30 + len(member.filename) + member.file_size
+        if member.header_offset < 0 or last > end:
             raise refuse(member, "shares bytes with another")
         end = member.header_offset
     return {member.filename: member for member in members}
@@ -236,6 +237,6 @@ def _one_line(where: str) -> Iterator[None]:
         raise
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise TraceError(
-            f"{where} is no usable packed trace ({brief(str(error))}), expected a folder or what "
+            f"{where} is no usable packed trace ({said(error)}), expected a folder or what "
             "`kvsim trace pack` writes"
         ) from error

@@ -65,15 +65,17 @@ class Folder:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
                 raise self._strange(key) from error
             raise _unreadable(str(self.path), key, error) from error
-        with os.fdopen(handle, "rb", buffering=0) as file:
+        try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise self._strange(key)
             check_limit(str(self.path), key, found.st_size, limit)
-            try:
+            with open(handle, "rb", buffering=0, closefd=False) as file:
                 return file.read()
-            except OSError as error:
-                raise _unreadable(str(self.path), key, error) from error
+        except OSError as error:
+            raise _unreadable(str(self.path), key, error) from error
+        finally:
+            os.close(handle)
 
     def sizes(self) -> dict[str, int]:
         """The size of each file in bytes."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import TraceError, TraceExistsError
+from kvsim.store.documents import said
 from kvsim.store.place import Folder, Place, check_limit
 
 #: Files that are on their way at the same time.
@@ -36,7 +37,7 @@ class Web:
 
     def read(self, key: str, limit: int) -> bytes:
         """All of a file."""
-        parts = urllib.parse.urlsplit(self.path)
+        parts = _split(self.path)
         path = f"{parts.path.rstrip('/')}/{key}"
         url = parts._replace(path=path).geturl()
         try:
@@ -48,10 +49,9 @@ class Web:
                 raise FileNotFoundError(key) from None
             raise TraceError(f"{url} is not readable (HTTP {error.code} {error.reason})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
             raise TraceError(
-                f"{url} is not readable ({reason or type(error).__name__}), expected a server that "
-                "has the trace; check the URL and the network"
+                f"{url} is not readable ({said(error)}), expected a server that has the trace; "
+                "check the URL and the network"
             ) from error
         check_limit(self.path, key, len(data), limit)
         return data
@@ -96,7 +96,7 @@ def find_remote(url: str) -> Place:
     Raises:
         TraceError: a URL that kvsim cannot read, and what is missing for that.
     """
-    if urllib.parse.urlsplit(url).path.endswith(".zip"):
+    if _split(url).path.endswith(".zip"):
         raise TraceError(
             f"{url} is one packed file, which is read on this machine alone; download it first"
         )
@@ -159,8 +159,15 @@ def upload(folder: Path, url: str) -> str:
     return url
 
 
+def _split(url: str) -> urllib.parse.SplitResult:
+    try:
+        return urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise TraceError(f"{url} is no URL ({said(error)}); expected one or a path") from error
+
+
 def _is_web(url: str) -> bool:
-    return urllib.parse.urlsplit(url).scheme.lower() in ("http", "https")
+    return _split(url).scheme.lower() in ("http", "https")
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -172,9 +179,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         system, root = url_to_fs(url.rstrip("/"))
     except ImportError as error:
-        raise TraceError(f"{url} takes a driver that is not installed ({error})") from error
+        raise TraceError(f"{url} takes a driver that is not installed ({said(error)})") from error
     except (ValueError, TypeError, OSError) as error:
-        raise TraceError(f"{url} is no place that fsspec knows ({error})") from error
+        raise TraceError(f"{url} is no place that fsspec knows ({said(error)})") from error
     if "file" in system.protocol or "local" in system.protocol:
         raise TraceError(f"{url} is on this machine; give its path, without file://")
     return system, root
@@ -188,7 +195,6 @@ def _one_line(url: str, what: str) -> Iterator[None]:
     except (TraceError, FileNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
         raise TraceError(
-            f"{url} cannot be {what} ({said}); check the URL and the network"
+            f"{url} cannot be {what} ({said(error)}); check the URL and the network"
         ) from error

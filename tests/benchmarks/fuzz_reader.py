@@ -113,7 +113,7 @@ class Original:
     """What a whole trace has to say, in arrays and facts."""
 
     def __init__(self, path: Path) -> None:
-        self.packed = path.suffix == ".zip"
+        self.path, self.packed = path, path.suffix == ".zip"
         if self.packed:
             with zipfile.ZipFile(path) as archive:
                 self.files = {name: archive.read(name) for name in archive.namelist()}
@@ -237,7 +237,7 @@ def edit(rng: random.Random, files: Files) -> None:
     key = rng.choice([key for key in sorted(files) if key.endswith("zarr.json")] or [""])
     try:
         document = json.loads(files.get(key, b""))
-    except ValueError:
+    except (ValueError, RecursionError):  # it is hostile already
         return
     at = document
     if key == "zarr.json" and isinstance(document, dict) and rng.random() < 0.8:
@@ -397,7 +397,10 @@ def _write(original: Original, rng: random.Random, files: Files, path: Path) -> 
         file = path / key
         with contextlib.suppress(OSError):  # a file where another one needs a folder
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
+            if data is original.files.get(key):
+                file.hardlink_to(original.path / key)
+            else:
+                file.write_bytes(data)
 
 
 def main() -> None:
