@@ -119,13 +119,17 @@ def commands() -> str:
     """What `--help` prints for each command, 80 columns wide."""
     command = typer.main.get_command(app)
     parts = [_help(command, [])]
-    parts += [_help(command, [name]) for name in command_names()]
+    parts += [_help(command, name.split()) for name in command_names()]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
 def command_names() -> list[str]:
-    """The commands, in the order of `kvsim --help`."""
-    return [info.name or info.callback.__name__ for info in app.registered_commands]
+    """The commands, in the order of `kvsim --help`; then groups, each with its own commands."""
+    names = [info.name or info.callback.__name__ for info in app.registered_commands]
+    for group in app.registered_groups:
+        inner = group.typer_instance.registered_commands
+        names += [group.name, *(f"{group.name} {one.callback.__name__}" for one in inner)]
+    return names
 
 
 def _help(command: Any, path: list[str]) -> str:

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,11 @@ class Header:
             raise TraceError(
                 f"{where}: {len(self.layer_ids)} layer numbers for {n_layers} layers; "
                 "expected one for each"
+            )
+        if self.layer_ids[0] < 0 or any(b <= a for a, b in pairwise(self.layer_ids)):
+            raise TraceError(
+                f"{where}: layer is {brief(list(self.layer_ids))}, expected the model's numbers of "
+                "the layers, increasing from 0 or more"
             )
         width = 2 * len(self.rope.inv_freq)
         if width > dim:

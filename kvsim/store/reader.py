@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,6 @@ class StoredTrace:
         )
         n_layers, _, n_pos, dim = self._shapes["q"]
         self.header.check(n_layers=n_layers, n_pos=n_pos, dim=dim, where=self.where)
-        if layer_ids[0] < 0 or any(later <= one for one, later in pairwise(layer_ids)):
-            raise TraceError(
-                f"{self.where}: layer is {brief(list(layer_ids))}, expected the model's numbers of "
-                "the layers, increasing from 0 or more; record the trace again"
-            )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
