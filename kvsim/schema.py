@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
 
@@ -33,6 +35,11 @@ LABELS = ("task", "domain", "level")
 
 #: How far a result can be trusted (architecture section 5).
 FIDELITY = ("exact", "open", "semi", "closed")
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL, such as ``s3://bucket/run.zarr``."""
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
 def schedule(interval: int | None, *, prefill: bool) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kvsim.attention import Formula, Rope, attention_weights, causal_attention
 from kvsim.errors import NeedsError, TraceError
-from kvsim.schema import AXES
+from kvsim.schema import AXES, is_url
 from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
 from kvsim.store.header import CHECKSUMMED, DIGESTED, ContentDigest, Header
 from kvsim.store.memory import ArrayLike, Memory, Source, as_tensor, as_tokens
@@ -104,7 +105,7 @@ class Trace:
         dtype: torch.dtype = torch.float32,
         token_text: Sequence[str] | None = None,
         digest: str | None = None,
-        path: Path | None = None,
+        path: Path | str | None = None,
     ) -> None:
         self.source, self._header, self._dtype = source, header, dtype
         self._token_text = None if token_text is None else list(token_text)
@@ -194,14 +195,24 @@ class Trace:
             )
         return cls(Memory(arrays), header, dtype=dtype, token_text=token_text)
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path` in the format of `docs/trace-format.md`; gives the path.
 
         Stores what the trace has, attention output and log-sum-exp included if there are any.
 
+        Args:
+            path: a folder to be, or a URL of a store, such as ``s3://bucket/x.zarr``.
+            overwrite: replace a trace that is there; not for a URL.
+
         Raises:
             TraceExistsError: something is at `path`, and it is no trace or `overwrite` is False.
         """
+        if is_url(path):
+            from kvsim.store.remote import check_free, upload  # noqa: PLC0415  an optional extra
+
+            check_free(str(path), overwrite=overwrite)
+            with TemporaryDirectory(prefix="kvsim-") as staging:
+                return upload(Path(self.save(Path(staging, "trace"))), str(path))
         from kvsim.store.writer import write_trace  # noqa: PLC0415  the writer needs zarr
 
         names = [key for key in CHECKSUMMED if self.has(key)]
@@ -350,8 +361,8 @@ class Trace:
         return self._header.name
 
     @property
-    def path(self) -> Path | None:
-        """Where the trace is stored; None in memory."""
+    def path(self) -> Path | str | None:
+        """Where the trace is stored, its URL if it is not on this machine; None in memory."""
         return self._path
 
     @property
@@ -544,16 +555,21 @@ class Trace:
         """
         import xarray as xr  # noqa: PLC0415  an optional extra
 
-        if self._path is not None and not isinstance(self.source, _PerQueryHead):
-            return xr.open_dataset(self._path, engine="zarr", consolidated=True)
-        data = {
-            name: (AXES[name], self.read(name).numpy())
-            for name in self.source.shapes
-            if name != "attention"
-        }
-        coordinates: dict[str, Any] = {"layer": list(self.layer_ids)}
+        from kvsim.store.labelled import variables  # noqa: PLC0415  as xarray
+        from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
+
+        data: dict[str, Any]
+        if isinstance(self.source, StoredTrace):
+            data = dict(variables(self.source))
+        else:
+            data = {
+                name: (AXES[name], self.read(name).numpy())
+                for name in self.source.shapes
+                if name != "attention"
+            }
         if self._token_text is not None:
             data["token_text"] = (AXES["token_text"], np.array(self._token_text))
+        coordinates = {"layer": list(self.layer_ids)}
         return xr.Dataset(data, coords=coordinates, attrs=self._header.attributes())
 
     def _compute_digest(self) -> str:
@@ -579,13 +595,16 @@ class Trace:
 def open_trace(path: str | Path) -> Trace:
     """The trace stored at `path`; arrays are read when they are asked for.
 
+    Args:
+        path: a folder, a packed trace (`kvsim trace pack`), or a URL such as ``s3://bucket/x.zarr``.
+
     Raises:
         TraceNotFoundError: there is nothing at `path`.
         TraceError: what is there is no trace, incomplete, damaged or of a newer format.
     """
     from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
 
-    stored = StoredTrace(Path(path))
+    stored = StoredTrace(path)
     return Trace(
         stored,
         stored.header,

@@ -145,7 +145,7 @@ def test_imports_are_declared():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     core = requirements(project["dependencies"])
-    declared = core | requirements(extras["capture"] + extras["xarray"])
+    declared = core | requirements(extras["capture"] + extras["remote"] + extras["xarray"])
     imported = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -153,7 +153,7 @@ def test_imports_are_declared():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
-    third_party = imported - set(sys.stdlib_module_names) - {"kvsim"}
+    third_party = requirements(imported - set(sys.stdlib_module_names) - {"kvsim"})
 
     # kvsim.testing is for those who have the test extra
     assert third_party - {"hypothesis"} <= declared

@@ -8,6 +8,7 @@
     indexing    traces
     replaying   replay
     reporting   report
+    tracing     trace pack, trace unpack, of `sharing`
     plotting    plot, of the figures in `figures`
     recomputing recompute
     costing     cost
@@ -77,6 +78,7 @@ app.command()(dashboard.dashboard)
 app.command()(listing.policies)
 app.command()(listing.metrics)
 app.command(name="demo")(demo.run)
+app.add_typer(tracing.app, name="trace")
 
 # click's, or typer's own copy of it: the class that says a command was used wrongly
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli.sharing import check_outputs, final, publish, stage
 from kvsim.cli.show import echo_fields, echo_json, echo_table, echo_text, visible
 from kvsim.cli.values import (
     Json,
@@ -23,11 +24,11 @@ from kvsim.cli.values import (
     quiet_transformers,
 )
 from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
 if TYPE_CHECKING:
     from kvsim.recorder.options import Keywords
-    from kvsim.trace import Trace
 
 
 def capture(
@@ -36,11 +37,13 @@ def capture(
         typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id."),
     ],
     out: Annotated[
-        Path,
+        str,
         typer.Option(
-            help="The trace to write; with several prompts, the folder for one trace each."
+            help="The trace to write; with several prompts, the folder for one trace each. Also a "
+            "URL of a store that can be written to."
         ),
     ],
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
         Path | None,
@@ -145,13 +148,16 @@ def capture(
         raise OptionError(_which_prompt(model, both=prompt is not None))
     if limit is not None and prompts is None:
         raise OptionError("--limit counts the prompts of a file; give --prompts FILE.jsonl")
+    if resume and is_url(out):
+        raise OptionError("--resume looks for traces in a folder; expected a local --out")
     chosen = None if layers is None else parse_layers(layers)
 
     from kvsim.recorder import Options, Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
-    from kvsim.store import check_target, check_writable
+    from kvsim.store import check_writable, describe
 
+    path = stage(context, out)
     options: Keywords = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -170,14 +176,12 @@ def capture(
     }
     Options.of(options)
     if prompts is None:
-        wanted = [Prompt(out.stem, prompt or "")]
+        wanted = [Prompt(path.stem, prompt or "")]
     else:
         wanted = read_prompts(prompts, limit=limit, note=partial(echo_text, err=True))
-    alone = len(wanted) == 1 and (prompts is None or out.suffix == ".zarr")
-    paths = [out] if alone else [out / file_name(one.id) for one in wanted]
-    for path in paths:
-        if not (resume and path.exists()):
-            check_target(path, overwrite=overwrite)
+    alone = len(wanted) == 1 and (prompts is None or path.suffix == ".zarr")
+    paths = [path] if alone else [path / file_name(one.id) for one in wanted]
+    check_outputs([one for one in paths if not (resume and one.exists())], path, out, overwrite)
     check_writable(paths[0].parent)
     if device_map is None:
         device = parse_device(device or "cpu")
@@ -195,14 +199,24 @@ def capture(
             one = wanted[0]
             options["system"] = one.system or system
             said: dict[str, Any] = {"answer": one.answer, "labels": one.labels}
-            traces = [record(decoder, tokenizer, one.content, out=out, **said, **options)]
+            traces = [record(decoder, tokenizer, one.content, out=path, **said, **options)]
         else:
-            traces = capture_many(decoder, tokenizer, wanted, out, **options)
+            traces = capture_many(decoder, tokenizer, wanted, path, **options)
+        facts = [
+            {
+                **describe(str(trace.path)),
+                "path": final(at, path, out),
+                "kept": before[at] is not None and before[at] == _identity(at),
+            }
+            for trace, at in zip(traces, paths, strict=True)
+        ]
     except KeyboardInterrupt as interrupt:
         drafts = getattr(interrupt, "__notes__", [])  # what the writer says of its draft
-        raise Stop("; ".join([_interrupted(before, resume=resume), *drafts]), 130) from None
-    kept = {path for path, old in before.items() if old is not None and _identity(path) == old}
-    _report(traces, kept, as_json=as_json)
+        said_so = _interrupted(before, out, resume=resume)
+        raise Stop("; ".join([said_so, *drafts]), 130) from None
+    finally:
+        publish(paths, path, out)
+    _report(facts, as_json=as_json)
 
 
 def _which_prompt(model: str, *, both: bool) -> str:
@@ -221,12 +235,12 @@ def _identity(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def _interrupted(before: Mapping[Path, int | None], *, resume: bool) -> str:
+def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -> str:
     """What an interrupted capture has left."""
     left = {path: _identity(path) for path in before}
     done = [p for p, new in left.items() if new is not None and (resume or new != before[p])]
     if done:
-        where = done[0].parent
+        where = out if is_url(out) else done[0].parent
         more = "; --resume records the others" if len(done) < len(before) else ""
         return (
             f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}"
@@ -235,11 +249,7 @@ def _interrupted(before: Mapping[Path, int | None], *, resume: bool) -> str:
     return "interrupted, no trace was written"
 
 
-def _report(traces: Sequence[Trace], kept: set[Path], *, as_json: bool) -> None:
-    """kept: the traces that were there already, and stayed."""
-    from kvsim.store import describe
-
-    facts = [{**describe(str(trace.path)), "kept": trace.path in kept} for trace in traces]
+def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
         echo_json({"traces": facts})
         return
@@ -250,8 +260,9 @@ def _report(traces: Sequence[Trace], kept: set[Path], *, as_json: bool) -> None:
         )
         for note in one["notes"]:
             echo_text(f"  note: {note}")
+    kept = sum(one["kept"] for one in facts)
     if kept and len(facts) > 1:
-        typer.echo(f"{len(kept)} of {len(facts)} traces were there already and are kept.")
+        typer.echo(f"{kept} of {len(facts)} traces were there already and are kept.")
     cut = [one["generation"] for one in facts if _is_cut(one)]
     if cut:
         which = "The response" if len(facts) == 1 else f"{len(cut)} of {len(facts)} responses"
@@ -307,8 +318,8 @@ def quoted(text: object) -> str:
     return visible(json.dumps(text, ensure_ascii=False))
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:.1f} MB"
+def _size(n_bytes: int | None) -> str:
+    return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
 
 
 def info(trace: TracePath, as_json: Json = False) -> None:
@@ -347,7 +358,7 @@ def info(trace: TracePath, as_json: Json = False) -> None:
                 " x ".join(map(str, array["shape"])),
                 array["dtype"],
                 array["source_dtype"] or "-",
-                f"{array['bytes'] / 1e6:.2f}",
+                "-" if array["bytes"] is None else f"{array['bytes'] / 1e6:.2f}",
             ]
             for name, array in facts["arrays"].items()
         ],
@@ -359,7 +370,11 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
     if not check or not check.get("max_relative_error"):
         return "none"
     errors = check["max_relative_error"]
-    worst = max(errors.values()) if isinstance(errors, dict) else max(errors)
+    listed = list(errors.values()) if isinstance(errors, dict) else errors
+    numbers = isinstance(listed, list) and all(isinstance(one, int | float) for one in listed)
+    if not numbers:  # a foreign writer put something else
+        return "not readable"
+    worst = max(listed)
     return f"attention recomputed from q, k, v within {worst:.1e} of the model's own (relative)"
 
 

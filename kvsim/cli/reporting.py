@@ -43,12 +43,14 @@ def report(
 
     paths = [locate(one) for one in given]
     traces = [open_trace(path) for path in paths if _is_trace(path)]
-    runs = [path for path in paths if not _is_trace(path)]
+    runs = [Path(path) for path in paths if not _is_trace(path)]
     with bar("steps") as progress:
         page = write_report(runs, out, base, traces=traces, overwrite=overwrite, progress=progress)
     typer.echo(f"Written to {page}.")
 
 
-def _is_trace(path: Path) -> bool:
-    """Whether a path is meant as a trace, by its name or by what lies in it."""
-    return path.suffix == ".zarr" or (path / "zarr.json").is_file()
+def _is_trace(path: Path | str) -> bool:
+    """Whether a path is meant as a trace, by its name or by what lies in it; a URL always is."""
+    if isinstance(path, str):
+        return True
+    return path.suffix in (".zarr", ".zip") or (path / "zarr.json").is_file()

@@ -1,4 +1,4 @@
-"""`kvsim trace`: what can be done with a trace as files."""
+"""`kvsim trace COMMAND`: what is done to traces as files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import Annotated
 
 import typer
 
+from kvsim.cli import sharing
 from kvsim.cli.show import bar, echo_json, echo_text
 from kvsim.cli.values import Json, Stop
 
-app = typer.Typer(help="Recover traces that were interrupted.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Work on traces as files: recover, pack and unpack.",
+)
+app.command()(sharing.pack)
+app.command()(sharing.unpack)
 
 
 @app.command()

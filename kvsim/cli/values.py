@@ -14,6 +14,7 @@ import typer
 
 from kvsim.errors import KvsimError, PolicyError, TraceError, suggest
 from kvsim.samples import sample_trace
+from kvsim.schema import is_url
 
 if TYPE_CHECKING:
     from kvsim.composition import Policy, Protection
@@ -40,7 +41,10 @@ TrustRemoteCode = Annotated[
 ]
 TracePath = Annotated[
     str,
-    typer.Argument(metavar="TRACE", help="A recorded trace, or 'sample' for the one that ships."),
+    typer.Argument(
+        metavar="TRACE",
+        help="A recorded trace: a folder, a packed file, a URL, or 'sample', which ships.",
+    ),
 ]
 
 
@@ -56,8 +60,10 @@ class OptionError(KvsimError, ValueError):
     """An option that does not say what it should."""
 
 
-def locate(trace: str) -> Path:
-    """The path of a trace; `sample` is the one that comes with kvsim."""
+def locate(trace: str) -> Path | str:
+    """The path of a trace, or its URL; `sample` is the one that comes with kvsim."""
+    if is_url(trace):
+        return trace
     path = Path(trace)
     return sample_trace() if trace == "sample" and not path.exists() else path
 
@@ -76,7 +82,7 @@ _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError where two traces have one name: a table could not tell them apart."""
-    seen: dict[str, Path | None] = {}
+    seen: dict[str, Path | str | None] = {}
     for trace in traces:
         if trace.name in seen:
             raise TraceError(

@@ -44,7 +44,7 @@ from kvsim.recorder.prompts import (
 )
 from kvsim.recorder.residual import Residual
 from kvsim.recorder.resuming import differences
-from kvsim.schema import CHUNK
+from kvsim.schema import CHUNK, is_url
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
 from kvsim.store.publication import check_target, check_writable
@@ -98,6 +98,7 @@ def capture(
     options = Options.of(keywords)
     check_output(options, stored=out is not None)
     if out is not None:
+        _check_local(out)
         _check_target(Path(out), options)
         check_writable(Path(out).parent)
     known = check_labels(labels or {})
@@ -122,6 +123,7 @@ def capture_many(
     goes before the keyword. Arguments and errors as for `capture`.
     """
     options = Options.of(keywords)
+    _check_local(out_dir)
     folder = Path(out_dir)
     prompts = with_distinct_ids(prompts)
     paths = [folder / file_name(prompt.id) for prompt in prompts]
@@ -141,6 +143,15 @@ def capture_many(
         )
     kept = [job.kept() for job in jobs]
     return [job.run() if trace is None else trace for job, trace in zip(jobs, kept, strict=True)]
+
+
+def _check_local(out: str | Path) -> None:
+    """Raise CaptureError for a URL: blocks are written while the model runs, and renamed."""
+    if is_url(str(out)):
+        raise CaptureError(
+            f"out is {str(out)!r}, expected a local path; record there, and put the trace behind "
+            "the URL with trace.save(URL)"
+        )
 
 
 def _check_target(path: Path, options: Options) -> None:

@@ -13,6 +13,7 @@ import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from kvsim.attention import Formula, Rope
 from kvsim.errors import TraceError
 from kvsim.schema import CHUNK, FORMAT_VERSION, LABELS
+from kvsim.store.documents import brief, said
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
@@ -111,7 +113,7 @@ class Header:
             place = layer.get("rope")
             if not isinstance(place, int) or isinstance(place, bool) or not 0 <= place < len(known):
                 raise TraceError(
-                    f"{where}: rope {place!r} of a layer is not among the {len(known)} of "
+                    f"{where}: rope {brief(place)} of a layer is not among the {len(known)} of "
                     "attribute ropes; record the trace again"
                 )
             ropes.append(known[place])
@@ -137,6 +139,11 @@ class Header:
             raise TraceError(
                 f"{where}: {len(self.layer_ids)} layer numbers for {n_layers} layers; "
                 "expected one for each"
+            )
+        if self.layer_ids[0] < 0 or any(b <= a for a, b in pairwise(self.layer_ids)):
+            raise TraceError(
+                f"{where}: layer is {brief(list(self.layer_ids))}, expected the model's numbers of "
+                "the layers, increasing from 0 or more"
             )
         for name, listed in (("formulas", self.formulas), ("ropes", self.ropes)):
             if len(listed) != n_layers:
@@ -175,8 +182,8 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
     value = attributes.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TraceError(
-            f"{where}: attribute {key} is {value!r}, which docs/trace-format.md does not allow; "
-            "record the trace again"
+            f"{where}: attribute {key} is {brief(value)}, which docs/trace-format.md does not "
+            "allow; record the trace again"
         )
     return value
 
@@ -191,8 +198,8 @@ def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mappi
     mask = _get(attributes, "mask", dict, where).get("kind")
     if mask != "causal":
         raise TraceError(
-            f"{where}: attribute mask.kind is {mask!r}, expected 'causal', the only one of format "
-            "version 1; record the trace again"
+            f"{where}: attribute mask.kind is {brief(mask)}, expected 'causal', the only one of "
+            "format version 1; record the trace again"
         )
     layer = {"scale": attributes.get("scale"), "rope": 0}
     return {
@@ -219,7 +226,7 @@ def _formula(facts: Any, where: str) -> Formula:
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(
-            f"{where}: what a layer computes is not readable ({error!r}), expected scale, and "
+            f"{where}: what a layer computes is not readable ({said(error)}), expected scale, and "
             "maybe softcap, window and sinks; record the trace again"
         ) from error
 
@@ -243,7 +250,7 @@ def _rope(facts: Any, where: str) -> Rope:
         )
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(
-            f"{where}: attribute rope is not readable ({error!r}), expected inv_freq, "
+            f"{where}: attribute rope is not readable ({said(error)}), expected inv_freq, "
             "attention_scaling, rotary_dim and layout; record the trace again"
         ) from error
 
@@ -251,7 +258,7 @@ def _rope(facts: Any, where: str) -> Rope:
 def _number(value: Any) -> float:
     """A finite JSON number, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{brief(value)} is no finite number")
     return float(value)
 
 

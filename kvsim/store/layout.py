@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
-from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
+from kvsim.store.documents import read_document
+from kvsim.store.place import Folder
 
 ZarrArray = zarr.Array[Any]
 
 FLOATS = ("float16", "float32", "float64")
-
-#: What a reader decodes: numbers and text, never objects.
-DATA_TYPES = (*FLOATS, "int32", "int64", "string")
-CODECS = ("bytes", "vlen-utf8", "blosc", "zstd", "gzip", "crc32c")
 
 #: Dense attention: of all rows, or of the last ones.
 DENSE = ("attention", "attention_window")
@@ -83,43 +79,5 @@ def consolidation_allowed() -> Iterator[None]:
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
-    """The metadata document at `path`."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TraceError(
-            f"{where}: {path.name} is missing, expected a zarr group written by kvsim; "
-            "give the folder of a trace"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise TraceError(
-            f"{where}: {path.name} is not readable ({error}), expected JSON; "
-            "copy the trace again or record it again"
-        ) from error
-    if not isinstance(document, dict):
-        raise TraceError(f"{where}: {path.name} is no JSON object; record the trace again")
-    return document
-
-
-def check_array_metadata(name: str, document: Mapping[str, Any], where: str) -> None:
-    """Refuse an array whose metadata names a data type or codec outside the format."""
-    found = document.get("zarr_format"), document.get("node_type")
-    if found != (3, "array"):
-        raise TraceError(
-            f"{where}: {name} has zarr_format {found[0]!r} and node_type {found[1]!r}, "
-            "expected a zarr version 3 array; record the trace again"
-        )
-    data_type = document.get("data_type")
-    if data_type not in DATA_TYPES:
-        raise TraceError(
-            f"{where}: {name} has data type {data_type!r}, expected one of "
-            f"{', '.join(DATA_TYPES)}; kvsim loads nothing else"
-        )
-    codecs = document.get("codecs")
-    for codec in codecs if isinstance(codecs, list) else [codecs]:
-        codec_name = codec.get("name") if isinstance(codec, dict) else codec
-        if codec_name not in CODECS:
-            raise TraceError(
-                f"{where}: {name} has codec {codec_name!r}, expected one of {', '.join(CODECS)}; "
-                "kvsim decodes nothing else"
-            )
+    """The metadata document at `path`; `where` names the trace in error messages."""
+    return read_document(Folder(path.parent), path.name, where)

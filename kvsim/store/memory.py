@@ -70,4 +70,9 @@ def as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tens
             f"{where}: tokens has shape {tuple(ids.shape)} and dtype "
             f"{str(ids.dtype).removeprefix('torch.')}, expected {n_pos} integers"
         )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
+        raise TraceError(
+            f"{where}: tokens are {int(ids.min())} to {int(ids.max())}, expected numbers of a "
+            "vocabulary, from 0 on"
+        )
     return ids.to(torch.int64)

@@ -2,61 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import zarr
 from torch import Tensor
 
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
 from kvsim.store.checks import check_finite, check_shapes, first_row
+from kvsim.store.chunks import check_chunks, read_part
+from kvsim.store.documents import brief, check_numbers, find_document, read_document
 from kvsim.store.header import Header
-from kvsim.store.layout import (
-    DENSE,
-    DIMENSIONS,
-    REQUIRED,
-    ZarrArray,
-    check_array_metadata,
-    read_json,
-)
+from kvsim.store.layout import DENSE, DIMENSIONS, REQUIRED
+from kvsim.store.metadata import StoredArray, check_extensions, parse_array
+from kvsim.store.place import Place, find_place
 
 _ALL = slice(None)
 
-#: Arrays that must be finite, so that a NaN means a chunk that was lost.
+#: Arrays that must be finite: a writer refuses NaN.
 _FINITE = ("q", "k", "v", "attn_out", "lse", *DENSE, "o_proj", "residual")
 
 
 class StoredTrace:
     """The arrays and the header of the trace at `path`, a source for `kvsim.trace.Trace`.
 
+    path: a folder, a packed trace, or a URL.
+
     Raises:
         TraceNotFoundError: there is nothing at `path`.
-        TraceError: no trace, incomplete, a newer format, a missing chunk, or wrong shapes.
+        TraceError: no trace, incomplete, a newer format, a missing chunk, wrong shapes, or anything
+            that docs/trace-format.md does not allow.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.where = str(path)
-        self.attributes = _root_attributes(path)
-        self.arrays = self._open()
+    def __init__(self, path: str | Path) -> None:
+        self.place = find_place(path)
+        self.path = self.place.path
+        self.where = str(self.path)
+        self.attributes = _root_attributes(self.place, self.where)
+        self.sizes = self.place.sizes()
+        self.arrays = self._parse()
         self._shapes = {
-            name: tuple(array.shape)
+            name: array.shape
             for name, array in self.arrays.items()
             if name not in ("layer", "token_text")
         }
         self._check()
         sources = {
-            name: str(array.attrs.get("source_dtype", array.dtype.name))
+            name: array.source_dtype or array.dtype.name
             for name, array in self.arrays.items()
             if name in _FINITE
         }
-        layer_ids = tuple(int(layer) for layer in self._decode("layer", (_ALL,)))
+        layer_ids = tuple(int(layer) for layer in self._read("layer", (_ALL,)))
         self.header = Header.from_attributes(
             self.attributes, layer_ids=layer_ids, source_dtypes=sources, where=self.where
         )
@@ -86,16 +87,22 @@ class StoredTrace:
         """The text of each token, or None."""
         if "token_text" not in self.arrays:
             return None
-        return [str(text) for text in self._decode("token_text", (_ALL,))]
+        return [str(text) for text in self._read("token_text", (_ALL,))]
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array in its stored dtype, decoding only the chunks that it touches."""
         if AXES[name][0] != "layer":
-            return torch.from_numpy(self._decode(name, (pos,)))
+            tokens = torch.from_numpy(self._read(name, (pos,)))
+            if (tokens < 0).any():
+                raise TraceError(
+                    f"{self.where}: {name} has {int(tokens.min())}, expected numbers of 0 or more; "
+                    "record the trace again"
+                )
+            return tokens
         axis = next((i for i, axis in enumerate(AXES[name]) if axis in ("row", "pos")), 1)
         if "pos" not in AXES[name]:
             pos = _ALL
-        values = self._decode(name, (layers, *[_ALL] * (axis - 1), pos))
+        values = self._read(name, (layers, *[_ALL] * (axis - 1), pos))
         tensor = torch.from_numpy(values)
         if name in _FINITE:
             first_layer = range(self._shapes[name][0])[layers].start
@@ -105,20 +112,16 @@ class StoredTrace:
             check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
 
-    def _open(self) -> dict[str, ZarrArray]:
-        with self._metadata():
-            group = zarr.open_group(self.path, mode="r", zarr_format=3, use_consolidated=False)
-        arrays: dict[str, ZarrArray] = {}
+    def _parse(self) -> dict[str, StoredArray]:
+        """What the metadata of each known array says."""
+        arrays: dict[str, StoredArray] = {}
+        listed = {key.partition("/")[0] for key in self.sizes or ()}
         for name in DIMENSIONS:
-            folder = self.path / name
-            if not folder.is_dir():
-                continue
-            check_array_metadata(name, read_json(folder / "zarr.json", self.where), self.where)
-            with self._metadata():
-                array = group[name]
-            if not isinstance(array, zarr.Array):
-                raise TraceError(f"{self.where}: {name} is no array; record the trace again")
-            arrays[name] = array
+            # where nothing says what is there, what cannot be found is not there
+            read = read_document if name in listed else find_document
+            document = read(self.place, f"{name}/zarr.json", self.where)
+            if document is not None:
+                arrays[name] = parse_array(name, document, self.where)
         missing = [name for name in REQUIRED if name not in arrays]
         if missing:
             raise TraceError(
@@ -127,72 +130,44 @@ class StoredTrace:
             )
         return arrays
 
-    @contextmanager
-    def _metadata(self) -> Iterator[None]:
-        """Turn what zarr says about metadata that it cannot use into one clear line."""
-        try:
-            yield
-        except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise TraceError(
-                f"{self.where}: its metadata is not usable ({reason}), expected what "
-                "docs/trace-format.md describes; record the trace again"
-            ) from error
-
     def _check(self) -> None:
-        for name, array in self.arrays.items():
-            names = array.metadata.dimension_names  # type: ignore[union-attr]  # version 3 only
-            if names != DIMENSIONS[name] or array.ndim != len(DIMENSIONS[name]):
-                raise TraceError(
-                    f"{self.where}: {name} has dimensions {names}, expected {DIMENSIONS[name]}; "
-                    "record the trace again"
-                )
-            if array.nchunks_initialized != array.nchunks:
-                raise TraceError(
-                    f"{self.where}: {name} has {array.nchunks_initialized} of {array.nchunks} "
-                    f"chunks{_first_missing(self.path / name, array)}, expected all; "
-                    "copy the trace again or record it again"
-                )
+        """Whether the arrays fit together and all their chunks are there."""
         floats = {name: shape for name, shape in self._shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
-        n_pos = self._shapes["q"][2]
-        for name in ("tokens", "token_text"):
-            if name in self.arrays and self.arrays[name].shape != (n_pos,):
+        n_layers, _, n_pos, _ = self._shapes["q"]
+        lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}
+        for name, length in lengths.items():
+            if name in self.arrays and self.arrays[name].shape != (length,):
                 raise TraceError(
                     f"{self.where}: {name} has shape {self.arrays[name].shape}, expected "
-                    f"{(n_pos,)}; record the trace again"
+                    f"{(length,)}; record the trace again"
                 )
         if self.attributes.get("n_tokens") != n_pos:
             raise TraceError(
-                f"{self.where}: n_tokens is {self.attributes.get('n_tokens')!r}, but q has {n_pos} "
-                "positions; record the trace again"
+                f"{self.where}: n_tokens is {brief(self.attributes.get('n_tokens'))}, but q has "
+                f"{n_pos} positions; record the trace again"
             )
+        if self.sizes is not None:
+            for array in self.arrays.values():
+                check_chunks(array, self.sizes, self.where)
 
-    def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        try:
-            return np.asarray(self.arrays[name][index])
-        except (ValueError, RuntimeError, OSError, EOFError) as error:
-            # zarr's codecs report a wrong checksum or a truncated chunk with these
-            reason = " ".join(str(error).split())
-            raise TraceError(
-                f"{self.where}: a chunk of {name} is damaged ({reason}), expected data that its "
-                "checksum fits; copy the trace again or record it again"
-            ) from error
+    def _read(self, name: str, part: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        return read_part(self.arrays[name], part, self.place, self.where)
 
 
-def _root_attributes(path: Path) -> dict[str, Any]:
+def _root_attributes(place: Place, where: str) -> dict[str, Any]:
     """Attributes of the group, after everything that decides whether this is a usable trace."""
-    where = str(path)
-    if not path.exists():
-        raise TraceNotFoundError(
-            f"{where} does not exist, expected a trace; record one with `kvsim capture`"
+    root = find_document(place, "zarr.json", where)
+    if root is None:
+        # a folder is there, a URL need not be
+        missing = TraceNotFoundError if isinstance(place.path, str) else TraceError
+        raise missing(
+            f"{where}: zarr.json is missing, expected a zarr group written by kvsim; "
+            "give the folder of a trace"
         )
-    if not path.is_dir():
-        raise TraceError(f"{where} is a file, expected the folder of a trace")
-    root = read_json(path / "zarr.json", where)
     attributes = root.get("attributes")
     version = attributes.get("kvsim_format") if isinstance(attributes, dict) else None
-    if not isinstance(attributes, dict) or not isinstance(version, int):
+    if not isinstance(attributes, dict) or type(version) is not int or version < 1:
         raise TraceError(
             f"{where} is no kvsim trace: its zarr.json has no kvsim_format; "
             "give the folder of a trace"
@@ -204,18 +179,26 @@ def _root_attributes(path: Path) -> dict[str, Any]:
         )
     if attributes.get("complete") is not True:
         raise TraceError(
-            f"{where} is incomplete ({attributes.get('committed_tokens', 0)} tokens were written), "
-            "expected a finished trace; `kvsim trace recover` makes one of what was written"
+            f"{where} is incomplete ({brief(attributes.get('committed_tokens', 0))} tokens were "
+            "written), expected a finished trace; `kvsim trace recover` makes one of what was "
+            "written"
         )
-    if not isinstance(attributes.get("digest"), str):
+    kind = root.get("zarr_format"), root.get("node_type")
+    if kind != (3, "group"):
+        raise TraceError(
+            f"{where}: zarr_format and node_type are {brief(kind)}, expected 3 and 'group'; "
+            "record the trace again"
+        )
+    check_extensions(
+        root,
+        ("zarr_format", "node_type", "attributes", "consolidated_metadata"),
+        "the group",
+        where,
+    )
+    digest = attributes.get("digest")
+    if not (isinstance(digest, str) and re.fullmatch("sha256:[0-9a-f]{64}", digest)):
         raise TraceError(f"{where} has no digest, expected one; record it again")
+    for key, value in attributes.items():
+        if key != "meta":  # the configuration of a model may hold an infinity
+            check_numbers(value, f"attribute {brief(key)}", where)
     return attributes
-
-
-def _first_missing(folder: Path, array: ZarrArray) -> str:
-    """`, the first missing is c/0/0/3/0` where that can be told."""
-    for index in np.ndindex(*array.cdata_shape):
-        key = "c/" + "/".join(map(str, index))
-        if not (folder / key).is_file():
-            return f", the first missing is {key}"
-    return ""

@@ -27,7 +27,8 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
-from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, check_array_metadata, read_json
+from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, read_json
+from kvsim.store.metadata import parse_array
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
@@ -281,9 +282,7 @@ class _Recovery:
         for name, axes in DIMENSIONS.items():
             if len(axes) == 1 or not (self.folder / name / "zarr.json").exists():
                 continue
-            check_array_metadata(
-                name, read_json(self.folder / name / "zarr.json", self.where), self.where
-            )
+            parse_array(name, read_json(self.folder / name / "zarr.json", self.where), self.where)
             array = self.group[name]
             if isinstance(array, zarr.Array):
                 arrays[name] = array

@@ -77,7 +77,7 @@ def verify(
         TraceError: the trace cannot be opened: incomplete, newer, a chunk missing, wrong shapes.
             What is found after that is in `problems`.
     """
-    stored = StoredTrace(Path(path))
+    stored = StoredTrace(path)
     check = _Check(stored, deep=deep)
     for layer in range(len(stored.header.layer_ids)):
         check.layer(layer)
@@ -205,6 +205,13 @@ class _Check:
                     self._embeddings(tokens)
         except TraceError as error:
             self.problems.append(str(error))
+        recorded = _entry(stored.attributes, "checksums")
+        self.problems += [
+            f"{stored.where}: {name} has checksums and is not there, expected it; "
+            "copy the trace again or record it again"
+            for name in CHECKSUMMED
+            if name in recorded and name not in stored.arrays
+        ]
         dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}
         if not self.problems:
             found = content_digest(stored.header, shapes, dtypes, self.digest.checksums())
@@ -236,14 +243,16 @@ def _recorded_tolerance(stored: StoredTrace) -> float:
 def describe(path: str | Path) -> dict[str, Any]:
     """What `kvsim info` prints: shapes, dtypes, sizes, model, labels, text, answer check, for JSON.
 
+    Sizes are None where files cannot be listed, as over HTTP.
+
     Raises:
         TraceError: as `open_trace`.
     """
-    stored = StoredTrace(Path(path))
+    stored = StoredTrace(path)
+    sizes = stored.sizes
     meta = stored.header.meta
     text = _entry(meta, "text")
     notes = meta.get("notes")
-    files = [file for file in stored.path.rglob("*") if file.is_file()]
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
     return {
         "path": stored.where,
@@ -266,16 +275,12 @@ def describe(path: str | Path) -> dict[str, Any]:
                 "shape": list(array.shape),
                 "dtype": "string" if name == "token_text" else array.dtype.name,
                 "source_dtype": stored.header.source_dtypes.get(name),
-                "bytes": sum(
-                    file.stat().st_size
-                    for file in (stored.path / name).rglob("*")
-                    if file.is_file()
-                ),
+                "bytes": None if sizes is None else _bytes(sizes, f"{name}/"),
             }
             for name, array in stored.arrays.items()
         },
-        "bytes": sum(file.stat().st_size for file in files),
-        "files": len(files),
+        "bytes": None if sizes is None else _bytes(sizes),
+        "files": None if sizes is None else len(sizes),
         "model": {key: value for key, value in _entry(meta, "model").items() if key != "config"},
         "versions": _entry(meta, "versions"),
         "generation": _entry(meta, "generation"),
@@ -286,6 +291,10 @@ def describe(path: str | Path) -> dict[str, Any]:
         "capture_check": _entry(meta, "capture_check") or None,
         "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
+
+
+def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:
+    return sum(size for key, size in sizes.items() if key.startswith(prefix))
 
 
 def _entry(meta: Mapping[str, Any], key: str) -> dict[str, Any]:

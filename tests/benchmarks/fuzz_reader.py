@@ -1,0 +1,438 @@
+"""Damages whole traces at random and looks at what reading them does.
+
+    python tests/benchmarks/fuzz_reader.py --cases 10000 --seed 0
+
+A case is refused with a TraceError, or opens and `verify` reports problems, or opens and everything
+in it is as it was. Anything else is a finding, printed with the seed of its case: another
+exception, more than five seconds, more than a gigabyte, or a change that `verify` calls whole.
+Case i of a run has the seed `--seed` + i, so a run goes on where another one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import numcodecs
+import numpy as np
+import torch
+
+from kvsim import Rope, Trace, open_trace
+from kvsim.attention import Formula
+from kvsim.cli import _status
+from kvsim.errors import TraceError
+from kvsim.samples import sample_trace
+from kvsim.store import TraceWriter, describe, verify
+from kvsim.store.packing import pack
+
+SECONDS = 5
+BYTES = 1 << 30
+
+Files = dict[str, bytes]
+
+#: What stands in a document for text that no JSON writer would write.
+RAW = {
+    "@deep@": "[" * 70 + "]" * 70,
+    "@deeper@": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "@digits@": "1" * 5000,
+    "@large@": "1" + "0" * 400,
+    "@infinite@": "1e999",
+    "@half@": '"\\ud800"',
+    "@control@": '"\\u0000\\u001b[2J\\n"',
+}
+HOSTILE = [
+    *(None, True, False, 0, -1, 1, 2, 255, 2**31 - 1, 2**31, 2**53, 2**60, 2**63, 2**64, 0.5, -0.0),
+    *(float("nan"), float("inf"), 1e300, 1e-320, "", "x", "q", "NaN", "../x", "/etc/passwd", "3"),
+    *("float64", "int8", "object", "bytes", "x" * 100_000, [], {}, [[]], [0], [1, 1, 1, 1]),
+    *([2**60] * 2, [2**31 - 1] * 4, [0.5] * 100_000, [None] * 3, {"name": "x"}, {"a": {"b": [1]}}),
+    *({"must_understand": False}, {"must_understand": True}, {"kind": "causal"}, *RAW),
+]
+EXTRA = ["storage_transformers", "extension", "complete", "kvsim_format", "chunks", "", "__class__"]
+
+
+def make_traces(folder: Path) -> dict[str, Path]:
+    """A plain trace, one of layers that differ, one with every array, the sample, a packed one."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 40, 4, generator=generator) for heads in (4, 2, 2))
+    plain = Trace.from_arrays(
+        q, k, v, prompt_len=10, rope=Rope.default(4), token_text=[f"t{i}" for i in range(40)]
+    )
+    plain.save(folder / "plain.zarr")
+    mixed = Trace.from_arrays(
+        q,
+        k,
+        v,
+        prompt_len=10,
+        rope=[Rope.default(4), Rope((0.5,), 1.1, layout="interleaved")],
+        formulas=[Formula(0.5, window=9, sinks=(0.5, 0.0, -1.0, 2.0)), Formula(0.5, softcap=3.0)],
+    )
+    mixed.save(folder / "mixed.zarr")
+    pack(folder / "plain.zarr", folder / "packed.zip")
+    _write_full(folder / "full.zarr")
+    shutil.copytree(sample_trace(), folder / "sample.zarr")
+    names = ("plain.zarr", "mixed.zarr", "packed.zip", "full.zarr", "sample.zarr")
+    return {name: folder / name for name in names}
+
+
+def _write_full(path: Path) -> None:
+    """A trace with every array, of more than one block."""
+    n = 300
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, n, 4, generator=generator) for heads in (2, 2, 2))
+    embedding = torch.randn(1, 7, 6, generator=generator)
+    tokens = np.arange(n) % 7
+    residual = embedding[:, torch.from_numpy(tokens)].repeat(2, 1, 1)
+    trace = Trace.from_arrays(q, k, v, prompt_len=290, rope=Rope.default(4))
+    o_proj = torch.randn(2, 2, 4, 6, generator=generator)
+    arrays = {"q": q, "k": k, "v": v, "attn_out": trace.attn_out, "lse": trace.lse}
+    arrays |= {"residual": residual}
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    shapes |= {"attention": (2, 2, n, n), "o_proj": (2, 2, 4, 6)}
+    with TraceWriter(
+        path, shapes=shapes, source_dtypes=dict.fromkeys(shapes, "float32"), layer_ids=[0, 3]
+    ) as writer:
+        for layer in range(2):
+            for name, array in arrays.items():
+                for block in array[layer].split(256, dim=0 if name == "residual" else 1):
+                    writer.append(name, layer, block)
+            writer.write_o_proj(layer, o_proj[layer])
+            for start in (0, 256):
+                rows = list(range(start, min(start + 256, n)))
+                writer.write_attention("attention", layer, start, trace.attention(layer, rows))
+        header = open_trace(trace.save(path.with_name("header.zarr")))._header
+        header = type(header)(**{**header.__dict__, "layer_ids": (0, 3)})
+        writer.publish(header, tokens=tokens, token_text=[str(token) for token in tokens])
+
+
+class Original:
+    """What a whole trace has to say, in arrays and facts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.packed = path, path.suffix == ".zip"
+        if self.packed:
+            with zipfile.ZipFile(path) as archive:
+                self.files = {name: archive.read(name) for name in archive.namelist()}
+            self.bytes = path.read_bytes()
+        else:
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            self.files = {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+        assert verify(path).ok
+        self.trace = open_trace(path)
+        self.digest = self.trace.digest
+        self.arrays = {
+            name: self.trace.source.read(name, slice(None), slice(None))
+            for name in self.trace.source.shapes
+        }
+        self.facts = _facts(self.trace)
+
+    def same(self, trace: Trace) -> bool:
+        """Whether a trace has the same facts and numbers, as far as it has them.
+
+        Text is covered by the checksum of its chunk alone, which some of the damage here renews.
+        """
+        # dense attention follows from the rest, and nothing says that it should be there
+        named = set(self.arrays) - set(trace.source.shapes) <= {"attention"}
+        return (
+            named
+            and _facts(trace) == self.facts
+            and all(
+                torch.allclose(
+                    trace.source.read(name, slice(None), slice(None)),
+                    self.arrays[name],
+                    rtol=0,
+                    # dense attention has no checksum: it is held to what q and k give
+                    atol=2e-4 if name == "attention" else 0,
+                )
+                for name in trace.source.shapes
+            )
+        )
+
+
+def _facts(trace: Trace) -> tuple[object, ...]:
+    return trace.prompt_len, trace.formulas, trace.ropes, trace.layer_ids, trace.digest
+
+
+# --- damage ---
+
+
+def flip(rng: random.Random, files: Files) -> None:
+    """Flip a bit of a file."""
+    key = rng.choice(sorted(files))
+    data = bytearray(files[key])
+    if data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    files[key] = bytes(data)
+
+
+def flip_checked(rng: random.Random, files: Files) -> None:
+    """Change a byte of a chunk, and its checksum with it: what a decoder has to withstand."""
+    key = _chunk(rng, files)
+    data = bytearray(files[key][:-4])
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        if data:
+            first = rng.random() < 0.5  # the header of a codec
+            data[rng.randrange(min(len(data), 32) if first else len(data))] = rng.randrange(256)
+    files[key] = _sealed(bytes(data))
+
+
+def encode(rng: random.Random, files: Files) -> None:
+    """Put other content, rightly encoded, into a chunk."""
+    key = _chunk(rng, files)
+    content = rng.choice(
+        [
+            *(b"", b"\xff" * 4, b"\xff" * 64, bytes(1 << 22), rng.randbytes(100)),
+            np.full(rng.choice((1, 40, 2048)), rng.choice((0, 1, -1, np.nan)), "<f4").tobytes(),
+        ]
+    )
+    codec = rng.choice(
+        [numcodecs.Blosc("lz4"), numcodecs.Blosc("zstd"), numcodecs.Zstd(), numcodecs.GZip(), None]
+    )
+    files[key] = _sealed(content if codec is None or not content else bytes(codec.encode(content)))
+
+
+def truncate(rng: random.Random, files: Files) -> None:
+    """Cut a file, or make it longer."""
+    key = rng.choice(sorted(files))
+    data = files[key]
+    files[key] = (
+        data + rng.randbytes(9) if rng.random() < 0.2 else data[: rng.randrange(len(data) + 1)]
+    )
+
+
+def delete(rng: random.Random, files: Files) -> None:
+    """Remove a file, or all files of an array."""
+    key = rng.choice(sorted(files))
+    whole = rng.random() < 0.3
+    for one in [
+        one for one in files if one == key or (whole and one.split("/")[0] == key.split("/")[0])
+    ]:
+        del files[one]
+
+
+def duplicate(rng: random.Random, files: Files) -> None:
+    """Put a file to another place too: where one is, or where none belongs."""
+    key = rng.choice(sorted(files))
+    name = rng.choice(
+        [*sorted(files), f"{key}.partial", "later/c/0", "q/c/9/9/9/9", "q/c/00/0/0/0"]
+    )
+    files[name] = files[key]
+
+
+def swap(rng: random.Random, files: Files) -> None:
+    """Let two files take each other's place."""
+    kind = rng.random() < 0.7
+    keys = [key for key in sorted(files) if ("/c/" in key) == kind]
+    if keys:
+        a, b = rng.choice(keys), rng.choice(keys)
+        files[a], files[b] = files[b], files[a]
+
+
+def edit(rng: random.Random, files: Files) -> None:
+    """Replace, remove or add something in a metadata document."""
+    key = rng.choice([key for key in sorted(files) if key.endswith("zarr.json")] or [""])
+    try:
+        document = json.loads(files.get(key, b""))
+    except (ValueError, RecursionError):  # it is hostile already
+        return
+    at = document
+    if key == "zarr.json" and isinstance(document, dict) and rng.random() < 0.8:
+        at = document.get("attributes", document)  # not the copy of the metadata of all arrays
+    while isinstance(at, dict | list) and at:
+        place = rng.choice(sorted(at) if isinstance(at, dict) else range(len(at)))
+        inner = at[place]
+        if isinstance(inner, dict | list) and inner and rng.random() < 0.7:
+            at = inner
+            continue
+        what = rng.random()
+        if what < 0.7:
+            at[place] = rng.choice(HOSTILE)
+        elif what < 0.85:
+            del at[place]
+        elif isinstance(at, dict):
+            at[rng.choice(EXTRA)] = rng.choice(HOSTILE)
+        else:
+            at.append(rng.choice(HOSTILE))
+        break
+    text = json.dumps(document)
+    for name, raw in RAW.items():
+        text = text.replace(f'"{name}"', raw)
+    if rng.random() < 0.1 and text.startswith("{"):
+        text = '{"shape": [1], "attributes": {}, ' + text[1:]  # named twice
+    files[key] = text.encode()
+
+
+DAMAGE = [
+    flip,
+    flip_checked,
+    flip_checked,
+    encode,
+    truncate,
+    delete,
+    duplicate,
+    swap,
+    edit,
+    edit,
+    edit,
+]
+
+
+def _chunk(rng: random.Random, files: Files) -> str:
+    return rng.choice([key for key in sorted(files) if "/c/" in key] or ["q/c/0/0/0/0"])
+
+
+def _sealed(data: bytes) -> bytes:
+    return data + google_crc32c.value(data).to_bytes(4, "little")
+
+
+def zipped(rng: random.Random, files: Files) -> bytes:
+    """The files as a zip, mostly one as `pack` writes it, at times another one."""
+    out = io.BytesIO()
+    odd = rng.choice([None, "name", "twice", "mode", "deflate"])
+    with zipfile.ZipFile(out, "w") as archive:
+        for key in sorted(files):
+            member = zipfile.ZipInfo(key)
+            hit = rng.random() < 0.1
+            if odd == "mode" and hit:
+                member.external_attr = rng.choice([0o120777, 0o040755, 0o010644, 0o060644]) << 16
+            if odd == "name" and hit:
+                member.filename = rng.choice(
+                    ["../a", "/a", "C:/a", "q\\c", "a\nb", f"./{key}", f"{key}/", key.upper(), "x"]
+                )
+            compressed = zipfile.ZIP_DEFLATED if odd == "deflate" and hit else zipfile.ZIP_STORED
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a name that is there already
+                archive.writestr(member, files[key], compress_type=compressed)
+                if odd == "twice" and hit:
+                    archive.writestr(member, files[key])
+    data = bytearray(out.getvalue())
+    for _ in range(rng.choice((0, 0, 1, 4))):  # the table of contents is what is trusted
+        data[-rng.randrange(1, min(len(data), 4000))] = rng.randrange(256)
+    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
+
+
+# --- judging ---
+
+
+class Late(BaseException):
+    """A case that takes too long; no error that the reader could catch."""
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Ends what takes too long."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(original: Original, path: Path) -> str:
+    """What reading the damaged trace at `path` comes to; raises on a finding."""
+    said, trace = "", None
+    try:
+        trace = open_trace(path)
+    except TraceError as error:
+        said = str(error)
+    assert "\n" not in said, "a message of several lines"
+    assert len(said) < 2000, "a message without an end"
+    if trace is None:
+        return "refused"
+    json.dumps(describe(path))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert _status(["info", str(path)]) == 0, "no info of a trace that opens"
+    report = verify(path)
+    try:
+        same = original.same(trace)
+    except TraceError:
+        same = False
+    if report.ok:
+        assert same, "another trace, which verify calls whole"
+        return "harmless"
+    return "reported"
+
+
+def run_case(originals: list[Original], seed: int, folder: Path) -> str:
+    """One case; gives its outcome, raises on a finding."""
+    rng = random.Random(seed)  # noqa: S311  repeatable on purpose
+    original = rng.choice(originals)
+    files = dict(original.files)
+    path = folder / f"case-{seed}"
+    try:
+        if original.packed and rng.random() < 0.3:
+            data = bytearray(original.bytes)
+            for _ in range(rng.choice((1, 2, 8))):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+        else:
+            for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                if files:
+                    rng.choice(DAMAGE)(rng, files)
+            _write(original, rng, files, path)
+        with watched():
+            return outcome(original, path)
+    finally:
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+
+
+def _write(original: Original, rng: random.Random, files: Files, path: Path) -> None:
+    if original.packed:
+        path.write_bytes(zipped(rng, files))
+        return
+    path.mkdir()
+    for key, data in files.items():
+        file = path / key
+        with contextlib.suppress(OSError):  # a file where another one needs a folder
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if data is original.files.get(key):
+                file.hardlink_to(original.path / key)
+            else:
+                file.write_bytes(data)
+
+
+def main() -> None:
+    """Run cases and print what they came to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    found = Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        originals = [Original(path) for path in make_traces(folder).values()]
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.RLIM_INFINITY))
+        for seed in range(given.seed, given.seed + given.cases):
+            try:
+                found[run_case(originals, seed, folder)] += 1
+            except (Exception, Late) as error:  # noqa: BLE001  any at all is what is looked for
+                found["FINDING"] += 1
+                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+    print(", ".join(f"{count} {name}" for name, count in sorted(found.items())))
+    sys.exit(1 if found["FINDING"] else 0)
+
+
+if __name__ == "__main__":
+    main()
