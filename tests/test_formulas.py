@@ -5,15 +5,17 @@ import json
 import math
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim import attention, store
+from kvsim import attention, diagnostics, store
 from kvsim.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.composition import Policy, Scorer
+from kvsim.diagnostics.findings import findings
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.store.layout import read_json
@@ -308,7 +310,7 @@ def test_layers_with_a_window_are_left_alone():
     assert "2 of 4 layers have a sliding window" in record.remark
     table = kvsim.measure(trace, record, metrics=["output_error", "wipeout"])
     assert sorted(table["layer"].unique().to_list()) == [1, 3]
-    with pytest.raises(PolicyError, match="layer 2 has a sliding window of 7"):
+    with pytest.raises(PolicyError, match="layer 2 of memory has a sliding window of 7"):
         kvsim.replay(trace, kvsim.policy("tova"), 8, layers=[2])
     with pytest.raises(PolicyError, match="every layer has a sliding window"):
         kvsim.replay(make(["window"]), kvsim.policy("tova"), 8)
@@ -420,3 +422,27 @@ def test_a_formula_that_cannot_be_is_refused(bad):
     """Each number is checked where it is made."""
     with pytest.raises(ValueError, match="expected"):
         Formula(**{"scale": 1.0, **bad})
+
+
+# --- what reads all layers ---
+
+
+def test_analyses_of_windows_say_so_or_leave_them_out():
+    """No analysis takes a layer with a window for one that sees everything."""
+    trace = make(["window", "plain"])
+    analyses = (
+        lambda: diagnostics.expected_and_observed(trace, 20),
+        lambda: diagnostics.key_projections(trace),
+        lambda: diagnostics.ranking(trace, kvsim.policy("asl", window=4).propagation),
+        lambda: diagnostics.reconstruction_table(trace, [kvsim.policy("knorm")]),
+    )
+    for analyse in analyses:
+        with pytest.raises(PolicyError, match="layer 0 of memory has a sliding window of 7"):
+            analyse()
+
+    found = findings(trace)
+
+    assert found.filter(pl.col("metric") == "normal_distance")["layer"].unique().to_list() == [0, 1]
+    assert "expectation" not in found["metric"].to_list()
+    decline = found.filter(pl.col("metric") == "score_decline")
+    assert decline["layer"].unique().to_list() in ([], [1])

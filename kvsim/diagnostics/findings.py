@@ -62,7 +62,8 @@ class Analysis:
     """The analyses of one trace, each made when it is first asked for and then kept.
 
     ks: tokens beside ASL's window, numbers or shares (`25%`) of those before it. rule: ASL's
-    parameters, its defaults if None. What is None is what the trace is too short for.
+    parameters, its defaults if None. What is None is what the trace is too short for, or what is
+    not defined where some layers have a sliding window.
 
     Raises PolicyError for a k that is neither, and for a rule that the model has no layer for.
     """
@@ -81,7 +82,7 @@ class Analysis:
     def expectation(self) -> Expectation | None:
         """Attention on the prompt's keys: what the response does and what is expected of it."""
         cut = self.trace.prompt_len
-        if cut < SINK + 2 or cut == self.trace.n_pos:
+        if cut < SINK + 2 or cut == self.trace.n_pos or self.trace.windowed:
             return None
         return expected_and_observed(self.trace, cut, sink=SINK, device=self.device)
 
@@ -91,7 +92,7 @@ class Analysis:
         return {
             skip: key_projections(self.trace, skip=skip, device=self.device)
             for skip in (0, SINK)
-            if self.trace.n_pos >= skip + 2
+            if self.trace.n_pos >= skip + 2 and not self.trace.windowed
         }
 
     @cached_property
@@ -105,7 +106,7 @@ class Analysis:
     def ranking(self) -> Ranking | None:
         """How the layers rank the prompt; None too where layers are missing from the trace."""
         trace = self.trace
-        if not trace.whole or trace.prompt_len <= self.rule.window:
+        if not trace.whole or trace.windowed or trace.prompt_len <= self.rule.window:
             return None
         return ranking(trace, self.rule, device=self.device)
 
@@ -270,6 +271,8 @@ def _decline(of: Analysis) -> Iterator[Cells]:
         return
     number = np.arange(len(windows), dtype=np.float64)
     for layer in range(trace.n_layers):
+        if layer in trace.windowed:
+            continue
         scores = window_scores(trace, layer, windows, first, device=of.device)
         largest = np.stack([one.max(-1) for one in scores], -1)  # [head, window]
         yield Cells(layer, spearman(largest, np.broadcast_to(number, largest.shape)), "head")

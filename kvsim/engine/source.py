@@ -7,14 +7,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK
 from kvsim.trace import Trace
 
 
 class TraceSource:
-    """Keys, values and queries of some layers of a trace on one device."""
+    """Keys, values and queries of some layers of a trace on one device.
+
+    Raises PolicyError for a layer whose sliding window hides something: nobody who reads from here
+    knows of windows.
+    """
 
     def __init__(self, trace: Trace, layers: slice, device: torch.device) -> None:
+        for layer in range(*layers.indices(trace.n_layers)):
+            check_window(trace, layer)
         self._trace, self._layers, self._device = trace, layers, device
         self.rope, self.formula = trace.ropes[layers][0], trace.formulas[layers][0]
         self.positions = trace.positions.to(device)
@@ -70,3 +77,13 @@ class TraceSource:
         """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""
         self.keys = self.keys.masked_fill(gone.unsqueeze(-1), torch.nan)
         self.values = self.values.masked_fill(gone.unsqueeze(-1), torch.nan)
+
+
+def check_window(trace: Trace, layer: int) -> None:
+    """Raise PolicyError for a layer whose sliding window hides something from some row."""
+    if layer in trace.windowed:
+        raise PolicyError(
+            f"layer {layer} of {trace.name} has a sliding window of "
+            f"{trace.formulas[layer].window} positions, which bounds its cache by itself; expected "
+            "layers that see the whole text"
+        )
