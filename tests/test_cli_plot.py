@@ -7,9 +7,11 @@ import re
 import matplotlib as mpl
 import polars as pl
 import pytest
+import torch
 
 import kvsim
 from kvsim import plots
+from kvsim.attention import Formula
 from kvsim.cli.figures import FIGURES
 from kvsim.tiny.tasks import prompts
 
@@ -354,3 +356,25 @@ def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
     assert bad == 2
     assert err == "error: --format is 'jpg'; expected png, svg or pdf\n"
     assert [one.name for one in tmp_path.iterdir()] == ["svg"]
+
+
+def test_layers_with_a_window_are_passed_over(run, tmp_path):
+    """A figure of one layer takes one that was replayed, and one that was not is refused."""
+    q, k, v = torch.randn(3, 3, 2, 80, 8, generator=torch.Generator().manual_seed(0))
+    path = kvsim.Trace.from_arrays(
+        q,
+        k,
+        v,
+        prompt_len=40,
+        rope=kvsim.Rope.default(8),
+        formulas=[Formula(0.3, window=9), Formula(0.3), Formula(0.3, window=9)],
+    ).save(tmp_path / "mixed.zarr")
+    asked = [path, "--policy", "tova", "--budget", "20", "--interval", "8"]
+
+    for figure in ("retention_map", "bursts", "error_over_rows", "over_budgets"):
+        status, _, err = run("plot", figure, *asked, "--out", tmp_path / f"{figure}.png")
+        assert (status, err) == (0, ""), figure
+    status, _, err = run("plot", "bursts", *asked, "--layer", "2", "--out", tmp_path / "x.png")
+    assert status == 2
+    assert "--layer 2 of memory has a sliding window" in err
+    assert "as 1" in err

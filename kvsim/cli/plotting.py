@@ -153,7 +153,9 @@ def plot(
         traces = [open_trace(locate(source)) for source in sources]
         check_distinct(traces)
         for trace in traces:
-            _check_place(trace, layer, head)
+            _check_place(trace, layer, head, replays=bool(policies))
+        if layer is None and drawing.single and policies and traces[0].windowed:
+            layer = _seeing(traces[0])  # the figure's own default may have a window
         schedule = {"interval": interval, "prefill": prefill}
         if drawing.replay == "once":
             records: Sequence[Record] = []
@@ -270,11 +272,21 @@ def _check_single(name: str, drawing: Drawing, traces: int, policies: int, budge
         )
 
 
-def _check_place(trace: Trace, layer: int | None, head: int | None) -> None:
+def _seeing(trace: Trace) -> int | None:
+    """The first layer that sees the whole text; replaying says so where there is none."""
+    return next((layer for layer in range(trace.n_layers) if layer not in trace.windowed), None)
+
+
+def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: bool) -> None:
     places = {"layer": (layer, trace.n_layers), "head": (head, trace.n_heads)}
     for option, (given, count) in places.items():
         if given is not None and given >= count:
             raise OptionError(f"--{option} is {given}; {trace.name} has 0 to {count - 1}")
+    if replays and layer in trace.windowed:
+        raise OptionError(
+            f"--layer {layer} of {trace.name} has a sliding window, so no policy is replayed "
+            f"there; expected one that sees the whole text, as {_seeing(trace)}"
+        )
 
 
 def _check_runs(
