@@ -845,3 +845,20 @@ def test_stray_partial_files_are_ignored(stored):
     (stored / "k" / "c" / "0" / "0" / "0" / "0.abc.partial").write_bytes(b"x")
 
     assert verify(stored, deep=True).ok
+
+
+def test_other_texts_of_tokens_are_found(saved, tmp_path):
+    """The text is no part of the digest, but it has a checksum of its own, which a swap fails."""
+    other = kvsim.open_trace(saved)
+    texts = [text + "!" for text in other.token_text or []]
+    changed = kvsim.Trace(other.source, other._header, token_text=texts, path=other.path)
+    path = changed.save(tmp_path / "other.zarr")
+    assert kvsim.open_trace(path).digest == other.digest
+    shutil.rmtree(saved / "token_text")
+    shutil.copytree(path / "token_text", saved / "token_text")
+
+    (problem,) = verify(saved).problems
+
+    assert "the text of the tokens is another one" in problem
+    shutil.rmtree(saved / "token_text")
+    assert "token_text has checksums and is not there" in verify(saved).problems[0]

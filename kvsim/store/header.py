@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -298,6 +298,12 @@ class ContentDigest:
     def total(self, header: Header, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """The digest of the trace, ``sha256:`` and 64 hex digits; shapes as stored."""
         return content_digest(header, shapes, self._dtypes, self.checksums())
+
+
+def text_checksum(texts: Sequence[str]) -> str:
+    """SHA-256 in hex of texts, as a JSON list in ASCII without spaces."""
+    text = json.dumps(list(texts), separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def content_digest(

@@ -18,7 +18,7 @@ import zarr
 
 from kvsim.errors import TraceError, TraceExistsError
 from kvsim.store.draft import TOKENS, TokenFile, hidden
-from kvsim.store.header import ContentDigest, Header
+from kvsim.store.header import ContentDigest, Header, text_checksum
 from kvsim.store.layout import (
     DIMENSIONS,
     ZarrArray,
@@ -94,8 +94,10 @@ def complete(
         _whole(group, "tokens", ids, "int32")
         digest.update_all("tokens", 0, ids, axis=0)
         shapes["tokens"] = tuple(ids.shape)
+    checksums = digest.checksums()
     if token_text is not None:
         _check_text(token_text, where)
+        checksums["token_text"] = [text_checksum(token_text)]
         _whole(group, "token_text", np.array(list(token_text), dtype=object), "string")
     for name in sorted(DIMENSIONS):
         if name in group:
@@ -107,7 +109,7 @@ def complete(
             **header.attributes(),
             "n_tokens": n_pos,
             "committed_tokens": n_pos,
-            "checksums": digest.checksums(),
+            "checksums": checksums,
             "digest": digest.total(header, shapes),
             "complete": True,
         }
