@@ -849,11 +849,11 @@ def test_stray_partial_files_are_ignored(stored):
 
 def test_other_texts_of_tokens_are_found(saved, tmp_path):
     """The text is no part of the digest, but it has a checksum of its own, which a swap fails."""
-    other = kvsim.open_trace(saved)
+    other = open_trace(saved)
     texts = [text + "!" for text in other.token_text or []]
-    changed = kvsim.Trace(other.source, other._header, token_text=texts, path=other.path)
+    changed = Trace(other.source, other._header, token_text=texts, path=other.path)
     path = changed.save(tmp_path / "other.zarr")
-    assert kvsim.open_trace(path).digest == other.digest
+    assert open_trace(path).digest == other.digest
     shutil.rmtree(saved / "token_text")
     shutil.copytree(path / "token_text", saved / "token_text")
 

@@ -13,7 +13,7 @@ from kvsim.attention import attention_weights, causal_attention
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.checks import first_row, relative_error, tolerance
-from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest
+from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest, text_checksum
 from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.reader import StoredTrace
 
@@ -156,7 +156,12 @@ class _Check:
         self._judge(name, layer, worst, self.lse_tolerance)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
-        """The residual stream begins with embeddings: wherever a token stands, the same numbers."""
+        """The residual stream begins with embeddings: wherever a token stands, the same numbers.
+
+        A model that turns nothing in any layer has added the position to its embeddings.
+        """
+        if not any(rope.inv_freq for rope in self.stored.header.ropes):
+            return
         rows = self.stored.read("residual", slice(0, 1), _ALL)[0]  # [pos, hidden]
         kinds, kind = tokens.unique(return_inverse=True)
         some = torch.empty_like(kinds, dtype=torch.int64)
@@ -193,11 +198,21 @@ class _Check:
                 f"q, k, v give, expected at most {allowed:g}; record the trace again"
             )
 
+    def _texts(self, recorded: object) -> None:
+        """The text of the tokens; `recorded`: its checksum, None in older traces."""
+        texts = self.stored.token_text
+        if texts is not None and recorded not in (None, [text_checksum(texts)]):
+            self.problems.append(
+                f"{self.stored.where}: the text of the tokens is another one than was recorded; "
+                "copy the trace again or record it again"
+            )
+
     def result(self) -> Verification:
         stored = self.stored
         shapes = dict(stored.shapes)
+        recorded = _entry(stored.attributes, "checksums")
         try:
-            _ = stored.token_text
+            self._texts(recorded.get("token_text"))
             if "tokens" in shapes:
                 tokens = stored.read("tokens", _ALL, _ALL)
                 self.digest.update_all("tokens", 0, tokens.numpy(), axis=0)
@@ -205,11 +220,10 @@ class _Check:
                     self._embeddings(tokens)
         except TraceError as error:
             self.problems.append(str(error))
-        recorded = _entry(stored.attributes, "checksums")
         self.problems += [
             f"{stored.where}: {name} has checksums and is not there, expected it; "
             "copy the trace again or record it again"
-            for name in CHECKSUMMED
+            for name in (*CHECKSUMMED, "token_text")
             if name in recorded and name not in stored.arrays
         ]
         dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}
