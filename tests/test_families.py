@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -391,3 +392,158 @@ def test_the_families_named_by_the_documentation_are_all_tested():
 
     wanted = "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 cohere granite"
     assert types >= {*wanted.split(), "smollm3", "glm4", "gpt_oss", "gpt_neox", "gpt2"}
+
+
+# --- residual stream and output projection ---
+
+
+def random_biases(model):
+    """The model with other biases of its output projections than 0, which would test nothing."""
+    with torch.no_grad():
+        for projection in projections(model):
+            if getattr(projection, "bias", None) is not None:
+                projection.bias.copy_(torch.randn(projection.bias.shape))
+    return model
+
+
+def own_layers(model):
+    """The decoder layers, under the names that the families of the table have for them."""
+    base = model.base_model
+    return base.h if hasattr(base, "h") else base.layers
+
+
+def own_stream(model, tokens):
+    """Layer inputs and outputs of projections in one forward, [layer, n, hidden] each."""
+    inputs, outputs = [], []
+
+    def before(_, args, kwargs):
+        inputs.append((args[0] if args else kwargs["hidden_states"])[0].clone())
+
+    handles = [one.register_forward_pre_hook(before, with_kwargs=True) for one in own_layers(model)]
+    handles += [
+        one.register_forward_hook(lambda _, __, output: outputs.append(output[0].clone()))
+        for one in projections(model)
+    ]
+    with torch.no_grad():
+        model(torch.as_tensor(tokens)[None])
+    for handle in handles:
+        handle.remove()
+    return torch.stack(inputs), torch.stack(outputs)
+
+
+def gap(found, expected):
+    """Largest difference in a layer, over its largest number."""
+    difference = (found.double() - expected.double()).abs().amax((1, 2))
+    return float((difference / expected.double().abs().amax((1, 2))).max())
+
+
+def projected(trace, model):
+    """Attention output through the recorded projection, and the model's bias [layer, n, hidden]."""
+    sums = torch.einsum("lind,lidh->lnh", trace.attn_out.double(), trace.o_proj.double())
+    for layer, projection in enumerate(projections(model)):
+        if getattr(projection, "bias", None) is not None:
+            sums[layer] += projection.bias.detach()
+    return sums
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stream_and_the_projections_are_the_models_own(name, tmp_path):
+    """Layer inputs, and outputs of the projections by the trace, are those of one forward."""
+    family = FAMILIES[name]
+    model = random_biases(family.build(family.kernels[0]))
+    options = {"max_new_tokens": 5, "residual": True, "o_proj": True}
+
+    stored = kvsim.capture(model, None, ids(PROMPT), out=tmp_path / "a.zarr", **options)
+    memory = kvsim.capture(model, None, ids(PROMPT), **options)
+
+    inputs, outputs = own_stream(model, stored.tokens)
+    assert gap(stored.residual, inputs) < 1e-5
+    assert gap(projected(stored, model), outputs) < 1e-5
+    # another layer, row or head would show
+    assert gap(stored.residual[1:], inputs[:-1]) > 0.1
+    assert gap(stored.residual.roll(1, 1), inputs) > 0.1
+    swapped = torch.einsum(
+        "lind,lidh->lnh", stored.attn_out.double(), stored.o_proj.double().roll(1, 1)
+    )
+    assert gap(swapped, outputs) > 0.1
+    assert torch.equal(stored.residual, memory.residual)
+    assert torch.equal(stored.o_proj, memory.o_proj)
+    assert store.verify(stored.path, deep=True).ok
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stream_of_a_prompt_is_kept_bit_for_bit(name):
+    """A prompt alone is recorded by the very forward that hooks see."""
+    family = FAMILIES[name]
+    model = family.build(family.kernels[-1], torch.bfloat16)
+
+    trace = kvsim.capture(model, None, ids(60), max_new_tokens=0, residual=True)
+
+    assert torch.equal(trace.residual, own_stream(model, ids(60))[0].float())
+
+
+def test_the_stream_begins_as_the_model_begins(tmp_path):
+    """Gemma 2 and Granite scale the embedding, GPT-2 adds positions; verify tells them apart."""
+    granite = replace(FAMILIES["granite"], changes={"embedding_multiplier": 12.0})
+    models = {
+        "gemma2": FAMILIES["gemma2"].build("eager"),
+        "granite": granite.build("sdpa"),
+        "gpt2": FAMILIES["gpt2"].build("sdpa"),
+    }
+    tokens = [3, 5, 5, 3, 5, 9]
+    rows = {name: one.get_input_embeddings().weight[tokens] for name, one in models.items()}
+    expected = {
+        "gemma2": rows["gemma2"] * 48**0.5,
+        "granite": rows["granite"] * 12.0,
+        "gpt2": rows["gpt2"] + models["gpt2"].base_model.wpe.weight[: len(tokens)],
+    }
+
+    for name, model in models.items():
+        trace = kvsim.capture(
+            model, None, tokens, max_new_tokens=2, residual=True, out=tmp_path / f"{name}.zarr"
+        )
+        assert torch.allclose(trace.residual[0, : len(tokens)], expected[name], rtol=1e-6)
+        assert torch.equal(trace.residual[0, 1], trace.residual[0, 2]) == (name != "gpt2")
+        assert store.verify(trace.path, deep=True).ok
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere"])
+def test_attention_that_was_given_something_else_is_refused(name):
+    """The norm in front of attention is found under its names, also where the MLP is parallel."""
+    model = FAMILIES[name].build("sdpa")
+    norm = "ln_1" if name == "gpt2" else "input_layernorm"
+    getattr(own_layers(model)[1], norm).register_forward_hook(lambda _, __, out: out.roll(1, 1))
+
+    capture = functools.partial(kvsim.capture, model, None, ids(40), max_new_tokens=0)
+    assert capture().n_pos == 40
+    with pytest.raises(CaptureError, match=rf"layer 1 was .* differs by .* from {norm} of the res"):
+        capture(residual=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_projections_of_other_names_are_measured(name):
+    """What is not the matrix of the module is refused, whatever it is called."""
+    model = FAMILIES[name].build("sdpa")
+    projections(model)[1].register_forward_hook(lambda _, __, out: out * 1.01)
+
+    called = "c_proj" if name == "gpt2" else "dense"
+    with pytest.raises(CaptureError, match=rf"{called} of layer 1 differs by 0\.0"):
+        kvsim.capture(model, None, ids(40), max_new_tokens=0, o_proj=True)
+
+
+def test_opt_has_both(tmp_path):
+    """Its projection is called out_proj, and its positions are learned."""
+    changes = {"ffn_dim": 64, "word_embed_proj_dim": 48, "hidden_size": 48, "pad_token_id": 1}
+    model = Family("OPT", "", changes=changes).build("sdpa")
+
+    trace = kvsim.capture(
+        model, None, ids(40), max_new_tokens=5, residual=True, o_proj=True, out=tmp_path / "a.zarr"
+    )
+
+    with torch.no_grad():
+        states = model(trace.tokens[None], output_hidden_states=True).hidden_states
+    assert gap(trace.residual, torch.cat(states[:-1])) < 1e-5
+    weights = [layer.self_attn.out_proj.weight for layer in model.model.decoder.layers]
+    expected = torch.stack([weight.T.unflatten(0, (6, 8)) for weight in weights])
+    assert torch.equal(trace.o_proj, expected)
+    assert store.verify(trace.path, deep=True).ok

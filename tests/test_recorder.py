@@ -568,7 +568,7 @@ def gated(layer):
 
 def renamed(layer):
     """Call the projection something else."""
-    layer.self_attn.dense = layer.self_attn.o_proj
+    layer.self_attn.outward = layer.self_attn.o_proj
     del layer.self_attn.o_proj
     layer.self_attn.register_module("o_proj", None)
 

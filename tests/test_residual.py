@@ -280,11 +280,9 @@ def wrapped(layer):
     ("change", "where", "message"),
     [
         (changed_between, [1], "the input of decoder layer 1 is not what layer 0 returned"),
-        (changed_between, [0], "the input of decoder layer 0 is not what the embedding returned"),
         (changed_in_place, [2], "the input of decoder layer 2 is not what layer 1 returned"),
         (scaled_norm, [1], r"attention of layer 1 was given something that differs by 0\.01"),
         (one_row_off, [2], "attention of layer 2 was given something that differs by"),
-        (wrapped, [0, 1, 2], "input of decoder layer 0 is not what the embedding returned"),
     ],
 )
 def test_streams_that_are_something_else_are_refused(change, where, message, tmp_path):
@@ -301,6 +299,46 @@ def test_streams_that_are_something_else_are_refused(change, where, message, tmp
     assert "--residual" in str(caught.value)
     assert hooks(model) == before
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 2, 1], "decoder layer 2 ran after layer 0, expected after layer 1"),
+        ([1, 0, 2], "decoder layer 1 ran first, expected after layer 0"),
+    ],
+)
+def test_layers_that_run_in_another_order_are_refused(order, message):
+    """Layer l + 1 of a trace is given what layer l returned."""
+    model = build()
+    model.model.layers = torch.nn.ModuleList(model.model.layers[i] for i in order)
+
+    with pytest.raises(CaptureError, match=message):
+        capture(model, None, ids(5), max_new_tokens=0, residual=True)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_module_around_the_attention_is_no_layer(layers):
+    """The input of the wrapper is the norm of the stream; with one layer no chain tells."""
+    model = build(num_hidden_layers=layers)
+    for layer in model.model.layers:
+        wrapped(layer)
+
+    with pytest.raises(CaptureError, match="layer 0 lies in a Wrapper that is no member of a list"):
+        capture(model, None, ids(5), max_new_tokens=0, residual=True)
+
+
+def test_the_stream_begins_with_what_the_first_layer_is_given():
+    """What a model does between embedding and first layer is part of the stream."""
+    model = build()
+    changed_between(model.model.layers[0])
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    seen = []
+
+    trace = capture(model, None, ids(20), max_new_tokens=0, residual=True)
+
+    assert torch.equal(trace.residual[0], seen[0])
+    assert torch.equal(trace.residual[0], model.get_input_embeddings().weight[ids(20)] * 1.001)
 
 
 def test_layers_that_cannot_be_identified_are_refused():
@@ -509,6 +547,19 @@ def test_verify_finds_a_stream_of_other_tokens(tmp_path):
     later = make(residual=shifted, layer_ids=[1, 2]).save(tmp_path / "b.zarr")
     assert verify(later, deep=True).ok
     assert verify(make(residual=shifted, tokens=None).save(tmp_path / "c.zarr")).ok
+
+
+def test_verify_knows_streams_that_hold_positions(tmp_path):
+    """Where no layer turns anything, positions are in the stream, and equal tokens differ."""
+    shifted = make().residual.roll(1, dims=1)
+    ropes = [Rope(()), Rope.default(8)]
+
+    none = make(residual=shifted, rope=[Rope(())] * 2).save(tmp_path / "none.zarr")
+    one = make(residual=shifted, rope=ropes).save(tmp_path / "one.zarr")
+
+    assert verify(none, deep=True).ok
+    (problem,) = verify(one, deep=True).problems
+    assert "residual of layer 0 differs between positions" in problem
 
 
 # --- command line ---

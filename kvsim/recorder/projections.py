@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES, relative_error, tolerance
 
-#: What llama, qwen, mistral and gemma call the output projection of their attention modules.
-NAME = "o_proj"
+#: What attention modules call their output projection: most families, GPT-NeoX, GPT-2, OPT.
+NAMES = ("o_proj", "dense", "c_proj", "out_proj")
 
 
 class Projections:
@@ -30,21 +31,28 @@ class Projections:
         blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views.
 
     Raises:
-        CaptureError: a layer has none under the known name, or none that is a plain matrix.
+        CaptureError: a layer has none under a known name, or none that is a plain matrix.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
-        self.modules = {
-            layer: _projection(layer, module)
-            for layer, module in attention_modules(model).items()
-            if layer in layers
+        chosen = {
+            layer: module for layer, module in attention_modules(model).items() if layer in layers
         }
-        kinds = {(module.weight.shape, module.weight.dtype) for module in self.modules.values()}
+        self.names = {layer: _name(layer, module) for layer, module in chosen.items()}
+        self.modules = {
+            layer: module.get_submodule(self.names[layer]) for layer, module in chosen.items()
+        }
+        matrices = [
+            _matrix(f"{self.names[layer]} of layer {layer}", module)
+            for layer, module in self.modules.items()
+        ]
+        kinds = {(matrix.shape, matrix.dtype) for matrix in matrices}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
             raise CaptureError(
-                f"the output projections ({NAME}) of {type(model).__name__} are {found}; expected "
-                "one shape and dtype in all layers, record it without --o-proj"
+                f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
+                f"{type(model).__name__} are {found}; expected one shape and dtype in all layers, "
+                "record it without --o-proj"
             )
         ((shape, dtype),) = kinds
         self.hidden, self.dtype = int(shape[0]), DTYPES[dtype]
@@ -55,12 +63,13 @@ class Projections:
         """Take a kernel call, whose output goes through the projection next."""
         if call.layer in self.blocks:
             return
-        weight: Tensor = self.modules[call.layer].weight.detach()
+        what = f"{self.names[call.layer]} of layer {call.layer}"
+        weight = _matrix(what, self.modules[call.layer])
         heads, _, dim = call.out.shape
         if weight.shape[1] != heads * dim:
             raise CaptureError(
-                f"{NAME} of layer {call.layer} takes {weight.shape[1]} numbers, expected "
-                f"{heads * dim}, {dim} of each query head; record the model without --o-proj"
+                f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} of each "
+                "query head; record the model without --o-proj"
             )
         self.blocks[call.layer] = weight.T.unflatten(0, (heads, dim))
         self._waiting[call.layer] = call.out[:, :CHUNK]
@@ -76,8 +85,9 @@ class Projections:
                 stack.callback(handle.remove)
             yield
         if self._waiting:
+            layer = min(self._waiting)
             raise CaptureError(
-                f"layer {min(self._waiting)} did not apply its {NAME} after its attention kernel, "
+                f"layer {layer} did not apply its {self.names[layer]} after its attention kernel, "
                 "expected it to; record the model without --o-proj"
             )
 
@@ -95,29 +105,38 @@ class Projections:
         allowed = tolerance(self.dtype, DTYPES[out.dtype])
         if not error <= allowed:
             raise CaptureError(
-                f"{NAME} of layer {layer} differs by {error:.3g} (relative) from its weights times "
-                f"the attention output, expected at most {allowed:g}: there is an adapter or a "
-                "gate; merge it into the weights, or record the model without --o-proj"
+                f"{self.names[layer]} of layer {layer} differs by {error:.3g} (relative) from its "
+                f"weights times the attention output, expected at most {allowed:g}: there is an "
+                "adapter or a gate; merge it into the weights, or record the model without --o-proj"
             )
 
 
-def _projection(layer: int, module: nn.Module) -> Any:  # a module with a matrix `weight`
-    projection = getattr(module, NAME, None)
-    weight = getattr(projection, "weight", None)
-    if not isinstance(projection, nn.Module) or not isinstance(weight, Tensor):
-        raise CaptureError(
-            f"layer {layer} ({type(module).__name__}) has no output projection: looked for a "
-            f"module {NAME} with a weight; record the model without --o-proj"
-        )
+def _name(layer: int, module: nn.Module) -> str:
+    """What an attention module calls its output projection."""
+    for name in NAMES:
+        projection = getattr(module, name, None)
+        if isinstance(projection, nn.Module) and isinstance(
+            getattr(projection, "weight", None), Tensor
+        ):
+            return name
+    raise CaptureError(
+        f"layer {layer} ({type(module).__name__}) has no output projection: looked for a module "
+        f"{', '.join(NAMES[:-1])} or {NAMES[-1]} with a weight; record the model without --o-proj"
+    )
+
+
+def _matrix(what: str, projection: nn.Module) -> Tensor:
+    """The weights [hidden, qheads x dim] of an output projection, a view."""
+    weight = cast("Tensor", projection.weight).detach()
     if weight.is_meta:
         raise CaptureError(
-            f"{NAME} of layer {layer} is offloaded and comes to its device when the layer runs, "
-            "expected weights that stay; use another --device-map, or record without --o-proj"
+            f"{what} is offloaded and comes to its device when the layer runs, expected weights "
+            "that stay; use another --device-map, or record without --o-proj"
         )
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise CaptureError(
-            f"{NAME} of layer {layer} is {str(weight.dtype).removeprefix('torch.')} "
-            f"{list(weight.shape)}, expected a matrix [hidden, qheads x dim] of "
-            f"{', '.join(DTYPES.values())}; record the model unquantised or without --o-proj"
+            f"{what} is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, expected "
+            f"a matrix of {', '.join(DTYPES.values())}; record the model unquantised or without "
+            "--o-proj"
         )
-    return projection
+    return weight.T if isinstance(projection, Conv1D) else weight

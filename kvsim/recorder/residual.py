@@ -15,11 +15,8 @@ from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES, relative_error, tolerance
 
-#: What llama, qwen, mistral and gemma call the norm between residual stream and attention.
-NORM = "input_layernorm"
-
-# The link before the first layer.
-_EMBEDDING = -1
+#: What most families, and GPT-2, call the norm between residual stream and attention.
+NORMS = ("input_layernorm", "ln_1")
 
 _ADVICE = "record the model without --residual"
 
@@ -27,15 +24,16 @@ _ADVICE = "record the model without --residual"
 class Residual:
     """The inputs of a model's decoder layers, for one capture.
 
-    A decoder layer is the module that an attention module lies in. Two checks stand behind what is
-    given out:
+    A decoder layer is the module that an attention module lies in. The stream begins with what the
+    first of them is given, whatever the model made of the embedding until then: some scale it, some
+    add positions. Two checks stand behind what is given out:
 
-    * The chain, in every row: the input of layer 0 is, bit for bit, what the embedding returned,
-      and the input of layer l + 1 what layer l returned. So nothing acts between two layers, and
+    * The chain, in every row: the layers run in order, each once in a forward, and the input of
+      layer l + 1 is, bit for bit, what layer l returned. So nothing acts between two layers, and
       residual[l + 1] is the output of layer l. The output of the last layer is not looked at.
-    * The norm, in the first rows of each layer: the attention module was given the layer's
-      `input_layernorm` of the residual. So q, k, v of a row were made from the residual of that
-      row. A layer without a module of this name has no such check.
+    * The norm, in the first rows of each layer: the attention module was given the layer's norm
+      (`NORMS`) of the residual. So q, k, v of a row were made from the residual of that row. A
+      layer without a module of such a name has no such check.
 
     Raises:
         CaptureError: attention modules that do not lie in decoder layers of their own.
@@ -43,14 +41,13 @@ class Residual:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
-        self.embedding: nn.Module = model.get_input_embeddings()
         numbers = list(self.layers)
-        self._before = dict(zip(numbers, [_EMBEDDING, *numbers[:-1]], strict=True))
+        self._before = dict(zip(numbers, [None, *numbers[:-1]], strict=True))
         self._last = numbers[-1]
         self._kind: tuple[int, torch.dtype] | None = None
         self._checked: set[int] = set()
-        # the link that ended last, what it returned and how often that was written to by then;
-        # and the layer that runs and its input
+        # the layer that ended last, what it returned and how often that was written to by then,
+        # None behind the last one; and the layer that runs and its input
         self._returned: tuple[int, object, int] | None = None
         self._running: tuple[int, Tensor] | None = None
 
@@ -59,10 +56,6 @@ class Residual:
         """Follow the stream through the layers until the block is left, however it is left."""
         with ExitStack() as stack:
             stack.callback(self._forget)
-            handle = self.embedding.register_forward_hook(
-                lambda _, __, output: self._leave(_EMBEDDING, output)
-            )
-            stack.callback(handle.remove)
             for layer, module in self.layers.items():
                 handle = module.register_forward_pre_hook(
                     lambda _, args, kwargs, layer=layer: self._enter(layer, args, kwargs),
@@ -112,29 +105,35 @@ class Residual:
                 f"the input of decoder layer {layer} is {_words(kind)}, expected "
                 f"{_words(self._kind)} as before, of {', '.join(DTYPES.values())}; {_ADVICE}"
             )
-        link, returned, writes = self._returned or (None, None, 0)
+        last, returned, writes = self._returned or (None, None, 0)
+        before = self._before[layer]
         self._returned = None
-        chained = link == self._before[layer] and writes == _writes(returned)
-        if not (chained and _same(returned, hidden)):
+        if last != before:
             raise CaptureError(
-                f"the input of decoder layer {layer} is not what {_name(self._before[layer])} "
-                f"returned, expected it unchanged; {_ADVICE}"
+                f"decoder layer {layer} ran {_order(last)}, expected {_order(before)}; {_ADVICE}"
+            )
+        if before is not None and not (writes == _writes(returned) and _same(returned, hidden)):
+            raise CaptureError(
+                f"the input of decoder layer {layer} is not what layer {before} returned, "
+                f"expected it unchanged; {_ADVICE}"
             )
         self._running = layer, hidden[0]
 
-    def _leave(self, link: int, output: object) -> None:
+    def _leave(self, layer: int, output: object) -> None:
         self._running = None
         if isinstance(output, tuple):
             output = output[0]
-        self._returned = None if link == self._last else (link, output, _writes(output))
+        self._returned = None if layer == self._last else (layer, output, _writes(output))
 
     def _forget(self) -> None:
         self._returned = self._running = None
 
     def _check_norm(self, call: KernelCall, hidden: Tensor) -> None:
-        norm = getattr(self.layers[call.layer], NORM, None)
-        if not isinstance(norm, nn.Module):
+        children = dict(self.layers[call.layer].named_children())
+        name = next((name for name in NORMS if name in children), None)
+        if name is None:
             return
+        norm = children[name]
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         found = call.hidden[:CHUNK]
         with torch.no_grad():
@@ -147,7 +146,7 @@ class Residual:
         if not error <= allowed:
             raise CaptureError(
                 f"the attention of layer {call.layer} was given something that differs by "
-                f"{error:.3g} (relative) from {NORM} of the residual, expected at most "
+                f"{error:.3g} (relative) from {name} of the residual, expected at most "
                 f"{allowed:g}; {_ADVICE}"
             )
 
@@ -156,7 +155,8 @@ def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The module that each attention module lies in, by layer number, in order.
 
     Raises:
-        CaptureError: two attention modules lie in the same module.
+        CaptureError: two attention modules lie in the same module, or one in a module that is no
+            member of a list of layers.
     """
     parents = {id(part): module for module in model.modules() for part in module.children()}
     found: dict[int, nn.Module] = {}
@@ -169,11 +169,17 @@ def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
                 f"the attention modules of layers {other} and {layer} lie in one "
                 f"{type(parent).__name__}, expected each in a decoder layer of its own; {_ADVICE}"
             )
+    for layer, module in found.items():
+        if not isinstance(parents.get(id(module)), nn.ModuleList):
+            raise CaptureError(
+                f"the attention of layer {layer} lies in a {type(module).__name__} that is no "
+                f"member of a list of layers, expected a decoder layer; {_ADVICE}"
+            )
     return found
 
 
 def _same(returned: object, hidden: Tensor) -> bool:
-    """Whether what a link returned is the input of the next, bit for bit."""
+    """Whether what a layer returned is the input of the next, bit for bit."""
     if returned is hidden:
         return True
     return (
@@ -190,8 +196,8 @@ def _writes(output: object) -> int:
     return output._version  # noqa: SLF001  its only home
 
 
-def _name(link: int) -> str:
-    return "the embedding" if link == _EMBEDDING else f"layer {link}"
+def _order(before: int | None) -> str:
+    return "first" if before is None else f"after layer {before}"
 
 
 def _words(kind: tuple[int, torch.dtype]) -> str:
