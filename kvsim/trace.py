@@ -472,7 +472,8 @@ class Trace:
     def residual(self) -> Tensor:
         """Residual stream: the input of each decoder layer [layer, pos, hidden].
 
-        residual[0] is the embedding of each token, and the output of layer l is residual[l + 1];
+        residual[0] is what the first layer is given, the embedding of each token and what the model
+        makes of it; the output of layer l is residual[l + 1];
         the output of the model's last layer is not stored.
 
         Raises:

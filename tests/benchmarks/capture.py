@@ -114,7 +114,9 @@ def turn(model: PreTrainedModel, shape: Shape, out: Path | None) -> tuple[float,
             temperature=0.0,
             seed=0,
             stop=frozenset(),
-            before_last=lambda _: None,
+            completed=lambda _tokens, _start: False,
+            chosen=lambda _token: None,
+            before_last=lambda _n: None,
             progress=mark,
         )
     else:

@@ -61,3 +61,15 @@ def test_metric_benchmark_prints_its_ratios(capsys):
         print("", *lines, sep="\n")
     assert set(ratios) == set(metrics.PARTS)
     assert all(value > 0 for value in ratios.values())
+
+
+def test_capture_benchmark_prints_its_ratios(capsys):
+    """Time, memory and bytes of a capture are measured beside the model alone."""
+    capture = load("capture")
+
+    ratios, lines = capture.run(capture.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == {"generation", "prompt", "memory in blocks", "bytes"}
+    assert ratios["bytes"] > 1
