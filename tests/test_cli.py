@@ -1082,11 +1082,19 @@ def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path,
 # ------------------------------------------------------------------------------ whole processes
 
 
+# A shell's background job ignores interrupts, and so would what it starts.
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def kvsim_process(*arguments, **options):
     """The installed command in a process of its own."""
     program = Path(sys.executable).with_name("kvsim")
     return subprocess.Popen(
-        [str(program), *map(str, arguments)],
+        [sys.executable, "-c", INTERRUPTIBLE, str(program), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
