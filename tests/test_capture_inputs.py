@@ -843,3 +843,15 @@ def test_device_maps_that_are_refused(options, installed, message, saved, monkey
         load_model(saved, **options)
 
     one_line(caught)
+
+
+def test_a_recovered_trace_is_no_whole_one(folder, runs):
+    """What was recovered of a killed capture does not pass for the capture that was asked for."""
+    root = folder / "b.zarr" / "zarr.json"
+    found = json.loads(root.read_text())
+    found["attributes"]["meta"]["generation"]["stopped"] = "interrupted"
+    root.write_text(json.dumps(found))
+
+    with pytest.raises(CaptureError, match=r"b.zarr .*recovered of an interrupted capture"):
+        capture_many(small(), words(), MANY, folder, resume=True, **SAME)
+    assert runs == []

@@ -267,6 +267,16 @@ def test_a_model_with_a_softcap_is_loaded_with_the_kernel_that_has_one(tmp_path)
     assert other.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama"])
+def test_a_folder_of_weights_alone_has_no_tokenizer(name, tmp_path):
+    """transformers makes an empty tokenizer for some families, which would cut responses."""
+    FAMILIES[name].build().save_pretrained(tmp_path / name)
+
+    _, tokenizer = kvsim.recorder.load_model(tmp_path / name)
+
+    assert tokenizer is None
+
+
 @pytest.mark.parametrize(("prompt", "new", "factor"), [(500, 12, 1), (520, 0, 2), (520, 30, 2)])
 def test_frequencies_that_depend_on_the_length_are_those_in_effect(prompt, new, factor):
     """Longrope has two sets, and a prompt longer than the original context takes the long one."""

@@ -17,6 +17,7 @@ from kvsim.attention import Formula, Rope, attend, causal_attention, merge, with
 from kvsim.composition import Policy, Scorer
 from kvsim.diagnostics.findings import findings
 from kvsim.errors import PolicyError, TraceError
+from kvsim.metrics.overlap import window_overlap
 from kvsim.schema import NEVER
 from kvsim.store.layout import read_json
 from kvsim.tiles import attention_tile
@@ -439,6 +440,10 @@ def test_analyses_of_windows_say_so_or_leave_them_out():
     for analyse in analyses:
         with pytest.raises(PolicyError, match="layer 0 of memory has a sliding window of 7"):
             analyse()
+
+    with pytest.raises(TraceError, match="layer 0 of memory has a sliding window"):
+        window_overlap(trace, 0, window=4)
+    assert window_overlap(trace, 1, window=4).shares.size
 
     found = findings(trace)
 

@@ -23,6 +23,8 @@ def pack(trace: TracePath, out: Annotated[Path | None, Out] = None) -> None:
     """
     from kvsim.store.packing import pack as write
 
+    if trace == "sample" and out is None:
+        out = Path("sample.zarr.zip")  # and not into the package
     packed = write(locate(trace), out)
     typer.echo(f"{packed}: {packed.stat().st_size / 1e6:.1f} MB")
 

@@ -255,11 +255,15 @@ def _remark(
         )
     shares = policy.layer_budgets
     planned = shares.planned(budget, trace.n_layers, trace.n_pos)
-    if not trace.whole and (shares.across_layers or len(set(planned)) > 1):
-        said.append(
-            f"{policy.name}: the budget is dealt over the {trace.n_layers} layers of the trace, "
-            "which are not all of the model's"
-        )
+    if shares.across_layers or len(set(planned)) > 1:
+        dealt = f"{policy.name}: the budget is dealt over the {trace.n_layers} layers of the trace"
+        if not trace.whole:
+            said.append(f"{dealt}, which are not all of the model's")
+        if trace.windowed:
+            said.append(
+                f"{dealt}, of which {len(trace.windowed)} are not replayed, so that those that are "
+                "may hold more or less than the budget on average"
+            )
     if policy.propagation is not None:
         across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
         said.append(f"{policy.name}: {across}" if across else "")

@@ -437,7 +437,8 @@ METRICS: Mapping[str, Metric] = {
         "rows", "relative", "lower", "kvsim", _rows("error"),
     ),
     "retained_mass": Metric(
-        "share of full attention on what a row sees, mean over rows after the prompt",
+        "share of full attention on what a row sees and on the model's own sinks, mean over rows "
+        "after the prompt",
         "rows", "share", "higher", "kvsim", _rows("mass"),
     ),
     "missing_mass": Metric(

@@ -41,7 +41,8 @@ class OutputError:
     NaN for rows of the prompt that did not go on to the layer: they have no attention there.
 
     error: |o_full - o_seen| / |o_full| against the output that the model computed.
-    mass: share of the full attention that lies on what the row sees.
+    mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
+        has them, which no policy evicts.
     missing: 1 - mass, without the cancellation.
     distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
     rotated: keys were rotated to slots, so the error is no product of the two; distance is NaN.

@@ -69,6 +69,11 @@ def window_overlap(
             f"{trace.name} has {trace.n_pos} rows: four windows of {width} leave no keys before "
             "them; give a smaller window or a longer trace"
         )
+    if layer % trace.n_layers in trace.windowed:
+        raise TraceError(
+            f"layer {layer} of {trace.name} has a sliding window, so later rows cannot attend to "
+            "most keys; expected a layer that sees the whole text"
+        )
     blocks = row_blocks(domain, trace.n_pos, width)
     scores = np.stack(list(window_scores(trace, layer, blocks, domain)))  # [4, H, D]
     each = np.asarray(shares, dtype=np.float64)

@@ -31,6 +31,9 @@ _INV_FREQ = "inv_freq"
 #: Places of a device map that are no single device.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
+#: Files by which a folder shows that it has a tokenizer.
+_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+
 # Kept out of the configuration's digest: where a copy lies and who wrote it changes no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 
@@ -163,6 +166,8 @@ def _require_safetensors(folder: Path) -> None:
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # a class chosen at run time
+    if Path(place).is_dir() and not any(any(Path(place).glob(name)) for name in _TOKENIZER):
+        return None  # transformers would make an empty one
     of_model = ("attn_implementation", "device_map")
     options = {key: value for key, value in options.items() if key not in of_model}
     try:

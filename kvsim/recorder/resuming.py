@@ -28,6 +28,8 @@ def differences(
 
     Weights are not compared: models of one name and one configuration pass for the same.
     """
+    if _entry(trace.meta, "generation").get("stopped") == "interrupted":
+        return ["it is what was recovered of an interrupted capture, and no whole one"]
     return [
         *_prompt(trace, encoded, answer, labels, tiny=is_tiny(model)),
         *_model(_entry(trace.meta, "model"), describe_model(model)),
