@@ -451,3 +451,22 @@ def test_analyses_of_windows_say_so_or_leave_them_out():
     assert "expectation" not in found["metric"].to_list()
     decline = found.filter(pl.col("metric") == "score_decline")
     assert decline["layer"].unique().to_list() in ([], [1])
+
+
+def test_info_says_what_layers_compute(run, tmp_path):
+    """Windows, softcaps and sinks are named with the model's numbers of the layers."""
+    names = ["window", "plain", "softcap", "sinks", "plain"]
+    ropes = [*[Rope.default(DIM)] * 4, Rope(())]
+    mixed = make(names, rope=ropes, layer_ids=[0, 2, 3, 4, 9]).save(tmp_path / "mixed.zarr")
+    plain = make(["plain"]).save(tmp_path / "plain.zarr")
+
+    kinds = store.describe(mixed)["attention"]
+    _, text, _ = run("info", mixed)
+
+    assert [kind["layers"] for kind in kinds] == [[0], [2], [3], [4], [9]]
+    assert [kind["window"] for kind in kinds] == [7, None, None, None, None]
+    assert (
+        "layers 0: a window of 7; layers 2: plain; layers 3: a softcap of 2; layers 4: sinks; "
+        "layers 9: nothing turned"
+    ) in text
+    assert "attention  " not in run("info", plain)[1]

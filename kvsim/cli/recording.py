@@ -339,6 +339,7 @@ def info(trace: TracePath, as_json: Json = False) -> None:
         "length": _tokens(facts),
         "shape": f"{_layers(facts)}, {facts['qheads']} query heads, "
         f"{facts['heads']} KV heads, dim {facts['dim']}",
+        "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(said)}" for name, said in facts["labels"].items()),
         "prompt": quoted(facts["prompt"]),
         "response": quoted(facts["response"]),
@@ -364,6 +365,22 @@ def info(trace: TracePath, as_json: Json = False) -> None:
         ],
         right=4,
     )
+
+
+def _attention(facts: Mapping[str, Any]) -> str:
+    """What layers have beside plain causal attention; empty where they have nothing."""
+    said = []
+    for kind in facts["attention"]:
+        more = {
+            "window": kind["window"] and f"a window of {kind['window']}",
+            "softcap": kind["softcap"] and f"a softcap of {kind['softcap']:g}",
+            "sinks": kind["sinks"] and "sinks",
+            "turned": kind["rotary_dim"] == 0 and "nothing turned",
+        }
+        found = ", ".join(part for part in more.values() if part)
+        layers = ", ".join(map(str, kind["layers"]))
+        said.append(f"layers {layers}: {found or 'plain'}")
+    return "" if [one.endswith(": plain") for one in said] == [True] else "; ".join(said)
 
 
 def _capture_check(check: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,13 @@ from kvsim.attention import attention_weights, causal_attention
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.checks import first_row, relative_error, tolerance
-from kvsim.store.header import CHECKSUMMED, ContentDigest, content_digest, text_checksum
+from kvsim.store.header import (
+    CHECKSUMMED,
+    ContentDigest,
+    Header,
+    content_digest,
+    text_checksum,
+)
 from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.reader import StoredTrace
 
@@ -280,10 +286,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "qheads": n_qheads,
         "heads": stored.shapes["k"][1],
         "dim": dim,
-        "attention": [
-            {**asdict(formula), "sinks": list(formula.sinks)}
-            for formula in dict.fromkeys(stored.header.formulas)
-        ],
+        "attention": _kinds(stored.header),
         "arrays": {
             name: {
                 "shape": list(array.shape),
@@ -309,6 +312,22 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:
     return sum(size for key, size in sizes.items() if key.startswith(prefix))
+
+
+def _kinds(header: Header) -> list[dict[str, Any]]:
+    """What the layers compute and turn, each kind with the model's numbers of its layers."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for number, formula, rope in zip(header.layer_ids, header.formulas, header.ropes, strict=True):
+        kind = {
+            "scale": formula.scale,
+            "softcap": formula.softcap,
+            "window": formula.window,
+            "sinks": bool(formula.sinks),
+            "rotary_dim": rope.rotary_dim,
+            "layout": rope.layout,
+        }
+        kinds.setdefault(repr(kind), {"layers": [], **kind})["layers"].append(number)
+    return list(kinds.values())
 
 
 def _entry(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
