@@ -249,9 +249,9 @@ def _remark(
         )
     said = [policy.remark(budget)]
     if trace.windowed:
-        said.append(
-            f"{policy.name}: {len(trace.windowed)} of {trace.n_layers} layers have a sliding "
-            "window and are not replayed"
+        said.append(  # of the trace, so it is said once for all policies
+            f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "
+            "shorter than the text, and are not replayed"
         )
     shares = policy.layer_budgets
     planned = shares.planned(budget, trace.n_layers, trace.n_pos)
