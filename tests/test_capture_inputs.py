@@ -855,3 +855,14 @@ def test_a_recovered_trace_is_no_whole_one(folder, runs):
     with pytest.raises(CaptureError, match=r"b.zarr .*recovered of an interrupted capture"):
         capture_many(small(), words(), MANY, folder, resume=True, **SAME)
     assert runs == []
+
+
+def test_saving_a_model_makes_it_no_other_one(tmp_path):
+    """transformers notes the class in the configuration when it saves; nothing computes with it."""
+    model = build()
+    first = capture(model, None, ids(9), max_new_tokens=2, out=tmp_path / "a.zarr")
+
+    model.save_pretrained(tmp_path / "model")
+    again = capture(model, None, ids(9), max_new_tokens=2, out=tmp_path / "a.zarr", resume=True)
+
+    assert again.digest == first.digest

@@ -37,6 +37,9 @@ _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "te
 # Kept out of the configuration's digest: where a copy lies and who wrote it changes no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 
+# Noted when a model is saved, and kept out of the digest alone: its precision stands beside it.
+_NOTED = ("architectures", "dtype")
+
 
 def load_model(
     name: str | Path,
@@ -254,7 +257,8 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Provenance of the model, ready for JSON."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    computes = {key: value for key, value in config.items() if key not in _NOTED}
+    text = json.dumps(computes, sort_keys=True, separators=(",", ":"))
     return {
         "name": model_name(model),
         "type": model.config.model_type,
