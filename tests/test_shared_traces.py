@@ -6,12 +6,14 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import stat
 import struct
 import threading
 import uuid
 import zipfile
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -25,6 +27,7 @@ from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.samples import sample_trace
 from kvsim.store import describe, verify
 from kvsim.store.packing import pack, unpack
+from kvsim.tiny import tasks
 from kvsim.trace import Trace, open_trace
 
 N = 300
@@ -569,6 +572,25 @@ def test_a_capture_goes_to_a_url(memory, run, tmp_path):
         status, out, error = run(*words, "--out", *more)
         assert (status, out, error.count("\n")) == (2, "", 1)
         assert message in error
+
+
+@pytest.mark.parametrize("name", ["made.zarr", "made"])
+def test_what_was_not_uploaded_is_kept(name, memory, run, monkeypatch):
+    """A recording outlives a store that refuses it, whatever it is called, and is said to."""
+
+    def refuse(folder, url):
+        raise TraceError(f"{url} refuses {folder.name}")
+
+    monkeypatch.setattr("kvsim.store.remote.upload", refuse)
+    prompt = tasks.prompts(1, task="walk", level=1)[0].prompt
+    words = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", "2"]
+    status, _, error = run(*words, "--out", memory.replace("made.zarr", name))
+
+    assert status == 2
+    assert "refuses" in error
+    kept = Path(re.search(r"what was not uploaded is kept in (\S+)", error)[1])
+    assert verify(kept / name).ok
+    shutil.rmtree(kept)
 
 
 # --- xarray ---

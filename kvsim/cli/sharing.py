@@ -55,13 +55,11 @@ def stage(context: typer.Context, out: str) -> Path:
 
 
 def _leave(folder: Path) -> None:
-    """Remove an empty staging folder, or say what is in it."""
-    left = sorted(path for path in folder.rglob("*.zarr*") if path.parent.suffix != ".zarr")
-    if not left:
+    """Remove a staging folder without files, or say where what was not uploaded is."""
+    if any(path.is_file() for path in folder.rglob("*")):
+        echo_text(f"what was not uploaded is kept in {folder}", err=True)
+    else:
         shutil.rmtree(folder)
-        return
-    for path in left:
-        echo_text(f"kept, because it was not uploaded: {path}", err=True)
 
 
 def check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -> None:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from kvsim.composition import Policy, Schedule
 from kvsim.diagnostics.report import task_of
 from kvsim.engine import check_cell, replay
-from kvsim.engine.source import check_window
+from kvsim.engine.source import check_unwindowed
 from kvsim.errors import PolicyError
 from kvsim.metrics import fidelity, output_error
 from kvsim.schema import FIDELITY
@@ -87,7 +87,7 @@ def reconstruction_table(
             f"{trace.name}: cut is {cut}; expected 1 to {trace.n_pos - 1}, so that rows come after"
         )
     for layer in range(trace.n_layers):
-        check_window(trace, layer)
+        check_unwindowed(trace, layer)
     budgets = {ratio: _left(cut, ratio) for ratio in ratios}
     ended = _ending_at(trace, cut)
     once = [replace(one, schedule=Schedule(interval=None)) for one in policies]

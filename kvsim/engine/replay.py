@@ -16,7 +16,7 @@ from kvsim.composition import Even, Policy, Schedule, Uniform, is_count
 from kvsim.engine.block import Block
 from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, check_window
+from kvsim.engine.source import TraceSource, check_unwindowed
 from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
 from kvsim.record import Plans, Record
 from kvsim.schema import NEVER
@@ -149,7 +149,7 @@ def _chosen(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
     for layer in chosen:
         if not is_count(layer, 0) or layer >= trace.n_layers:
             raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
-        check_window(trace, layer)
+        check_unwindowed(trace, layer)
     if not chosen or len(set(chosen)) < len(chosen):
         raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
     return chosen

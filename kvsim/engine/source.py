@@ -21,7 +21,7 @@ class TraceSource:
 
     def __init__(self, trace: Trace, layers: slice, device: torch.device) -> None:
         for layer in range(*layers.indices(trace.n_layers)):
-            check_window(trace, layer)
+            check_unwindowed(trace, layer)
         self._trace, self._layers, self._device = trace, layers, device
         self.rope, self.formula = trace.ropes[layers][0], trace.formulas[layers][0]
         self.positions = trace.positions.to(device)
@@ -79,7 +79,7 @@ class TraceSource:
         self.values = self.values.masked_fill(gone.unsqueeze(-1), torch.nan)
 
 
-def check_window(trace: Trace, layer: int) -> None:
+def check_unwindowed(trace: Trace, layer: int) -> None:
     """Raise PolicyError for a layer whose sliding window hides something from some row."""
     if layer in trace.windowed:
         raise PolicyError(

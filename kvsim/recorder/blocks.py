@@ -141,7 +141,6 @@ class BlockRecorder:
         self.layers: dict[int, _Layer] = {}
         self.last: int | None = None
         self.allowed = 0.0
-        self.rope_error = 0.0
 
     def finish_at(self, n_pos: int) -> None:
         """Say, before the last forward, that it will bring the sequence to `n_pos` positions."""
@@ -279,7 +278,6 @@ class BlockRecorder:
                 "frequencies change with the length (dynamic, longrope), record no further than "
                 "they stay, else this family cannot be recorded yet"
             )
-        self.rope_error = max(self.rope_error, least)
         return fits
 
     def _flush(self, number: int, layer: _Layer, history: _History) -> None:

@@ -14,7 +14,7 @@ import drawn
 import shown
 from kvsim import Record
 from kvsim.course import REGION
-from kvsim.engine.source import check_window
+from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
 from kvsim.metrics import fidelity
 from kvsim.plots.text import STATES, token_html, token_states
@@ -50,7 +50,7 @@ class Replayed:
 def replayed(name: str) -> Replayed | str:
     """A replay of the layer alone, of all where they share a budget; or why there is none."""
     try:
-        check_window(trace, layer)
+        check_unwindowed(trace, layer)
         params = chosen.settings(name, trace, typed)
         choice = cached.Choice.of(name, budget, interval, **params)
         alone = None if cached.together(choice) else layer
