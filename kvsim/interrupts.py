@@ -14,8 +14,9 @@ T = TypeVar("T")
 def unbroken(do: Callable[[], T]) -> T:
     """What `do` gives; an interrupt that comes meanwhile is raised when it has ended, not before.
 
-    zarr writes in threads of its own. An interrupted caller that removes the folder at once races
-    with them: they go on, and what they write stays. Only the main thread is ever interrupted.
+    A trace that is moved aside for another one is back, or replaced; and where zarr writes, in
+    threads of its own, none of them goes on in a folder that is removed. Only the main thread is
+    ever interrupted.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:

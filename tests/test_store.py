@@ -8,17 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zarr
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
 from kvsim.attention import Rope
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
 from kvsim.store import TraceWriter, describe, find_drafts, publication, recover, verify
+from kvsim.store.group import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
 from kvsim.trace import Trace, open_trace
@@ -180,6 +183,78 @@ def test_arrays_follow_the_format(saved):
     assert attributes["n_tokens"] == attributes["committed_tokens"] == N
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_files_are_those_of_zarr(dtype, tmp_path):
+    """Byte for byte what zarr writes for such arrays: chunks, edges, text, and all metadata."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "q": rng.standard_normal((2, 3, 300, 5)).astype(dtype),
+        "lse": rng.standard_normal((2, 3, 300)).astype("float32"),
+        "attention": rng.standard_normal((1, 3, 300, 300)).astype("float32"),
+        "tokens": rng.integers(0, 9, 300, dtype=np.int32),
+        "token_text": np.array(["a", "", "ä\u4e2d\U0001f600"] * 100, dtype=object),
+    }
+    ours, theirs = Group(tmp_path / "ours"), zarr.create_group(tmp_path / "theirs", zarr_format=3)
+    ours.set(kvsim_format=1, name="größe", meta={"a": [1.5, None, float("inf")]})
+    theirs.update_attributes(ours.attributes)
+    for name, values in arrays.items():
+        text = name == "token_text"
+        source = None if name.startswith("token") else "bfloat16"
+        ours.create(name, values.shape, "string" if text else values.dtype.name, source)
+        array = theirs.create_array(
+            name,
+            shape=values.shape,
+            dtype="string" if text else values.dtype.name,
+            chunks=ours.arrays[name].chunks,
+            serializer="auto" if text else BytesCodec(endian="little"),
+            compressors=(
+                BloscCodec(
+                    cname="lz4",
+                    clevel=5,
+                    shuffle="bitshuffle",
+                    typesize=1 if text else values.itemsize,
+                ),
+                Crc32cCodec(),
+            ),
+            fill_value="" if text else np.nan if values.dtype.kind == "f" else -1,
+            dimension_names=DIMENSIONS[name],
+            attributes={} if source is None else {"source_dtype": source},
+        )
+        array[:] = values
+        if name == "q":
+            ours.write(name, values[:, :, :256], pos=0)
+            ours.write(name, values[:, :, 256:], pos=256)
+        else:
+            ours.write(name, values)
+    ours.consolidate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(theirs.store)
+
+    def files(folder):
+        return {
+            path.relative_to(folder).as_posix(): (
+                json.loads(path.read_bytes()) if path.name == "zarr.json" else path.read_bytes()
+            )
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+def test_only_whole_chunks_are_written(tmp_path):
+    """A part of a chunk would undo the rest of it."""
+    group = Group(tmp_path)
+    group.create("lse", (1, 2, 600), "float32")
+
+    for start, size in ((0, 255), (1, 256), (256, 300), (512, 100)):
+        with pytest.raises(ValueError, match="no whole chunks"):
+            group.write("lse", np.zeros((1, 2, size), np.float32), pos=start)
+
+    assert group.written("lse") == 0
+
+
 def test_the_format_is_documented():
     """The table of arrays in docs/trace-format.md has every array with its dimension names."""
     document = (Path(__file__).parents[1] / "docs" / "trace-format.md").read_text()
@@ -320,12 +395,11 @@ def test_an_interrupt_leaves_nothing(stored, monkeypatch):
 
 def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch):
     """Even before there is a context manager to clean up."""
-    from kvsim.store import writer
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "create_array", stop)
+    monkeypatch.setattr(Group, "create", stop)
 
     with pytest.raises(KeyboardInterrupt):
         make().save(tmp_path / "made.zarr")
@@ -334,26 +408,27 @@ def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch
 
 
 def test_an_interrupt_waits_for_what_is_being_written(tmp_path):
-    """zarr writes in other threads: none of them writes into a folder that is removed.
+    """A file is written to its end, and what was begun is removed then; nothing comes later.
 
     In a process of its own, whose main thread gets the signal.
     """
     program = """
-import asyncio, os, signal, sys, threading, time
-from zarr.storage import LocalStore
+import os, signal, sys, threading, time
 from kvsim import Rope, Trace
+from kvsim.store.group import Group
 import torch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-begun, write = threading.Event(), LocalStore.set
+begun, write, ended = threading.Event(), Group._put, []
 
-async def slow(self, key, value):
-    if "/c/" in key:
+def slow(self, key, *parts):
+    if key.startswith("q/c/"):
         begun.set()
-        await asyncio.sleep(0.3)
-    await write(self, key, value)
+        time.sleep(0.3)
+    write(self, key, *parts)
+    ended.append(key)
 
-LocalStore.set = slow
+Group._put = slow
 q, k, v = (torch.randn(1, heads, 300, 8) for heads in (2, 1, 1))
 trace = Trace.from_arrays(q, k, v, prompt_len=10, rope=Rope.default(8))
 hand = threading.Thread(target=lambda: begun.wait(60) and os.kill(os.getpid(), signal.SIGINT))
@@ -361,8 +436,8 @@ hand.start()
 try:
     trace.save(os.path.join(sys.argv[1], "made.zarr"))
 except KeyboardInterrupt:
-    print("interrupted", os.listdir(sys.argv[1]))
-time.sleep(0.8)
+    print("interrupted after", ended[-1], os.listdir(sys.argv[1]))
+time.sleep(0.3)
 print("later", os.listdir(sys.argv[1]))
 """
     done = subprocess.run(
@@ -373,7 +448,10 @@ print("later", os.listdir(sys.argv[1]))
         check=True,
     )
 
-    assert done.stdout.splitlines() == ["interrupted []", "later []"], done.stderr
+    assert done.stdout.splitlines() == [
+        "interrupted after q/c/0/0/0/0 []",
+        "later []",
+    ], done.stderr
 
 
 def test_text_that_utf8_cannot_hold_is_refused(tmp_path):

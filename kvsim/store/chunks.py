@@ -1,4 +1,4 @@
-"""Reading chunks: the stored bytes checked, decoded, and put together.
+"""Chunks: values encoded, and stored bytes checked, decoded and put together.
 
 Decoding is done here and not by zarr, so that the bytes of a stranger make nothing that is larger
 than the chunk that the format says is there.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvsim.errors import TraceError
 from kvsim.store.documents import said
+from kvsim.store.layout import COMPRESSOR, LEVEL
 from kvsim.store.metadata import StoredArray
 from kvsim.store.place import Place, check_limit
 
@@ -140,6 +141,26 @@ def _damaged(array: StoredArray, index: Sequence[int], where: str, reason: str) 
         f"{where}: a chunk of {array.name} is damaged ({short}: {reason}), expected data "
         "that its checksum fits; copy the trace again or record it again"
     )
+
+
+def encode_chunk(array: StoredArray, values: Values) -> tuple[bytes, bytes]:
+    """A chunk as kvsim stores it, in two parts: compressed values, and their checksum.
+
+    values: those of the chunk, fewer along an axis that ends in it.
+    """
+    if array.dtype.hasobject:
+        data = VLenUTF8().encode(values)
+        size = 1
+    else:
+        data = np.ascontiguousarray(values, array.dtype)
+        size = array.dtype.itemsize
+        if data.shape != array.chunks:
+            data = np.full(array.chunks, np.nan if array.dtype.kind == "f" else -1, array.dtype)
+            data[tuple(map(slice, values.shape))] = values
+    shuffle = numcodecs.blosc.BITSHUFFLE
+    name = COMPRESSOR.encode("ascii")
+    body: bytes = numcodecs.blosc.compress(data, name, LEVEL, shuffle, 0, size)
+    return body, google_crc32c.value(body).to_bytes(4, "little")
 
 
 def _decode(array: StoredArray, body: bytes) -> Values:

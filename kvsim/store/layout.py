@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import zarr
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.documents import read_document
 from kvsim.store.place import Folder
 
-ZarrArray = zarr.Array[Any]
-
 FLOATS = ("float16", "float32", "float64")
+
+#: How chunks are written: blosc with this compressor at this level, and bit shuffle.
+COMPRESSOR, LEVEL = "lz4", 5
 
 #: Dense attention: of all rows, or of the last ones.
 DENSE = ("attention", "attention_window")
@@ -44,38 +39,44 @@ def pos_axis(name: str) -> int:
     return DIMENSIONS[name].index("pos") - 1
 
 
-def create_array(
-    group: zarr.Group, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None
-) -> ZarrArray:
-    """A new array of the trace `group`; dtype is a numpy name or ``string``."""
+def array_document(
+    name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None
+) -> dict[str, Any]:
+    """The metadata of an array of a trace; dtype is a numpy name or ``string``."""
     text = dtype == "string"
-    fill: Any = "" if text else float("nan") if dtype in FLOATS else -1
-    size = {"float16": 2, "float64": 8}.get(dtype, 4)
-    return group.create_array(
-        name,
-        shape=shape,
-        dtype=dtype,
-        chunks=chunk_shape(name, shape),
-        serializer="auto" if text else BytesCodec(endian="little"),
-        # typesize is explicit: blosc cannot know it, and bit shuffle needs it to compress
-        compressors=(
-            BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=1 if text else size),
-            Crc32cCodec(),
-        ),
-        fill_value=fill,
-        dimension_names=DIMENSIONS[name],
-        attributes={} if source_dtype is None else {"source_dtype": source_dtype},
-        # a chunk that is all NaN is written as well: the number of chunks shows what is missing
-        config={"write_empty_chunks": True},
-    )
-
-
-@contextmanager
-def consolidation_allowed() -> Iterator[None]:
-    """Without zarr's warning that consolidated metadata is not yet part of the specification."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-        yield
+    size = 1 if text else {"float16": 2, "float64": 8}.get(dtype, 4)
+    first = {"name": "vlen-utf8", "configuration": {}}
+    if not text:
+        first = {"name": "bytes", "configuration": {"endian": "little"}}
+    return {
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(chunk_shape(name, shape))},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": "" if text else "NaN" if dtype in FLOATS else -1,
+        "codecs": [
+            first,
+            {
+                "name": "blosc",
+                "configuration": {
+                    "typesize": size,
+                    "cname": COMPRESSOR,
+                    "clevel": LEVEL,
+                    "shuffle": "bitshuffle",
+                    "blocksize": 0,
+                },
+            },
+            {"name": "crc32c"},
+        ],
+        "attributes": {} if source_dtype is None else {"source_dtype": source_dtype},
+        "dimension_names": list(DIMENSIONS[name]),
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:

@@ -179,19 +179,20 @@ class _Rules:
             check_extensions(
                 codec, ("name", "configuration"), f"codec {name} of {self.name}", self.where
             )
-            settings = codec.setdefault("configuration", {})
+            settings = codec.get("configuration", {})
             self.need("codec settings", settings, "an object", isinstance(settings, dict))
         first = "vlen-utf8" if text else "bytes"
         names = [codec["name"] for codec in named]
         middle = names[1:-1]
+        configurations = [codec.get("configuration", {}) for codec in named]
         ordered = names in ([first, "crc32c"], *([first, one, "crc32c"] for one in COMPRESSORS))
         expected = f"{first}, at most one of {', '.join(COMPRESSORS)}, and crc32c"
         self.need("codecs", names, expected, ordered)
         if not text:
-            self.same(named[0]["configuration"], "endian", "little")
+            self.same(configurations[0], "endian", "little")
         if middle == ["blosc"]:
             # what else is set says how hard the compressor tried; each block says how to undo it
-            settings = named[1]["configuration"]
+            settings = configurations[1]
             cname = settings.get("cname")
             self.need("blosc with", cname, "lz4 or zstd", cname in ("lz4", "zstd"))
             self.same(settings, "typesize", 1 if text else dtype.itemsize)

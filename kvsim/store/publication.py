@@ -7,25 +7,18 @@ import errno
 import os
 import shutil
 import tempfile
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
 
 from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store.draft import TOKENS, TokenFile, hidden
+from kvsim.store.draft import TokenFile, hidden
+from kvsim.store.group import Group
 from kvsim.store.header import ContentDigest, Header, text_checksum
-from kvsim.store.layout import (
-    DIMENSIONS,
-    ZarrArray,
-    consolidation_allowed,
-    create_array,
-    read_json,
-)
+from kvsim.store.layout import read_json
 
 # What renaming onto something that is there fails with.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -74,8 +67,7 @@ def check_writable(folder: Path) -> None:
 
 
 def complete(
-    group: zarr.Group,
-    arrays: Mapping[str, ZarrArray],
+    group: Group,
     header: Header,
     digest: ContentDigest,
     *,
@@ -88,38 +80,32 @@ def complete(
     Raises:
         TraceError: a chunk is missing, the header does not fit, or a text is half of a character.
     """
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
     if tokens is not None:
         ids = tokens.astype(np.int32)
-        _whole(group, "tokens", ids, "int32")
+        write_whole(group, "tokens", ids, "int32")
         digest.update_all("tokens", 0, ids, axis=0)
-        shapes["tokens"] = tuple(ids.shape)
     checksums = digest.checksums()
     if token_text is not None:
         _check_text(token_text, where)
         checksums["token_text"] = [text_checksum(token_text)]
-        _whole(group, "token_text", np.array(list(token_text), dtype=object), "string")
-    for name in sorted(DIMENSIONS):
-        if name in group:
-            require_chunks(group, name, where, "write the missing blocks first")
+        write_whole(group, "token_text", np.array(list(token_text), dtype=object), "string")
+    for name in sorted(group.arrays):
+        require_chunks(group, name, where, "write the missing blocks first")
+    shapes = {name: array.shape for name, array in group.arrays.items()}
     n_layers, n_qheads, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
-    group.update_attributes(
-        {
-            **header.attributes(),
-            "n_tokens": n_pos,
-            "committed_tokens": n_pos,
-            "checksums": checksums,
-            "digest": digest.total(header, shapes),
-            "complete": True,
-        }
+    group.set(
+        **header.attributes(),
+        n_tokens=n_pos,
+        committed_tokens=n_pos,
+        checksums=checksums,
+        digest=digest.total(header, shapes),
+        complete=True,
     )
 
 
-def put(
-    group: zarr.Group, folder: Path, path: Path, *, file: TokenFile | None, overwrite: bool
-) -> None:
-    """Put the complete trace in `folder` at `path`, on disk and in one rename.
+def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:
+    """Put a complete trace at `path`, on disk and in one rename.
 
     file: what it held as a draft, and is removed.
 
@@ -128,29 +114,26 @@ def put(
         TraceError: it is there, but nobody knows whether it is on disk.
         OSError: the disk refuses; the trace is where it was.
     """
-    with consolidation_allowed():
-        # the file of a draft is none of zarr's, and stays locked until the end
-        warnings.filterwarnings("ignore", message=f"Object at {TOKENS} is not recognized")
-        zarr.consolidate_metadata(group.store)
-    _sync_tree(folder)
+    group.consolidate()
+    _sync_tree(group.folder)
     if file is not None:
         file.remove()
-    _rename(folder, path, overwrite=overwrite)
+    _rename(group.folder, path, overwrite=overwrite)
 
 
-def require_chunks(group: zarr.Group, name: str, where: str, advice: str) -> None:
+def require_chunks(group: Group, name: str, where: str, advice: str) -> None:
     """Raise TraceError, which ends with `advice`, where a chunk of an array is missing."""
-    array = group[name]
-    if isinstance(array, zarr.Array) and array.nchunks_initialized != array.nchunks:
+    written, expected = group.written(name), group.arrays[name].nchunks
+    if written != expected:
         raise TraceError(
-            f"{where}: {name} has {array.nchunks_initialized} of {array.nchunks} chunks; "
-            f"nothing was published, {advice}"
+            f"{where}: {name} has {written} of {expected} chunks; nothing was published, {advice}"
         )
 
 
-def _whole(group: zarr.Group, name: str, values: np.ndarray[Any, Any], dtype: str) -> None:
-    array = create_array(group, name, values.shape, dtype, None)
-    array[:] = values
+def write_whole(group: Group, name: str, values: np.ndarray[Any, Any], dtype: str) -> None:
+    """Write an array without a layer axis, which is one chunk; dtype is a name or ``string``."""
+    group.create(name, values.shape, dtype)
+    group.write(name, values)
 
 
 def _check_text(texts: Sequence[str], where: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
+from numpy.typing import NDArray
 
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.interrupts import unbroken
@@ -26,9 +26,9 @@ from kvsim.store.draft import (
     read_tokens,
     recover_command,
 )
+from kvsim.store.group import PARTIAL, Group
 from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
-from kvsim.store.layout import DIMENSIONS, REQUIRED, ZarrArray, read_json
-from kvsim.store.metadata import parse_array
+from kvsim.store.layout import DIMENSIONS, REQUIRED, read_json
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
@@ -145,9 +145,9 @@ def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress)
                     "interrupted, wait for it or end it"
                 )
         group = _group(folder)
-        if group.attrs.get("complete") is not True:
-            _Recovery(group, folder).run(progress)
-        unbroken(lambda: put(group, folder, target, file=file, overwrite=overwrite))
+        if group.attributes.get("complete") is not True:
+            _Recovery(group).run(progress)
+        unbroken(lambda: put(group, target, file=file, overwrite=overwrite))
 
 
 def _find(path: Path) -> Draft:
@@ -209,17 +209,20 @@ def _restore(folder: Path, target: Path) -> None:
     folder.rename(target)
 
 
-def _group(folder: Path) -> zarr.Group:
-    """The group of a draft, once it is known to be one."""
-    root = read_json(folder / "zarr.json", str(folder)) if (folder / "zarr.json").exists() else {}
-    attributes = root.get("attributes")
-    known = attributes if isinstance(attributes, dict) else {}
-    if not _committed(known):
+def _group(folder: Path) -> Group:
+    """The group of a draft, once it is known to be one and what kills leave is gone."""
+    if not _look(folder, folder, "tmp").tokens:
         raise TraceError(
             f"{folder} has no committed tokens, so there is nothing to recover; "
             f"remove it with `{_removal(folder)}`"
         )
-    return zarr.open_group(folder, mode="r+", zarr_format=3, use_consolidated=False)
+    # half written files, and half of an array that was removed
+    for stray in folder.rglob("*" + PARTIAL):
+        stray.unlink()
+    for part in folder.iterdir():
+        if part.is_dir() and not (part / "zarr.json").exists():
+            shutil.rmtree(part)
+    return Group.open(folder)
 
 
 def _removal(folder: Path) -> str:
@@ -229,16 +232,20 @@ def _removal(folder: Path) -> str:
 class _Recovery:
     """Makes a draft complete. Each step can be taken again by the next attempt."""
 
-    def __init__(self, group: zarr.Group, folder: Path) -> None:
-        self.group, self.folder, self.where = group, folder, str(folder)
-        self.committed = _committed(group.attrs.asdict())
-        self.arrays = self._open()
+    def __init__(self, group: Group) -> None:
+        self.group, self.where = group, str(group.folder)
+        self.committed = _committed(group.attributes)
+        missing = [name for name in REQUIRED if name not in group.arrays]
+        if missing:
+            raise TraceError(
+                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
+                "record the trace again"
+            )
 
     def run(self, progress: Progress) -> None:
-        self._sweep()
         dropped = self._incomplete()
-        n_pos = self.arrays["q"].shape[2]
-        ids, texts = read_tokens(self.folder)
+        n_pos = self.group.arrays["q"].shape[2]
+        ids, texts = read_tokens(self.group.folder)
         has_tokens = len(ids) >= self.committed
         if not has_tokens:
             ids, texts = [], None
@@ -251,17 +258,13 @@ class _Recovery:
             header = _noted(header, f"recovered without {name}, which was not complete")
         # The header comes first: an attempt that ends below leaves a draft of the same trace, and
         # what it dropped stays noted.
-        self.group.update_attributes(header.attributes())
-        for name in dropped:
-            shutil.rmtree(self.folder / name)
-            del self.arrays[name]
-        for name in _REWRITTEN:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self.group.set(**header.attributes())
+        for name in (*dropped, *_REWRITTEN):
+            self.group.remove(name)
         self._truncate()
         digest = self._read(len(header.layer_ids), progress)
         complete(
             self.group,
-            self.arrays,
             header,
             digest,
             tokens=np.array(ids[: self.committed]) if has_tokens else None,
@@ -269,59 +272,35 @@ class _Recovery:
             where=self.where,
         )
 
-    def _sweep(self) -> None:
-        """Remove what kills leave: half written files, and half of an array that was removed."""
-        for stray in self.folder.rglob("*.partial"):
-            stray.unlink()
-        for part in self.folder.iterdir():
-            if part.is_dir() and not (part / "zarr.json").exists():
-                shutil.rmtree(part)
-
-    def _open(self) -> dict[str, ZarrArray]:
-        arrays: dict[str, ZarrArray] = {}
-        for name, axes in DIMENSIONS.items():
-            if len(axes) == 1 or not (self.folder / name / "zarr.json").exists():
-                continue
-            parse_array(name, read_json(self.folder / name / "zarr.json", self.where), self.where)
-            array = self.group[name]
-            if isinstance(array, zarr.Array):
-                arrays[name] = array
-        missing = [name for name in REQUIRED if name not in (*arrays, "layer")]
-        if missing:
-            raise TraceError(
-                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
-                "record the trace again"
-            )
-        return arrays
-
     def _incomplete(self) -> list[str]:
         """Arrays that are written at the end, and were not."""
-        whole = self.arrays["q"].shape[2] == self.committed
+        arrays = self.group.arrays
+        whole = arrays["q"].shape[2] == self.committed
         return [
             name
             for name in LATE
-            if name in self.arrays
+            if name in arrays
             and not (
-                self.arrays[name].nchunks_initialized == self.arrays[name].nchunks
+                self.group.written(name) == arrays[name].nchunks
                 and (whole or "pos" not in DIMENSIONS[name])
             )
         ]
 
     def _header(self) -> Header:
-        layers = np.asarray(self.group["layer"][:])  # type: ignore[index]  # an array
         return Header.from_attributes(
-            self.group.attrs.asdict(),
-            layer_ids=tuple(int(layer) for layer in layers),
+            self.group.attributes,
+            layer_ids=tuple(self.group.read("layer", []).tolist()),
             source_dtypes={
-                name: str(array.attrs.get("source_dtype", array.dtype.name))
-                for name, array in self.arrays.items()
+                name: array.source_dtype or array.dtype.name
+                for name, array in self.group.arrays.items()
+                if array.dtype.kind == "f"
             },
             where=self.where,
         )
 
     def _truncate(self) -> None:
         """Cut every array to the committed positions, a multiple of its chunks or its end."""
-        for name, array in self.arrays.items():
+        for name, array in list(self.group.arrays.items()):
             shape = tuple(
                 self.committed
                 if axis == "pos"
@@ -331,36 +310,32 @@ class _Recovery:
                 for axis, length in zip(DIMENSIONS[name], array.shape, strict=True)
             )
             if shape != array.shape:
-                array.resize(shape)
+                self.group.resize(name, shape)
             require_chunks(self.group, name, self.where, "record the trace again")
 
     def _read(self, n_layers: int, progress: Progress) -> ContentDigest:
         """Read everything once, which fails for a damaged chunk; gives the checksums."""
         digest = ContentDigest()
         for layer in range(n_layers):
-            for name, array in self.arrays.items():
-                for block in self._blocks(name, array, layer):
-                    if name in CHECKSUMMED:
-                        digest.update(name, layer, block)
+            for name in self.group.arrays:
+                if "layer" in DIMENSIONS[name][:-1]:
+                    for block in self._blocks(name, layer):
+                        if name in CHECKSUMMED:
+                            digest.update(name, layer, block)
             progress(layer + 1, n_layers)
         return digest
 
-    def _blocks(self, name: str, array: ZarrArray, layer: int) -> Iterator[np.ndarray[Any, Any]]:
+    def _blocks(self, name: str, layer: int) -> Iterator[NDArray[Any]]:
         """One layer, cut into blocks of positions if it has any."""
-        axes = DIMENSIONS[name]
+        axes, shape = DIMENSIONS[name], self.group.arrays[name].shape
+        one = slice(layer, layer + 1)
         axis = next((i for i, axis in enumerate(axes) if axis in ("row", "pos")), None)
-        for start in range(0, 1 if axis is None else array.shape[axis], CHUNK):
-            index: list[int | slice] = [layer]
-            if axis is not None:
-                index += [*[slice(None)] * (axis - 1), slice(start, start + CHUNK)]
-            try:
-                yield np.asarray(array[tuple(index)])
-            except (ValueError, RuntimeError, EOFError) as error:
-                reason = " ".join(str(error).split())
-                raise TraceError(
-                    f"{self.where}: a chunk of {name} in layer {layer} is damaged ({reason}), "
-                    "expected data that its checksum fits; record the trace again"
-                ) from error
+        if axis is None:
+            yield self.group.read(name, [one])[0]
+            return
+        for start in range(0, shape[axis], CHUNK):
+            block = slice(start, start + CHUNK)
+            yield self.group.read(name, [one, *[slice(None)] * (axis - 1), block])[0]
 
 
 def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) -> Header:

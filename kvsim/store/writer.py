@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import zarr
 from torch import Tensor
 
 from kvsim.errors import KvsimError, TraceError
@@ -19,9 +18,10 @@ from kvsim.interrupts import unbroken
 from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.checks import check_finite, stored_dtype
 from kvsim.store.draft import TokenFile, hidden, recover_command
+from kvsim.store.group import Group
 from kvsim.store.header import ContentDigest, Header
-from kvsim.store.layout import DENSE, ZarrArray, create_array, pos_axis
-from kvsim.store.publication import check_target, complete, put
+from kvsim.store.layout import DENSE, pos_axis
+from kvsim.store.publication import check_target, complete, put, write_whole
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
@@ -67,7 +67,7 @@ class TraceWriter:
         self.layer_ids = tuple(layer_ids)
         self.folder = hidden(path, "tmp")
         self._digest = ContentDigest()
-        self._arrays: dict[str, ZarrArray] = {}
+        self._group = Group(self.folder)
         self._next: dict[str, list[int]] = {}
         self._file: TokenFile | None = None
         self._header: Header | None = None
@@ -89,18 +89,14 @@ class TraceWriter:
         """The hidden folder with its empty arrays."""
         self.folder.mkdir(parents=True)
         self._file = TokenFile(self.folder, wait=True)
-        self._group = zarr.create_group(self.folder, zarr_format=3)
-        self._set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
+        self._group.set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
         for name, shape in shapes.items():
             source = source_dtypes[name]
             narrow = store_dtype is not None and name not in ("lse", *DENSE)
             dtype = torch.float16 if narrow else stored_dtype(source)
-            self._arrays[name] = create_array(
-                self._group, name, shape, str(dtype).removeprefix("torch."), source
-            )
+            self._group.create(name, shape, str(dtype).removeprefix("torch."), source)
             self._next[name] = [0] * shape[0]
-        layers = create_array(self._group, "layer", (len(self.layer_ids),), "int32", None)
-        layers[:] = np.array(self.layer_ids, dtype=np.int32)
+        write_whole(self._group, "layer", np.array(self.layer_ids, dtype=np.int32), "int32")
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +131,7 @@ class TraceWriter:
             committed.
         """
         self._header, self._so_far = header, so_far
-        self._write(lambda: self._set(**self._attributes()))
+        self._write(lambda: self._group.set(**self._attributes()))
 
     def add_tokens(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
         """Keep the next tokens, and their texts if they have any, before they are committed."""
@@ -153,24 +149,25 @@ class TraceWriter:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which `name` is stored."""
-        found: torch.dtype = getattr(torch, self._arrays[name].dtype.name)
+        found: torch.dtype = getattr(torch, self._group.arrays[name].dtype.name)
         return found
 
     @property
     def n_pos(self) -> int:
         """Number of positions, or its upper bound before `set_length`."""
-        return int(self._arrays["q"].shape[2])
+        return self._group.arrays["q"].shape[2]
 
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions; the last blocks may come after this, not before."""
-        for name, array in self._arrays.items():
-            shape = [
+        for name in self._next:
+            array = self._group.arrays[name]
+            shape = tuple(
                 # dense rows are all of the sequence, or no more than its last ones
                 n_pos if axis == "pos" else min(n_pos, length) if axis == "row" else length
                 for axis, length in zip(AXES[name], array.shape, strict=True)
-            ]
-            if tuple(shape) != array.shape:
-                self._write(partial(array.resize, tuple(shape)))
+            )
+            if shape != array.shape:
+                self._write(partial(self._group.resize, name, shape))
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
@@ -180,7 +177,7 @@ class TraceWriter:
         Raises:
             TraceError: NaN or infinity, or a number too large for float16 storage.
         """
-        array, start = self._arrays[name], self._next[name][layer]
+        start = self._next[name][layer]
         axis = pos_axis(name)
         size = block.shape[axis]
         if size != CHUNK and start + size != self.n_pos:
@@ -188,8 +185,7 @@ class TraceWriter:
         stored = block.to("cpu", self.dtype(name))
         self._check(name, layer, start, block, stored)
         values = stored.numpy()
-        index: tuple[int | slice, ...] = (layer, *[slice(None)] * axis, slice(start, start + size))
-        self._write(lambda: array.__setitem__(index, values))
+        self._write(lambda: self._group.write(name, values[None], layer=layer, pos=start))
         self._next[name][layer] = start + size
         self._digest.update(name, layer, values)
         self._write(self._commit)
@@ -211,7 +207,7 @@ class TraceWriter:
         written = self._next.items()
         committed = min(min(ends) for name, ends in written if name not in LATE)
         if committed > self._committed:
-            self._set(**self._attributes(), committed_tokens=committed)
+            self._group.set(**self._attributes(), committed_tokens=committed)
             self._committed = committed
 
     def write_o_proj(self, layer: int, weights: Tensor) -> None:
@@ -223,7 +219,7 @@ class TraceWriter:
         stored = weights.to("cpu", self.dtype("o_proj"))
         self._check("o_proj", layer, 0, weights, stored)
         values = stored.numpy()
-        self._write(lambda: self._arrays["o_proj"].__setitem__(layer, values))
+        self._write(lambda: self._group.write("o_proj", values[None], layer=layer))
         self._digest.update("o_proj", layer, values)
 
     def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
@@ -231,13 +227,12 @@ class TraceWriter:
 
         name: the array, of `DENSE`. start: the place of the first row in it.
         """
-        array, values = self._arrays[name], rows.to("cpu", self.dtype(name)).numpy()
-        index = (layer, slice(None), slice(start, start + rows.shape[1]))
-        self._write(lambda: array.__setitem__(index, values))
+        values = rows.to("cpu", self.dtype(name)).numpy()
+        self._write(lambda: self._group.write(name, values[None], layer=layer, row=start))
 
     def read_back(self, name: str, layer: int) -> Tensor:
         """One layer as it is stored [head, pos, ...]."""
-        return torch.from_numpy(np.asarray(self._arrays[name][layer]))
+        return torch.from_numpy(self._group.read(name, [slice(layer, layer + 1)])[0])
 
     def publish(
         self,
@@ -263,7 +258,6 @@ class TraceWriter:
     ) -> None:
         complete(
             self._group,
-            self._arrays,
             header,
             self._digest,
             tokens=tokens,
@@ -272,7 +266,7 @@ class TraceWriter:
         )
         self._complete = True
         try:
-            put(self._group, self.folder, self.path, file=self._file, overwrite=self.overwrite)
+            put(self._group, self.path, file=self._file, overwrite=self.overwrite)
         except TraceError as error:
             if not self.folder.exists():
                 raise
@@ -301,9 +295,6 @@ class TraceWriter:
             count = f"{self._committed} of at most {self.n_pos} tokens"
             return f"{count} are kept, `{command}` makes a trace of them"
         return ""
-
-    def _set(self, **attributes: Any) -> None:
-        self._group.update_attributes(attributes)
 
 
 def write_trace(
