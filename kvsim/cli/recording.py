@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.sharing import check_outputs, final, publish, stage
-from kvsim.cli.show import echo_fields, echo_json, echo_table, echo_text, visible
+from kvsim.cli.show import bar, echo_fields, echo_json, echo_table, echo_text, one_line, visible
 from kvsim.cli.values import (
     Json,
     OptionError,
     Stop,
-    TracePath,
+    TracePaths,
     TrustRemoteCode,
+    local_path,
     locate,
     parse_device,
     parse_layers,
@@ -48,6 +49,7 @@ def capture(
     prompts: Annotated[
         Path | None,
         typer.Option(
+            parser=local_path,
             metavar="FILE.jsonl",
             help="A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' "
             "(ids), maybe 'id', 'system', 'answer', 'task', 'domain', 'level'.",
@@ -322,14 +324,29 @@ def _size(n_bytes: int | None) -> str:
     return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
 
 
-def info(trace: TracePath, as_json: Json = False) -> None:
-    """Describe a trace: model, text, arrays, provenance."""
+def info(traces: TracePaths, as_json: Json = False) -> None:
+    """Describe traces: model, text, arrays, provenance.
+
+    The JSON document of several is an object with the list 'traces'.
+    """
     from kvsim.store import describe
 
-    facts = describe(locate(trace))
+    described = [describe(locate(trace)) for trace in traces]
     if as_json:
-        echo_json(facts)
+        echo_json(_document(described))
         return
+    for place, facts in enumerate(described):
+        if place:
+            typer.echo()
+        _echo_facts(facts)
+
+
+def _document(each: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What JSON has for one trace, or for several."""
+    return each[0] if len(each) == 1 else {"traces": each}
+
+
+def _echo_facts(facts: Mapping[str, Any]) -> None:
     model = facts["model"]
     fields = {
         "trace": f"{facts['path']} (format {facts['format']}, {_size(facts['bytes'])})",
@@ -396,7 +413,7 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
 
 
 def verify(
-    trace: TracePath,
+    traces: TracePaths,
     deep: Annotated[
         bool,
         typer.Option(
@@ -406,57 +423,79 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check that a trace is whole and undamaged.
+    """Check that traces are whole and undamaged.
 
     Reads every chunk and compares it with its checksums. The exit status is 2 if something is
-    wrong.
+    wrong with any of them. The JSON document of several is an object with the list 'traces'.
     """
-    from kvsim.cli.show import bar
     from kvsim.store import verify as check
 
-    path = locate(trace)
-    try:
-        with bar("layers") as report:
-            found = check(
-                path, deep=deep, progress=lambda done, total: report(done, total, str(path))
-            )
-    except TraceNotFoundError:
-        raise
-    except TraceError as error:
-        # it does not even open: that is what the report says
-        _damaged(str(path), {"path": str(path), "ok": False, "problems": [str(error)]}, as_json)
-        return
-    if not found.ok:
-        _damaged(str(path), found.to_dict(), as_json)
+    paths = [locate(trace) for trace in traces]
+    reports: list[dict[str, Any]] = []
+    verdicts = []
+    for path in paths:
+        try:
+            with bar("layers") as progress:
+                found = check(path, deep=deep, progress=partial(_advance, progress, str(path)))
+        except TraceError as error:
+            missing = isinstance(error, TraceNotFoundError)
+            if missing and len(paths) == 1:
+                raise
+            # it does not even open: that is what the report says
+            reports.append({"path": str(path), "ok": False, "problems": [str(error)]})
+            verdicts.append("no trace" if missing else "damaged")
+        else:
+            reports.append(found.to_dict())
+            verdicts.append("whole and undamaged" if found.ok else "damaged")
+        if not as_json:
+            _echo_verdict(verdicts[-1], reports[-1], deep=deep, alone=len(paths) == 1)
     if as_json:
-        echo_json(found.to_dict())
+        echo_json(_document(reports))
+    _stop_if_bad(reports)
+
+
+def _advance(progress: Callable[[int, int, str], None], what: str, done: int, total: int) -> None:
+    progress(done, total, what)
+
+
+def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, alone: bool) -> None:
+    """A line on one trace and its problems; what was found of one that is `alone`."""
+    more = ", and its attention follows from q, k, v" if deep and report["ok"] else ""
+    echo_text(f"{one_line(report['path'])}: {verdict}{more}")
+    for problem in report["problems"]:
+        echo_text(f"  {one_line(problem)}")
+    if not (alone and report["ok"]):
         return
-    more = ", and its attention follows from q, k, v" if deep else ""
-    typer.echo(f"{path}: whole and undamaged{more}")
     fields = {
-        "  layers": str(len(found.layers)),
-        "  chunks read": str(found.chunks),
-        "  digest": found.digest,
+        "  layers": str(len(report["layers"])),
+        "  chunks read": str(report["chunks"]),
+        "  digest": report["digest"],
     }
     if deep:
+        output, lse = report["output_tolerance"], report["lse_tolerance"]
         fields |= {
-            "  attention output": _error(found.output_error, found.output_tolerance, "relative"),
-            "  log-sum-exp": _error(found.lse_error, found.lse_tolerance, "absolute"),
-            "  dense attention": _error(found.attention_error, found.lse_tolerance, "absolute"),
+            "  attention output": _error(report["output_error"], output, "relative"),
+            "  log-sum-exp": _error(report["lse_error"], lse, "absolute"),
+            "  dense attention": _error(report["attention_error"], lse, "absolute"),
         }
     echo_fields(fields)
 
 
-def _damaged(path: str, report: Mapping[str, Any], as_json: bool) -> None:
-    problems = report["problems"]
-    if as_json:
-        echo_json(report)
-    else:
-        typer.echo(f"{path}: damaged")
-        for problem in problems:
-            echo_text(f"  {problem}")
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise Stop(f"error: {path} is damaged ({count} found, expected none); record it again", 2)
+def _stop_if_bad(reports: Sequence[Mapping[str, Any]]) -> None:
+    """End with status 2 unless every trace is as it should be."""
+    bad = [one for one in reports if not one["ok"]]
+    if not bad:
+        return
+    if len(reports) > 1:
+        raise Stop(
+            f"error: {len(bad)} of {len(reports)} are damaged or no trace, expected none; record "
+            "those again",
+            2,
+        )
+    count = len(bad[0]["problems"])
+    problems = "1 problem" if count == 1 else f"{count} problems"
+    path = one_line(bad[0]["path"])
+    raise Stop(f"error: {path} is damaged ({problems} found, expected none); record it again", 2)
 
 
 def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
