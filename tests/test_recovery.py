@@ -241,7 +241,9 @@ def test_nothing_committed_is_a_clear_refusal(tmp_path):
     writer._file.close()  # as if the process had ended
     (left,) = find_drafts(tmp_path)
 
-    with pytest.raises(TraceError, match=r"no committed tokens.*remove it with `rm -r '") as caught:
+    with pytest.raises(
+        TraceError, match=r"no committed tokens.*remove it with `kvsim trace discard '"
+    ) as caught:
         recover(tmp_path / "a b.zarr")
 
     assert str(left.path) in str(caught.value)
@@ -712,7 +714,9 @@ def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
     rest = (tmp_path / "a.zarr").rename(tmp_path / ".a.zarr.old-1-0123abcd")
     (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
 
-    with pytest.raises(TraceError, match=r"left of a trace that was replaced.*`rm -r "):
+    with pytest.raises(
+        TraceError, match=r"left of a trace that was replaced.*`kvsim trace discard "
+    ):
         recover(tmp_path / "a.zarr")
 
 
