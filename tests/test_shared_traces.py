@@ -432,7 +432,8 @@ def test_several_traces_are_verified(stored, tmp_path, run):
         f"{stored}: whole and undamaged",
     ]
     assert "a chunk of v is damaged" in lines[1]
-    assert error == ("error: 3 of 4 are damaged or no trace, expected none; record those again\n")
+    expected = "3 of 4 are not whole and undamaged, expected all to be; the report says why"
+    assert error == f"error: {expected}\n"
     status, out, _ = run("verify", *given, "--json")
     assert status == 2
     document = json.loads(out)["traces"]
@@ -649,6 +650,9 @@ def test_urls_that_cannot_be_read(url, message, run):
 
     status, out, error = run("info", url)
     assert (status, out, error.count("\n")) == (2, "", 1)
+    status, out, again = run("verify", url)
+    assert (status, again) == (2, error)
+    assert "damaged" not in out
 
 
 def test_http_is_for_reading(web):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -428,34 +428,38 @@ def verify(
     Reads every chunk and compares it with its checksums. The exit status is 2 if something is
     wrong with any of them. The JSON document of several is an object with the list 'traces'.
     """
-    from kvsim.store import verify as check
-
     paths = [locate(trace) for trace in traces]
-    reports: list[dict[str, Any]] = []
-    verdicts = []
+    verdicts, reports = [], []
     for path in paths:
-        try:
-            with bar("layers") as progress:
-                found = check(path, deep=deep, progress=partial(_advance, progress, str(path)))
-        except TraceError as error:
-            missing = isinstance(error, TraceNotFoundError)
-            if missing and len(paths) == 1:
-                raise
-            # it does not even open: that is what the report says
-            reports.append({"path": str(path), "ok": False, "problems": [str(error)]})
-            verdicts.append("no trace" if missing else "damaged")
-        else:
-            reports.append(found.to_dict())
-            verdicts.append("whole and undamaged" if found.ok else "damaged")
+        verdict, report = _checked(path, deep=deep)
+        if verdict == "no trace" and len(paths) == 1:
+            raise Stop(f"error: {one_line(report['problems'][0])}", 2)
+        verdicts.append(verdict)
+        reports.append(report)
         if not as_json:
-            _echo_verdict(verdicts[-1], reports[-1], deep=deep, alone=len(paths) == 1)
+            _echo_verdict(verdict, report, deep=deep, alone=len(paths) == 1)
     if as_json:
         echo_json(_document(reports))
-    _stop_if_bad(reports)
+    _stop_if_bad(verdicts, reports)
 
 
-def _advance(progress: Callable[[int, int, str], None], what: str, done: int, total: int) -> None:
-    progress(done, total, what)
+def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
+    """What a trace is found to be, in words, and the report for JSON."""
+    from kvsim.store import verify as check
+
+    try:
+        with bar("layers") as progress:
+            found = check(
+                path, deep=deep, progress=lambda done, total: progress(done, total, str(path))
+            )
+    except TraceError as error:
+        # it does not even open: that is what the report says
+        report = {"path": str(path), "ok": False, "problems": [str(error)]}
+        if isinstance(error, TraceNotFoundError):
+            return "no trace", report
+        # what a server does not give may be whole behind it
+        return "cannot be opened" if is_url(path) else "damaged", report
+    return "whole and undamaged" if found.ok else "damaged", found.to_dict()
 
 
 def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, alone: bool) -> None:
@@ -481,17 +485,19 @@ def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, alone:
     echo_fields(fields)
 
 
-def _stop_if_bad(reports: Sequence[Mapping[str, Any]]) -> None:
+def _stop_if_bad(verdicts: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> None:
     """End with status 2 unless every trace is as it should be."""
     bad = [one for one in reports if not one["ok"]]
     if not bad:
         return
     if len(reports) > 1:
         raise Stop(
-            f"error: {len(bad)} of {len(reports)} are damaged or no trace, expected none; record "
-            "those again",
+            f"error: {len(bad)} of {len(reports)} are not whole and undamaged, expected all to be; "
+            "the report says why",
             2,
         )
+    if verdicts != ["damaged"]:
+        raise Stop(f"error: {one_line(bad[0]['problems'][0])}", 2)
     count = len(bad[0]["problems"])
     problems = "1 problem" if count == 1 else f"{count} problems"
     path = one_line(bad[0]["path"])
