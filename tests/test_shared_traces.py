@@ -369,12 +369,13 @@ def without_privileges():
 
 @pytest.mark.parametrize("out", ["reading only", "closed/a", "a file/a"])
 def test_where_nothing_can_be_written(stored, tmp_path, out, monkeypatch):
-    """Packing and unpacking are refused in one line by a TraceError, and leave nothing."""
+    """Packing and unpacking are refused in one line before chunks are read, and leave nothing."""
     unpack(pack(stored), tmp_path / "other.zarr")
     (tmp_path / "a file").write_text("mine")
     for name, permissions in (("reading only", 0o555), ("closed", 0), (".", 0o755)):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name).chmod(permissions)
+    (stored / "v" / "c" / "1" / "0" / "1" / "0").write_bytes(b"what would be found by reading")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)  # above it are folders that are closed to others
 
