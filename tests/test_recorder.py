@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import socket
+import socketserver
+import threading
+import time
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -23,6 +29,8 @@ from kvsim.recorder import (
     read_prompts,
     read_ropes,
 )
+from kvsim.recorder import models as loading
+from kvsim.recorder.hub import unreachable
 from kvsim.store import describe, verify
 from kvsim.store.layout import read_json
 from kvsim.tiny import tasks
@@ -982,11 +990,94 @@ def test_remote_code_is_not_run(folder, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["./none", "/none/at/all", "a/b/c", ""])
-def test_a_folder_that_is_not_there(name):
-    """A path without a model is one clear line."""
-    with pytest.raises(CaptureError, match="no model folder at"):
+@pytest.mark.parametrize(
+    "name", ["./none", "/none/at/all", "~none/at", "a/b/c", r"a\b", r"C:\a", "", "./" + 300 * "n"]
+)
+def test_a_folder_that_is_not_there(name, monkeypatch):
+    """What can only be a path, and has no model, is one clear line; nobody asks the hub."""
+    monkeypatch.setattr(loading, "unreachable", pytest.fail)
+
+    with pytest.raises(CaptureError, match="no model folder at") as caught:
         load_model(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelled_folder_is_told_apart(folder, monkeypatch):
+    """A model beside it, or one that ships, of a similar name is named."""
+    monkeypatch.chdir(folder.parent)
+
+    for name, close in {
+        "./smal-qwen2": "small-qwen2",
+        str(folder)[:-1]: "small-qwen2",
+        "small-qwen": "small-qwen2",
+        "tinny": "tiny",
+    }.items():
+        with pytest.raises(CaptureError, match=f"; did you mean '{close}'\\?$"):
+            load_model(name)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """A hub that refuses connections, and an empty cache, whose path it gives."""
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setattr(time, "sleep", pytest.fail)  # between one try and the next
+        yield tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", ["none", "some/none"])
+def test_a_hub_that_cannot_be_reached(name, no_hub):
+    """A model that only the hub could have is refused at the first refusal, in one line."""
+    with pytest.raises(
+        CaptureError, match=r"http://127\.0\.0\.1:\d+ cannot be reached \("
+    ) as caught:
+        load_model(name)
+
+    assert f"model {name!r} cannot be loaded: it is no folder" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_the_hub_gave_before(folder, no_hub):
+    """What is in the cache is loaded without the hub, under its own name."""
+    place = no_hub / "models--some--small"
+    shutil.copytree(folder, place / "snapshots" / "0abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0abc")
+
+    model, tokenizer = load_model("some/small")
+
+    assert tokenizer.unk_token == UNKNOWN
+    trace = capture(model, tokenizer, "w1 w2", max_new_tokens=0)
+    assert trace.meta["model"]["name"] == "some/small"
+
+
+def test_the_hub_is_there_whatever_it_says(no_hub, monkeypatch):
+    """Any answer is one; none at all within the time is a reason."""
+    with socketserver.TCPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        assert unreachable() is None
+        server.shutdown()
+        thread.join(10)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+        assert "cannot be reached (timed out)" in unreachable()
+    monkeypatch.setattr(constants, "ENDPOINT", "nonsense")
+    assert unreachable().startswith("nonsense cannot be reached (")
+
+
+class Answering(socketserver.StreamRequestHandler):
+    """Says of everything that it is not there."""
+
+    def handle(self):
+        """Read a request and answer it."""
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n")
 
 
 def test_a_folder_without_weights(tmp_path):
