@@ -412,6 +412,11 @@ def test_misspelled_keys_are_told_once(tmp_path):
         (b'{"prompt": "a", "messages": []}', "'prompt' and 'messages' are given"),
         (b'{"messages": []}', r"no prompt, messages is \[\]"),
         (b'{"messages": [{"content": "x"}]}', "message 0 is .* expected an object with 'role'"),
+        (b'{"messages": [{"role": "user", "content": 1}]}', "content of message 0 is int"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}',
+            "message 0 has a part of type 'audio'",
+        ),
         (b'{"tokens": [1, true]}', r"no prompt, tokens is \[1, true\]"),
         (b'{"tokens": 3}', "no prompt, expected an object with 'prompt'"),
         (b'{"prompt": "a", "system": 3}', "system is 3, expected text"),
@@ -476,11 +481,54 @@ def test_text_as_a_chat():
     assert tokens.tokens.tolist() == [1, 2]
 
 
+def parts(*given):
+    """A chat of one message in parts; words are parts of text."""
+    content = [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    return [{"role": "user", "content": content}]
+
+
+def test_text_parts_are_one_text(tmp_path):
+    """A content in parts is what it is in one piece, in a file and in a call; none stays none."""
+    chat = [*parts("w1 ", "w2"), {"role": "user", "content": "w3"}, {"role": "user"}]
+    (line,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": chat}))
+
+    trace = capture(small(), words(TEMPLATE), chat, max_new_tokens=0)
+
+    plain = [{"role": "user", "content": "w1 w2"}, *chat[1:]]
+    assert line.content == plain
+    assert trace.meta["text"]["messages"] == plain
+    assert trace.meta["text"]["prompt"] == "w7 w1 w2 w7 w3 w7  w9"
+    assert chat[0]["content"][0]["text"] == "w1 "  # nothing of the caller's is changed
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("w1", {}, "the prompt is text, and there is no tokenizer, expected one that makes token"),
+        (
+            "w1",
+            {"chat": True},
+            r"a chat \(--chat\), and there is no tokenizer, expected one with a",
+        ),
+        ("w1", {"system": "w2"}, r"a chat \(a system message\), and there is no tokenizer"),
+        (parts("w1"), {}, r"a chat \(messages\), and .*; put the tokenizer's files into the model"),
+    ],
+)
+def test_text_without_a_tokenizer(prompt, options, message, runs):
+    """One line says what the prompt is, what it lacks and where that goes."""
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(small(), None, prompt, **options)
+
+    one_line(caught)
+    assert runs == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "template", "options", "message"),
     [
-        ("w1", None, {"chat": True}, "the tokenizer has no chat template; give the text itself"),
-        ("w1", None, {"system": "w2"}, "the tokenizer has no chat template"),
+        ("w1", None, {"chat": True}, r"chat \(--chat\), and the .*has no .*, or leave --chat out"),
+        ("w1", None, {"system": "w2"}, "has no chat template, .*, or leave a system message out"),
+        (parts("w1"), None, {}, r"\(messages\), .*has no .*, or give text in place of messages"),
         (" ", TEMPLATE, {"chat": True}, "the prompt is empty"),
         (
             [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}],
@@ -489,6 +537,11 @@ def test_text_as_a_chat():
             "the chat has a system message, and another one is given",
         ),
         ([{"role": "tool", "content": "w1"}], TEMPLATE, {}, r"refuses the messages \(no such role"),
+        (parts("w1", {"type": "image_url"}), TEMPLATE, {}, "message 0 has a part of type 'image_u"),
+        (parts({"text": "w1"}), TEMPLATE, {}, "a part of type None, expected text parts alone"),
+        (parts({"type": "text", "text": 1}), TEMPLATE, {}, "message 0 has a part of type 'text'"),
+        (parts(3), TEMPLATE, {}, "message 0 has a part of type 'int'"),
+        ([{"role": "user", "content": {}}], TEMPLATE, {}, "content of message 0 is dict, expected"),
     ],
 )
 def test_chats_that_are_refused(prompt, template, options, message, runs):
