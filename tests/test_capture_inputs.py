@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import shutil
 import typing
 from dataclasses import fields
@@ -19,12 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvsim
 from kvsim.cli.values import OptionError, parse_layers
 from kvsim.diagnostics import ranking
-from kvsim.errors import CaptureError, PolicyError, TraceError
+from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import Keywords, chosen_layers
-from kvsim.store import describe, verify
+from kvsim.store import TraceWriter, describe, verify
 from kvsim.trace import open_trace
 
 TEMPLATE = (
@@ -739,6 +741,84 @@ def test_resume_of_one_trace(tmp_path, runs):
         capture(small(), None, [1, 3], **options)
 
 
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that takes so many chunks of keys before it is full."""
+    room = [0]
+    append = TraceWriter.append
+
+    def no_space():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(writer, name, layer, block):
+        room[0] -= name == "k"
+        if room[0] < 0:
+            writer._write(no_space)
+        append(writer, name, layer, block)
+
+    monkeypatch.setattr(TraceWriter, "append", refuse)
+    return room
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        (1, r"^prompt 'a' \(1 of 3, none is complete\): .*cannot be written .* output path$"),
+        (
+            2,
+            r"^prompt 'b' \(2 of 3, the prompts before it are complete and stay\): .*b\.zarr cannot",
+        ),
+        (
+            5,
+            r"^prompt 'c' \(3 of 3, .*; in the same place resume=True \(--resume\) records the oth",
+        ),
+    ],
+)
+def test_a_full_disk_among_many_prompts(chunks, expected, tmp_path, full):
+    """The error says where it happened, what is complete, and how to go on; which works."""
+    full[0] = chunks  # a trace has one for each of two layers
+
+    with pytest.raises(TraceError, match=expected) as caught:
+        capture_many(small(), words(), MANY, tmp_path, **SAME)
+    one_line(caught)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    full[0] = 10**6
+    traces = capture_many(small(), words(), MANY, tmp_path, resume=True, **SAME)
+
+    assert left == ["a.zarr", "b.zarr", "c.zarr"][: chunks // 2]
+    assert ("--resume" in str(caught.value)) == bool(left)
+    assert [trace.path.name for trace in traces] == ["a.zarr", "b.zarr", "c.zarr"]
+
+
+def test_a_model_that_is_refused_among_many_prompts(tmp_path):
+    """What is wrong with the model in a later prompt is told in the same way, as what it is."""
+    model = build()
+    seen = []
+
+    def off(_, args):
+        seen.append(1)
+        return (args[0] * 1.1,) if len(seen) > 7 else None
+
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(off)
+    with pytest.raises(CaptureError, match=r"^prompt 'b' \(2 of 3, .*o_proj of layer 1 differs"):
+        capture_many(model, words(), MANY, tmp_path, max_new_tokens=6, o_proj=True)
+
+
+def test_a_trace_that_is_in_the_way_of_many(folder, runs):
+    """The refusal names `resume`, unless all are to be replaced or there is one trace alone."""
+    message = r"a\.zarr exists, expected .*, or resume=True \(--resume\), which keeps traces"
+    with pytest.raises(TraceExistsError, match=message) as caught:
+        capture_many(small(), words(), MANY, folder, **SAME)
+    one_line(caught)
+    with pytest.raises(TraceExistsError, match=r"\(--overwrite\)$"):
+        capture(small(), words(), "w1 w2", out=folder / "a.zarr")
+    (folder / "b.zarr" / "zarr.json").unlink()
+    with pytest.raises(TraceExistsError, match=r"b\.zarr exists and is no .* what is there$"):
+        capture_many(small(), words(), MANY, folder, **SAME, overwrite=True)
+
+    assert runs == []
+
+
 # ------------------------------------------------------------------------- on the command line
 
 
@@ -772,7 +852,30 @@ def test_a_resumed_command_says_what_it_kept(run, saved, tmp_path):
     assert [one["kept"] for one in json.loads(document)["traces"]] == [True, True]
     assert again[0] == 2
     assert "a.zarr exists" in again[2]
+    assert "or resume=True (--resume), which keeps" in again[2]
     assert "2 of 4 layers (0,3)" in run("info", tmp_path / "out" / "a.zarr")[1]
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ("eos", ", ended by the model)"),
+        ("stop", ", ended by a stop string)"),
+        ("length", ", cut by --max-new-tokens)"),
+        ("context", ", cut by the context)"),
+        ("interrupted", ", interrupted)"),
+    ],
+)
+def test_info_says_what_ended_the_response(ended, said, run, folder):
+    """Each end has its words, beside the number of tokens."""
+    root = folder / "b.zarr" / "zarr.json"
+    found = json.loads(root.read_text())
+    found["attributes"]["meta"]["generation"]["stopped"] = ended
+    root.write_text(json.dumps(found))
+
+    _, text, _ = run("info", folder / "b.zarr")
+
+    assert f"8 tokens (prompt 2, response 6{said}" in text
 
 
 @pytest.mark.parametrize(

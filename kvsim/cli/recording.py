@@ -155,6 +155,7 @@ def capture(
     from kvsim.recorder import Options, Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
+    from kvsim.recorder.resuming import offering_resume
     from kvsim.store import check_writable, describe
 
     path = stage(context, out)
@@ -181,7 +182,8 @@ def capture(
         wanted = read_prompts(prompts, limit=limit, note=partial(echo_text, err=True))
     alone = len(wanted) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if alone else [path / file_name(one.id) for one in wanted]
-    check_outputs([one for one in paths if not (resume and one.exists())], path, out, overwrite)
+    with offering_resume(applies=not (alone or overwrite or is_url(out))):
+        check_outputs([one for one in paths if not (resume and one.exists())], path, out, overwrite)
     check_writable(paths[0].parent)
     if device_map is None:
         device = parse_device(device or "cpu")
@@ -241,7 +243,8 @@ def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -
     done = [p for p, new in left.items() if new is not None and (resume or new != before[p])]
     if done:
         where = out if is_url(out) else done[0].parent
-        more = "; --resume records the others" if len(done) < len(before) else ""
+        goes_on = len(done) < len(before) and not is_url(out)
+        more = "; --resume records the others" if goes_on else ""
         return (
             f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}"
             f"{more}"
@@ -280,7 +283,12 @@ def _is_cut(facts: Mapping[str, Any]) -> bool:
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     prompt, total = facts["prompt_len"], facts["tokens"]
-    ends = {"context": ", cut by the context", "interrupted": ", interrupted"}
+    ends = {
+        "eos": ", ended by the model",
+        "stop": ", ended by a stop string",
+        "context": ", cut by the context",
+        "interrupted": ", interrupted",
+    }
     end = ends.get(str(facts["generation"].get("stopped")), "")
     if _is_cut(facts):
         end = ", cut by --max-new-tokens"

@@ -43,7 +43,7 @@ from kvsim.recorder.prompts import (
     with_distinct_ids,
 )
 from kvsim.recorder.residual import Residual
-from kvsim.recorder.resuming import differences
+from kvsim.recorder.resuming import differences, offering_resume, telling_progress
 from kvsim.schema import CHUNK, is_url
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
@@ -127,8 +127,9 @@ def capture_many(
     folder = Path(out_dir)
     prompts = with_distinct_ids(prompts)
     paths = [folder / file_name(prompt.id) for prompt in prompts]
-    for path in paths:
-        _check_target(path, options)
+    with offering_resume(applies=not options.overwrite):
+        for path in paths:
+            _check_target(path, options)
     check_writable(folder)
     labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
     model, tokenizer = _resolve(model, tokenizer)
@@ -142,7 +143,11 @@ def capture_many(
             _Capture(model, tokenizer, encoded, options, path, prompt.answer, known, prompt.id)
         )
     kept = [job.kept() for job in jobs]
-    return [job.run() if trace is None else trace for job, trace in zip(jobs, kept, strict=True)]
+    traces = []
+    for place, (job, trace) in enumerate(zip(jobs, kept, strict=True)):
+        with telling_progress(prompts[place].id, place, len(jobs)):
+            traces.append(job.run() if trace is None else trace)
+    return traces
 
 
 def _check_local(out: str | Path) -> None:
