@@ -295,9 +295,13 @@ class _Capture:
                 if projections is not None:
                     projections.receive(call)
 
+            def keep_projection(layer: int, weights: Tensor) -> None:
+                if writer is not None:
+                    writer.write_o_proj(self.layer_ids.index(layer), weights)
+
             with (
                 listening(self.model, receive, layers=self.layer_ids),
-                nullcontext() if projections is None else projections.checking(),
+                nullcontext() if projections is None else projections.checking(keep_projection),
                 nullcontext() if residual is None else residual.following(),
             ):
                 tokens, ended = generate(
@@ -319,8 +323,6 @@ class _Capture:
             writer.begin(header)
             if self.options.attention:
                 self._write_attention(writer, header, len(tokens))
-            for place, blocks in enumerate(self._o_proj()):
-                writer.write_o_proj(place, blocks)
             writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(writer.path)
 
@@ -424,14 +426,15 @@ class _Capture:
         if not isinstance(recorder.sink, MemorySink):
             raise TypeError("expected a sink in memory")
         arrays = {name: recorder.sink.array(name) for name in recorder.sink.blocks}
-        blocks = [block.to("cpu", copy=True) for block in self._o_proj()]
+        found = {} if self.projections is None else self.projections.blocks
+        weights = [found[layer].to("cpu", copy=True) for layer in sorted(found)]
         return Trace.from_arrays(
             arrays["q"],
             arrays["k"],
             arrays["v"],
             attn_out=arrays["attn_out"],
             lse=arrays["lse"],
-            o_proj=torch.stack(blocks) if blocks else None,
+            o_proj=torch.stack(weights) if weights else None,
             residual=arrays.get("residual"),
             prompt_len=header.prompt_len,
             rope=header.ropes,
@@ -442,11 +445,6 @@ class _Capture:
             layer_ids=header.layer_ids,
             meta=header.meta,
         )
-
-    def _o_proj(self) -> list[Tensor]:
-        """The output projections [qhead, dim, hidden] of the layers; none if not wanted."""
-        blocks = {} if self.projections is None else self.projections.blocks
-        return [blocks[layer] for layer in self.layer_ids if layer in blocks]
 
     @property
     def _attention(self) -> str:
