@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
+from families import FAMILIES, ids
 from kvsim.cli.values import OptionError, parse_layers
 from kvsim.diagnostics import ranking
 from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
@@ -39,36 +40,13 @@ ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")
 
 def build(layers=4):
     """A random qwen2 model of a few layers."""
-    config = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(1)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj.weight" in name or "k_proj.weight" in name:
-                parameter.mul_(15)
-    return model
+    return replace(FAMILIES["qwen2"], changes={"num_hidden_layers": layers}).build("sdpa")
 
 
 @functools.cache
 def small():
     """The model, made once."""
     return build()
-
-
-def ids(n):
-    """Random token ids."""
-    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @functools.cache
