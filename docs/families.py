@@ -3,7 +3,7 @@
 
 python docs/families.py docs/families.md    write the table of the page
 
-`tests/test_families.py` tests each of them.
+`tests/test_families.py` tests each of them; other tests of capture take single ones.
 """
 
 from __future__ import annotations
@@ -58,14 +58,18 @@ class Family:
     config: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, kernel: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
-        """A random model whose attention is far from uniform."""
+    def random(self, kernel: str = "sdpa") -> Any:
+        """A model with the weights that it starts with."""
         config = getattr(transformers, self.config or f"{self.model}Config")
         config = config(**copy.deepcopy({**_SIZES, **self.changes}))
         config._attn_implementation = kernel  # noqa: SLF001  its only home
         torch.manual_seed(1)
         name = {"GPT2": "GPT2LMHeadModel"}.get(self.model, f"{self.model}ForCausalLM")
-        model = getattr(transformers, name)(config).eval()
+        return getattr(transformers, name)(config).eval()
+
+    def build(self, kernel: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
+        """A random model whose attention is far from uniform."""
+        model = self.random(kernel)
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 _sharpen(key, parameter)

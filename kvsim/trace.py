@@ -597,11 +597,12 @@ def open_trace(path: str | Path) -> Trace:
     """The trace stored at `path`; arrays are read when they are asked for.
 
     Args:
-        path: a folder, a packed trace (`kvsim trace pack`), or a URL such as ``s3://bucket/x.zarr``.
+        path: a folder, a packed trace (`kvsim trace pack`), or the URL of a folder, such as
+            ``s3://bucket/x.zarr``.
 
     Raises:
-        TraceNotFoundError: there is nothing at `path`.
-        TraceError: what is there is no trace, incomplete, damaged or of a newer format.
+        TraceNotFoundError: there is nothing at `path`, or nothing that says it is a trace.
+        TraceError: what is there is incomplete, damaged or of a newer format.
     """
     from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
 

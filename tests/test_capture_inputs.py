@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import shutil
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,14 +19,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
+from families import FAMILIES, ids
 from kvsim.cli.values import OptionError, parse_layers
 from kvsim.diagnostics import ranking
-from kvsim.errors import CaptureError, PolicyError, TraceError
+from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import Keywords, chosen_layers
-from kvsim.store import describe, verify
+from kvsim.store import TraceWriter, describe, verify
 from kvsim.trace import open_trace
 
 TEMPLATE = (
@@ -37,36 +40,13 @@ ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")
 
 def build(layers=4):
     """A random qwen2 model of a few layers."""
-    config = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(1)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj.weight" in name or "k_proj.weight" in name:
-                parameter.mul_(15)
-    return model
+    return replace(FAMILIES["qwen2"], changes={"num_hidden_layers": layers}).build("sdpa")
 
 
 @functools.cache
 def small():
     """The model, made once."""
     return build()
-
-
-def ids(n):
-    """Random token ids."""
-    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @functools.cache
@@ -412,6 +392,11 @@ def test_misspelled_keys_are_told_once(tmp_path):
         (b'{"prompt": "a", "messages": []}', "'prompt' and 'messages' are given"),
         (b'{"messages": []}', r"no prompt, messages is \[\]"),
         (b'{"messages": [{"content": "x"}]}', "message 0 is .* expected an object with 'role'"),
+        (b'{"messages": [{"role": "user", "content": 1}]}', "content of message 0 is int"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}',
+            "message 0 has a part of type 'audio'",
+        ),
         (b'{"tokens": [1, true]}', r"no prompt, tokens is \[1, true\]"),
         (b'{"tokens": 3}', "no prompt, expected an object with 'prompt'"),
         (b'{"prompt": "a", "system": 3}', "system is 3, expected text"),
@@ -476,11 +461,54 @@ def test_text_as_a_chat():
     assert tokens.tokens.tolist() == [1, 2]
 
 
+def parts(*given):
+    """A chat of one message in parts; words are parts of text."""
+    content = [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    return [{"role": "user", "content": content}]
+
+
+def test_text_parts_are_one_text(tmp_path):
+    """A content in parts is what it is in one piece, in a file and in a call; none stays none."""
+    chat = [*parts("w1 ", "w2"), {"role": "user", "content": "w3"}, {"role": "user"}]
+    (line,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": chat}))
+
+    trace = capture(small(), words(TEMPLATE), chat, max_new_tokens=0)
+
+    plain = [{"role": "user", "content": "w1 w2"}, *chat[1:]]
+    assert line.content == plain
+    assert trace.meta["text"]["messages"] == plain
+    assert trace.meta["text"]["prompt"] == "w7 w1 w2 w7 w3 w7  w9"
+    assert chat[0]["content"][0]["text"] == "w1 "  # nothing of the caller's is changed
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("w1", {}, "the prompt is text, and there is no tokenizer, expected one that makes token"),
+        (
+            "w1",
+            {"chat": True},
+            r"a chat \(--chat\), and there is no tokenizer, expected one with a",
+        ),
+        ("w1", {"system": "w2"}, r"a chat \(a system message\), and there is no tokenizer"),
+        (parts("w1"), {}, r"a chat \(messages\), and .*; put the tokenizer's files into the model"),
+    ],
+)
+def test_text_without_a_tokenizer(prompt, options, message, runs):
+    """One line says what the prompt is, what it lacks and where that goes."""
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(small(), None, prompt, **options)
+
+    one_line(caught)
+    assert runs == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "template", "options", "message"),
     [
-        ("w1", None, {"chat": True}, "the tokenizer has no chat template; give the text itself"),
-        ("w1", None, {"system": "w2"}, "the tokenizer has no chat template"),
+        ("w1", None, {"chat": True}, r"chat \(--chat\), and the .*has no .*, or leave --chat out"),
+        ("w1", None, {"system": "w2"}, "has no chat template, .*, or leave a system message out"),
+        (parts("w1"), None, {}, r"\(messages\), .*has no .*, or give text in place of messages"),
         (" ", TEMPLATE, {"chat": True}, "the prompt is empty"),
         (
             [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}],
@@ -489,6 +517,11 @@ def test_text_as_a_chat():
             "the chat has a system message, and another one is given",
         ),
         ([{"role": "tool", "content": "w1"}], TEMPLATE, {}, r"refuses the messages \(no such role"),
+        (parts("w1", {"type": "image_url"}), TEMPLATE, {}, "message 0 has a part of type 'image_u"),
+        (parts({"text": "w1"}), TEMPLATE, {}, "a part of type None, expected text parts alone"),
+        (parts({"type": "text", "text": 1}), TEMPLATE, {}, "message 0 has a part of type 'text'"),
+        (parts(3), TEMPLATE, {}, "message 0 has a part of type 'int'"),
+        ([{"role": "user", "content": {}}], TEMPLATE, {}, "content of message 0 is dict, expected"),
     ],
 )
 def test_chats_that_are_refused(prompt, template, options, message, runs):
@@ -686,6 +719,84 @@ def test_resume_of_one_trace(tmp_path, runs):
         capture(small(), None, [1, 3], **options)
 
 
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that takes so many chunks of keys before it is full."""
+    room = [0]
+    append = TraceWriter.append
+
+    def no_space():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(writer, name, layer, block):
+        room[0] -= name == "k"
+        if room[0] < 0:
+            writer._write(no_space)
+        append(writer, name, layer, block)
+
+    monkeypatch.setattr(TraceWriter, "append", refuse)
+    return room
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        (1, r"^prompt 'a' \(1 of 3, none is complete\): .*cannot be written .* output path$"),
+        (
+            2,
+            r"^prompt 'b' \(2 of 3, the prompts before it are complete and stay\): .*b\.zarr",
+        ),
+        (
+            5,
+            r"^prompt 'c' \(3 of 3, .*; in the same place resume=True \(--resume\) records the oth",
+        ),
+    ],
+)
+def test_a_full_disk_among_many_prompts(chunks, expected, tmp_path, full):
+    """The error says where it happened, what is complete, and how to go on; which works."""
+    full[0] = chunks  # a trace has one for each of two layers
+
+    with pytest.raises(TraceError, match=expected) as caught:
+        capture_many(small(), words(), MANY, tmp_path, **SAME)
+    one_line(caught)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    full[0] = 10**6
+    traces = capture_many(small(), words(), MANY, tmp_path, resume=True, **SAME)
+
+    assert left == ["a.zarr", "b.zarr", "c.zarr"][: chunks // 2]
+    assert ("--resume" in str(caught.value)) == bool(left)
+    assert [trace.path.name for trace in traces] == ["a.zarr", "b.zarr", "c.zarr"]
+
+
+def test_a_model_that_is_refused_among_many_prompts(tmp_path):
+    """What is wrong with the model in a later prompt is told in the same way, as what it is."""
+    model = build()
+    seen = []
+
+    def off(_, args):
+        seen.append(1)
+        return (args[0] * 1.1,) if len(seen) > 7 else None
+
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(off)
+    with pytest.raises(CaptureError, match=r"^prompt 'b' \(2 of 3, .*o_proj of layer 1 differs"):
+        capture_many(model, words(), MANY, tmp_path, max_new_tokens=6, o_proj=True)
+
+
+def test_a_trace_that_is_in_the_way_of_many(folder, runs):
+    """The refusal names `resume`, unless all are to be replaced or there is one trace alone."""
+    message = r"a\.zarr exists, expected .*, or resume=True \(--resume\), which keeps traces"
+    with pytest.raises(TraceExistsError, match=message) as caught:
+        capture_many(small(), words(), MANY, folder, **SAME)
+    one_line(caught)
+    with pytest.raises(TraceExistsError, match=r"\(--overwrite\)$"):
+        capture(small(), words(), "w1 w2", out=folder / "a.zarr")
+    (folder / "b.zarr" / "zarr.json").unlink()
+    with pytest.raises(TraceExistsError, match=r"b\.zarr exists and is no .* what is there$"):
+        capture_many(small(), words(), MANY, folder, **SAME, overwrite=True)
+
+    assert runs == []
+
+
 # ------------------------------------------------------------------------- on the command line
 
 
@@ -719,7 +830,30 @@ def test_a_resumed_command_says_what_it_kept(run, saved, tmp_path):
     assert [one["kept"] for one in json.loads(document)["traces"]] == [True, True]
     assert again[0] == 2
     assert "a.zarr exists" in again[2]
+    assert "or resume=True (--resume), which keeps" in again[2]
     assert "2 of 4 layers (0,3)" in run("info", tmp_path / "out" / "a.zarr")[1]
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ("eos", ", ended by the model)"),
+        ("stop", ", ended by a stop string)"),
+        ("length", ", cut by --max-new-tokens)"),
+        ("context", ", cut by the context)"),
+        ("interrupted", ", interrupted)"),
+    ],
+)
+def test_info_says_what_ended_the_response(ended, said, run, folder):
+    """Each end has its words, beside the number of tokens."""
+    root = folder / "b.zarr" / "zarr.json"
+    found = json.loads(root.read_text())
+    found["attributes"]["meta"]["generation"]["stopped"] = ended
+    root.write_text(json.dumps(found))
+
+    _, text, _ = run("info", folder / "b.zarr")
+
+    assert f"8 tokens (prompt 2, response 6{said}" in text
 
 
 @pytest.mark.parametrize(

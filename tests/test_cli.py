@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
 from contextlib import suppress
 from itertools import product
@@ -18,6 +19,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -558,7 +560,6 @@ DAMAGE = {
     "missing chunk": (lambda t: chunk(t, "k").unlink(), "chunk"),
     "damaged chunk": (lambda t: flip(chunk(t, "k")), "k"),
     "missing array": (lambda t: shutil.rmtree(t / "v"), "no array v"),
-    "no trace": (lambda t: [shutil.rmtree(t), t.mkdir()], "zarr.json"),
 }
 
 
@@ -586,6 +587,27 @@ def test_damaged_traces_are_refused(run, tmp_path, trace, kind):
     assert one_line(err).startswith("error: ")
     assert expected in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.zarr"]
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "replay"])
+@pytest.mark.parametrize("kind", ["empty", "foreign", "file", "zip"])
+def test_what_is_no_trace(run, tmp_path, command, kind):
+    """A folder or a file that never was a trace is called none, in one line, and not damaged."""
+    given = tmp_path / "t.zarr"
+    if kind == "file":
+        given.write_text("no trace")
+    elif kind == "zip":
+        with zipfile.ZipFile(given, "w") as archive:
+            archive.writestr("notes.txt", "no trace")
+    else:
+        zarr.create_group(given) if kind == "foreign" else given.mkdir()
+    more = ["--policy", "tova", "--budget", "16"] if command == "replay" else []
+
+    status, out, err = run(command, given, *more)
+
+    assert (status, out) == (2, "")
+    assert re.match(r"error: \S+t\.zarr is no kvsim trace: ", one_line(err))
+    assert "damaged" not in err
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "replay"])

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import socket
+import socketserver
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim.tiny
+from families import FAMILIES, ids
 from kvsim.errors import CaptureError, TraceExistsError
 from kvsim.recorder import (
     Prompt,
@@ -23,57 +31,25 @@ from kvsim.recorder import (
     read_prompts,
     read_ropes,
 )
+from kvsim.recorder import models as loading
+from kvsim.recorder.hub import unreachable
 from kvsim.store import describe, verify
 from kvsim.store.layout import read_json
 from kvsim.tiny import tasks
 
-FAMILIES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
+NAMES = ("llama", "qwen2", "qwen3")
 UNKNOWN = "<unk>"
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 
 
-def build(config_class, model_class, attention="sdpa", **changes):
+def build(family, attention="sdpa", **changes):
     """A random model whose attention is far from uniform."""
-    config = config_class(**{**SIZES, **changes})
-    config._attn_implementation = attention
-    torch.manual_seed(1)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj.weight" in name or "k_proj.weight" in name:
-                parameter.mul_(15)
-            elif "q_norm" in name or "k_norm" in name:
-                parameter.mul_(2)
-            elif "_proj.bias" in name:  # starts at 0, where it would test nothing
-                parameter.copy_(torch.randn_like(parameter))
-    return model
+    return replace(FAMILIES[family], changes=changes).build(attention)
 
 
 @functools.cache
 def small(family, attention="sdpa"):
     """A random model of the family, made once."""
-    return build(*FAMILIES[family], attention=attention)
-
-
-def ids(n, seed=0):
-    """Random token ids of the small models."""
-    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return build(family, attention)
 
 
 @functools.cache
@@ -129,7 +105,7 @@ def state(model):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_recomputed_attention_equals_the_model(family, attention):
     """Attention recomputed from q, k, v equals the model's own output to 1e-5 in float32."""
     model = small(family, attention)
@@ -147,7 +123,7 @@ def test_recomputed_attention_equals_the_model(family, attention):
     assert max(trace.meta["capture_check"]["max_relative_error"]) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_the_output_is_what_the_model_goes_on_with(family):
     """The recorded output is, bit for bit, what the output projection is given."""
     model = small(family)
@@ -156,7 +132,7 @@ def test_the_output_is_what_the_model_goes_on_with(family):
     assert torch.equal(trace.attn_out, own_outputs(model, ids(100)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_generation_equals_one_teacher_forced_forward(family):
     """Prefill and generation give what one forward over the same tokens gives, to 1e-4."""
     model = small(family)
@@ -188,7 +164,7 @@ def test_greedy_tokens_equal_those_of_generate():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_bfloat16_is_kept_exactly(attention, tmp_path):
     """A bfloat16 model's q, k, v and outputs are stored without a changed bit."""
-    model = build(*FAMILIES["qwen2"], attention=attention).to(torch.bfloat16)
+    model = build("qwen2", attention=attention).to(torch.bfloat16)
 
     trace = capture(model, None, ids(300), max_new_tokens=0, out=tmp_path / "a.zarr")
 
@@ -205,7 +181,7 @@ def test_bfloat16_is_kept_exactly(attention, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_every_dtype_is_within_its_tolerance(dtype, attention):
     """Models in any dtype are recorded, and a fused kernel stays far below the tolerance."""
-    model = build(*FAMILIES["llama"], attention=attention).to(dtype)
+    model = build("llama", attention=attention).to(dtype)
 
     trace = capture(model, None, ids(300), max_new_tokens=10)
 
@@ -251,7 +227,7 @@ def test_keys_are_exactly_the_cache():
 )
 def test_rope_is_the_one_in_effect(rope):
     """The stored rotary embedding turns the projected keys into the recorded ones."""
-    model = build(*FAMILIES["llama"], rope_parameters=rope)
+    model = build("llama", rope_parameters=rope)
     trace = capture(model, None, ids(60), max_new_tokens=0)
 
     inputs = []
@@ -337,7 +313,7 @@ def test_another_model_runs_undisturbed_meanwhile():
 
 def test_training_mode_is_restored():
     """A model in training mode is captured without dropout and is in training mode afterwards."""
-    model = build(*FAMILIES["llama"], attention_dropout=0.5).train()
+    model = build("llama", attention_dropout=0.5).train()
 
     trace = capture(model, None, ids(20), max_new_tokens=0)
 
@@ -483,7 +459,7 @@ def through_o_proj(trace):
 )
 def test_the_output_projection_is_the_models_own(family, bias, tmp_path):
     """Attention output through `o_proj`, summed over heads, is what the model's module gives."""
-    model = build(*FAMILIES[family], **({"attention_bias": True} if bias else {}))
+    model = build(family, **({"attention_bias": True} if bias else {}))
 
     memory = capture(model, None, ids(270), max_new_tokens=5, o_proj=True)
     path = tmp_path / "a.zarr"
@@ -520,7 +496,7 @@ def test_the_output_projection_of_tiny(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_the_output_projection_is_kept_exactly(dtype, tmp_path):
     """Weights in any dtype are recorded without a changed bit; float16 storage rounds them."""
-    model = build(*FAMILIES["qwen3"]).to(dtype)
+    model = build("qwen3").to(dtype)
     options = {"max_new_tokens": 0, "o_proj": True}
 
     memory = capture(model, None, ids(40), **options)
@@ -603,7 +579,7 @@ def unused(layer):
 )  # fmt: skip
 def test_projections_that_are_something_else_are_refused(change, where, message, tmp_path):
     """A model whose `o_proj` would not be what a trace says is refused, and nothing is written."""
-    model = build(*FAMILIES["llama"])
+    model = build("llama")
     for layer in where:
         change(model.model.layers[layer])
 
@@ -631,7 +607,7 @@ def test_half_precision_storage(tmp_path):
 
 def test_the_context_cuts_the_response():
     """A response that would leave the model's context is cut there, with a note."""
-    model = build(*FAMILIES["llama"], max_position_embeddings=64)
+    model = build("llama", max_position_embeddings=64)
 
     trace = capture(model, None, ids(60), max_new_tokens=100)
 
@@ -642,7 +618,7 @@ def test_the_context_cuts_the_response():
 
 def test_the_response_stops_at_eos():
     """The token that ends a response is the last one of the trace."""
-    model = build(*FAMILIES["llama"])
+    model = build("llama")
     free = capture(model, None, ids(20), max_new_tokens=40).tokens.tolist()
     model.generation_config.eos_token_id = [free[25]]
 
@@ -982,11 +958,94 @@ def test_remote_code_is_not_run(folder, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["./none", "/none/at/all", "a/b/c", ""])
-def test_a_folder_that_is_not_there(name):
-    """A path without a model is one clear line."""
-    with pytest.raises(CaptureError, match="no model folder at"):
+@pytest.mark.parametrize(
+    "name", ["./none", "/none/at/all", "~none/at", "a/b/c", r"a\b", r"C:\a", "", "./" + 300 * "n"]
+)
+def test_a_folder_that_is_not_there(name, monkeypatch):
+    """What can only be a path, and has no model, is one clear line; nobody asks the hub."""
+    monkeypatch.setattr(loading, "unreachable", pytest.fail)
+
+    with pytest.raises(CaptureError, match="no model folder at") as caught:
         load_model(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelled_folder_is_told_apart(folder, monkeypatch):
+    """A model beside it, or one that ships, of a similar name is named."""
+    monkeypatch.chdir(folder.parent)
+
+    for name, close in {
+        "./smal-qwen2": "small-qwen2",
+        str(folder)[:-1]: "small-qwen2",
+        "small-qwen": "small-qwen2",
+        "tinny": "tiny",
+    }.items():
+        with pytest.raises(CaptureError, match=f"; did you mean '{close}'\\?$"):
+            load_model(name)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """A hub that refuses connections, and an empty cache, whose path it gives."""
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setattr(time, "sleep", pytest.fail)  # between one try and the next
+        yield tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", ["none", "some/none"])
+def test_a_hub_that_cannot_be_reached(name, no_hub):
+    """A model that only the hub could have is refused at the first refusal, in one line."""
+    with pytest.raises(
+        CaptureError, match=r"http://127\.0\.0\.1:\d+ cannot be reached \("
+    ) as caught:
+        load_model(name)
+
+    assert f"model {name!r} cannot be loaded: it is no folder" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_the_hub_gave_before(folder, no_hub):
+    """What is in the cache is loaded without the hub, under its own name."""
+    place = no_hub / "models--some--small"
+    shutil.copytree(folder, place / "snapshots" / "0abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0abc")
+
+    model, tokenizer = load_model("some/small")
+
+    assert tokenizer.unk_token == UNKNOWN
+    trace = capture(model, tokenizer, "w1 w2", max_new_tokens=0)
+    assert trace.meta["model"]["name"] == "some/small"
+
+
+def test_the_hub_is_there_whatever_it_says(no_hub, monkeypatch):
+    """Any answer is one; none at all within the time is a reason."""
+    with socketserver.TCPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        assert unreachable() is None
+        server.shutdown()
+        thread.join(10)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+        assert "cannot be reached (timed out)" in unreachable()
+    monkeypatch.setattr(constants, "ENDPOINT", "nonsense")
+    assert unreachable().startswith("nonsense cannot be reached (")
+
+
+class Answering(socketserver.StreamRequestHandler):
+    """Says of everything that it is not there."""
+
+    def handle(self):
+        """Read a request and answer it."""
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n")
 
 
 def test_a_folder_without_weights(tmp_path):

@@ -189,39 +189,64 @@ def test_what_the_capture_allowed_is_recovered(attention, tmp_path):
 
 
 def test_arrays_that_were_not_complete_are_left_out(tmp_path, whole):
-    """The residual stream is committed with the rest; what is written at the end is noted."""
+    """Stream and projections are there with the first tokens; what comes at the end is noted."""
     interrupted(tmp_path / "a.zarr", o_proj=True, attention=True, residual=True)
 
     found = open_trace(recover(tmp_path / "a.zarr"))
 
     check_prefix(found, whole)
     assert found.residual.shape == (2, 512, 32)
-    assert set(describe(found.path)["arrays"]) >= {"q", "residual"}
-    assert not {"o_proj", "attention"} & set(describe(found.path)["arrays"])
-    assert found.meta["notes"][1:] == [
-        "recovered without attention, which was not complete",
-        "recovered without o_proj, which was not complete",
-    ]
+    weights = [layer.self_attn.o_proj.weight.T for layer in small().model.layers]
+    assert torch.equal(found.o_proj, torch.stack(weights).unflatten(1, (4, 8)))
+    assert "attention" not in describe(found.path)["arrays"]
+    assert found.meta["notes"][1:] == ["recovered without attention, which was not complete"]
+    assert verify(found.path).ok
+
+
+def test_projections_that_were_not_complete_are_left_out(tmp_path, whole, monkeypatch):
+    """An interrupt between the first block of the last layer and its projection is noted."""
+    write = TraceWriter.write_o_proj
+
+    def stop(writer, layer, weights):
+        if layer == 1:
+            raise KeyboardInterrupt
+        write(writer, layer, weights)
+
+    monkeypatch.setattr(TraceWriter, "write_o_proj", stop)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr", o_proj=True)
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    assert found.n_pos == 256
+    assert torch.equal(found.q, whole.q[:, :, :256])
+    assert not found.has("o_proj")
+    assert found.meta["notes"][-1] == "recovered without o_proj, which was not complete"
 
 
 def test_what_was_written_at_the_end_is_kept_if_it_is_whole(tmp_path, whole, monkeypatch):
     """An interrupt after the last token loses nothing but what was not begun."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TraceWriter, "write_o_proj", stop)
+    monkeypatch.setattr(TraceWriter, "publish", stop)
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "a.zarr", o_proj=True, attention=True)
+    monkeypatch.setattr(TraceWriter, "write_attention", stop)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "b.zarr", o_proj=True, attention=True)
     monkeypatch.undo()
 
-    found = open_trace(recover(tmp_path / "a.zarr"))
+    found, less = (open_trace(recover(tmp_path / name)) for name in ("a.zarr", "b.zarr"))
 
-    assert found.digest == whole.digest
-    assert found.meta["generation"] == whole.meta["generation"]
-    assert found.meta["notes"] == ["recovered without o_proj, which was not complete"]
+    assert found.digest == less.digest == whole.digest
+    assert found.meta == whole.meta
+    assert less.meta["generation"] == whole.meta["generation"]
+    assert less.meta["notes"] == ["recovered without attention, which was not complete"]
     assert verify(found.path).attention_error
     assert verify(found.path).ok
+    assert torch.equal(found.o_proj, less.o_proj)
 
 
 # --- what cannot be recovered ---
@@ -241,7 +266,9 @@ def test_nothing_committed_is_a_clear_refusal(tmp_path):
     writer._file.close()  # as if the process had ended
     (left,) = find_drafts(tmp_path)
 
-    with pytest.raises(TraceError, match=r"no committed tokens.*remove it with `rm -r '") as caught:
+    with pytest.raises(
+        TraceError, match=r"no committed tokens.*remove it with `kvsim trace discard '"
+    ) as caught:
         recover(tmp_path / "a b.zarr")
 
     assert str(left.path) in str(caught.value)
@@ -437,7 +464,6 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
     """A recovery that was killed while it removed or wrote arrays leaves no part of them."""
     left = interrupted(tmp_path / "a.zarr", o_proj=True)
     (left.path / "o_proj" / "zarr.json").unlink()
-    (left.path / "o_proj" / "c" / "1").mkdir(parents=True)
     shutil.copytree(whole.path / "tokens", left.path / "tokens")
     shutil.copytree(whole.path / "q" / "c", left.path / "token_text" / "c")
 
@@ -532,7 +558,7 @@ def test_a_disk_that_is_full_at_any_write(tmp_path, monkeypatch):
 
 def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, whole):
     """Whichever write of a recovery fails, the next one gives the same trace."""
-    left = interrupted(tmp_path / "a.zarr", o_proj=True)
+    left = interrupted(tmp_path / "a.zarr", attention=True)
     with monkeypatch.context() as patch:
         free = Disk(patch, 10**6)
         recover(shutil.copytree(left.path, tmp_path / "other" / left.path.name))
@@ -712,7 +738,9 @@ def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
     rest = (tmp_path / "a.zarr").rename(tmp_path / ".a.zarr.old-1-0123abcd")
     (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
 
-    with pytest.raises(TraceError, match=r"left of a trace that was replaced.*`rm -r "):
+    with pytest.raises(
+        TraceError, match=r"left of a trace that was replaced.*`kvsim trace discard "
+    ):
         recover(tmp_path / "a.zarr")
 
 

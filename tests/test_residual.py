@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import transformers
 import zarr
 
 import kvsim
+from families import FAMILIES, ids
 from kvsim.attention import Rope
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError
@@ -24,31 +25,12 @@ from kvsim.store.publication import require_chunks
 from kvsim.tiny import tasks
 from kvsim.trace import Trace, open_trace
 
-FAMILIES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+NAMES = ("llama", "qwen2", "qwen3")
 
 
-def build(family="llama", **changes):
+def build(family="llama", kernel="sdpa", **changes):
     """A random model whose layers, norms included, change the stream a lot."""
-    config_class, model_class = FAMILIES[family]
-    torch.manual_seed(1)
-    model = model_class(config_class(**{**SIZES, **changes})).eval()
+    model = replace(FAMILIES[family], changes={"num_hidden_layers": 3, **changes}).random(kernel)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_proj.weight") or "embed" in name:
@@ -62,11 +44,6 @@ def build(family="llama", **changes):
 def small(family):
     """A random model of the family, made once."""
     return build(family)
-
-
-def ids(n):
-    """Random token ids of the small models."""
-    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def own_stream(model, tokens):
@@ -103,7 +80,7 @@ def make(n=300, layers=2, hidden=12, **options):
 # --- exactness ---
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 def test_the_residual_is_the_models_own(family, tmp_path):
     """Prefill and generation give what the model's hidden states are in one forward."""
     model = small(family)
@@ -123,7 +100,7 @@ def test_the_residual_is_the_models_own(family, tmp_path):
     assert verify(stored.path, deep=True).ok
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 512])
 def test_a_prompt_alone_is_kept_bit_for_bit(family, n, tmp_path):
     """Without generation, the stream is the one of the same forward, for any length."""
@@ -155,7 +132,7 @@ def test_the_residual_of_tiny(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_every_dtype_is_kept_exactly(dtype, attention, tmp_path):
     """A stream in any dtype is recorded without a changed bit; float16 storage rounds it."""
-    model = build("qwen3", attn_implementation=attention).to(dtype)
+    model = build("qwen3", attention).to(dtype)
     options = {"max_new_tokens": 0, "residual": True}
 
     stored = capture(model, None, ids(300), out=tmp_path / "a.zarr", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import http.server
 import json
@@ -13,6 +14,7 @@ import struct
 import threading
 import uuid
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -158,7 +160,7 @@ def test_only_a_whole_folder_is_packed(stored, tmp_path, fault):
         given = pack(stored, tmp_path / "a.zip")
     before = sorted(tmp_path.iterdir())
 
-    with pytest.raises(TraceError, match=r"incomplete|is damaged|first missing|is not a folder"):
+    with pytest.raises(TraceError, match=r"incomplete|is damaged|first missing|is packed already"):
         pack(given, tmp_path / "out.zip")
 
     assert sorted(tmp_path.iterdir()) == before
@@ -300,7 +302,7 @@ def patch(data, at, form, *values):
         (lambda data, _: patch(data, len(data) - 12, "<H", 0xFFFF), "64-bit record is missing"),
         (lambda data, _: data.extend(b"PK"), "does not end as a zip"),
         (lambda data, _: data.__delitem__(slice(9, None)), "does not end as a zip"),
-        (lambda data, _: data.__delitem__(slice(0, 100)), "is no usable packed trace|shares"),
+        (lambda data, _: data.__delitem__(slice(0, 100)), "is no kvsim trace: it is no zip"),
         (lambda data, entry: patch(data, entry, "<I", 7), "is no usable packed trace"),
     ],
     ids=[
@@ -350,6 +352,116 @@ def test_the_commands_pack_and_unpack(stored, tmp_path, run):
         assert (status, out, error.count("\n")) == (2, "", 1)
     assert run("trace", "pack", "sample", "--out", tmp_path / "sample.zip")[0] == 0
     assert verify(tmp_path / "sample.zip").ok
+
+
+@contextmanager
+def without_privileges():
+    """As a user whom permissions bind, which root is not."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("out", ["reading only", "closed/a", "a file/a"])
+def test_where_nothing_can_be_written(stored, tmp_path, out, monkeypatch):
+    """Packing and unpacking are refused in one line before chunks are read, and leave nothing."""
+    unpack(pack(stored), tmp_path / "other.zarr")
+    (tmp_path / "a file").write_text("mine")
+    for name, permissions in (("reading only", 0o555), ("closed", 0), (".", 0o755)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name).chmod(permissions)
+    (stored / "v" / "c" / "1" / "0" / "1" / "0").write_bytes(b"what would be found by reading")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)  # above it are folders that are closed to others
+
+    with without_privileges():
+        for do, given in ((pack, "made.zarr"), (unpack, "made.zarr.zip")):
+            with pytest.raises(
+                TraceError, match=r"cannot be written|is a file; expected"
+            ) as caught:
+                do(given, Path(out, "new"))
+            assert type(caught.value) is TraceError
+            assert "\n" not in str(caught.value)
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_for_reading_only(stored, monkeypatch):
+    """A disk that refuses to remove what is not there is told of once, as refusing to write."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("kvsim.store.packing.check_writable", lambda _: None)
+    monkeypatch.setattr(zipfile, "ZipFile", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+
+    with pytest.raises(TraceError, match=r"zip cannot be written \(Read-only file system\)"):
+        pack(stored)
+
+
+@pytest.mark.parametrize("do", [pack, unpack])
+def test_what_is_not_on_this_machine(do):
+    """A URL is named as one, before anything is asked for over the network."""
+    with pytest.raises(TraceError, match=r"^http://127.0.0.1:1/a.zarr.zip is a URL, expected"):
+        do("http://127.0.0.1:1/a.zarr.zip")
+
+
+def test_several_traces_are_verified(stored, tmp_path, run):
+    """Each has its line, with what is wrong, and one that is not whole makes the status 2."""
+    packed = pack(stored)
+    assert run("verify", stored, packed) == (
+        *(0, f"{stored}: whole and undamaged\n{packed}: whole and undamaged\n", ""),
+    )
+    bad = shutil.copytree(stored, tmp_path / "bad.zarr")
+    (bad / "v" / "c" / "1" / "0" / "1" / "0").write_bytes(b"no chunk")
+    given = [bad, tmp_path / "nowhere.zarr", tmp_path, stored]
+
+    status, out, error = run("verify", *given)
+
+    assert status == 2
+    lines = out.splitlines()
+    assert [line for line in lines if not line.startswith("  ")] == [
+        f"{bad}: damaged",
+        f"{tmp_path / 'nowhere.zarr'}: no trace",
+        f"{tmp_path}: no trace",
+        f"{stored}: whole and undamaged",
+    ]
+    assert "a chunk of v is damaged" in lines[1]
+    expected = "3 of 4 are not whole and undamaged, expected all to be; the report says why"
+    assert error == f"error: {expected}\n"
+    status, out, _ = run("verify", *given, "--json")
+    assert status == 2
+    document = json.loads(out)["traces"]
+    assert [one["path"] for one in document] == list(map(str, given))
+    assert [one["ok"] for one in document] == [False, False, False, True]
+
+
+def test_several_traces_are_described(stored, run):
+    """As one by one, with an empty line between; one that cannot be opened is all that is said."""
+    packed = pack(stored)
+
+    status, out, _ = run("info", stored, packed)
+
+    assert (status, out) == (0, "\n".join(run("info", one)[1] for one in (stored, packed)))
+    documents = [json.loads(run("info", one, "--json")[1]) for one in (stored, packed)]
+    assert json.loads(run("info", stored, packed, "--json")[1]) == {"traces": documents}
+    status, out, error = run("info", stored, stored / "q")
+    assert (status, out, error.count("\n")) == (2, "", 1)
+
+
+def test_the_sample_by_its_name(tmp_path, monkeypatch):
+    """In Python it has no name, which the error says."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TraceNotFoundError, match=r"kvsim.open_trace\(kvsim.sample_trace\(\)\)"):
+        open_trace("sample")
+    with pytest.raises(TraceNotFoundError, match=r"with `kvsim capture`$"):
+        open_trace("other")
 
 
 # --- URLs ---
@@ -539,6 +651,9 @@ def test_urls_that_cannot_be_read(url, message, run):
 
     status, out, error = run("info", url)
     assert (status, out, error.count("\n")) == (2, "", 1)
+    status, out, again = run("verify", url)
+    assert (status, again) == (2, error)
+    assert "damaged" not in out
 
 
 def test_http_is_for_reading(web):

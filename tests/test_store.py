@@ -751,7 +751,7 @@ def test_what_is_no_trace(tmp_path):
     (tmp_path / "broken" / "zarr.json").write_text("{")
 
     for name, message in {
-        "file": "is no usable packed trace",
+        "file": "is no kvsim trace: it is no zip",
         "empty": "zarr.json is missing",
         "group": "has no kvsim_format",
         "broken": "not readable",

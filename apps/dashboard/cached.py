@@ -21,15 +21,15 @@ from kvsim.tiles import Tile, attention_tile, retention_tile
 
 @dataclass(frozen=True)
 class Source:
-    """A trace's folder as it was when its metadata was written: what is recorded anew is new."""
+    """A trace as it was when its metadata was written: what is recorded anew is new."""
 
     path: str
     written: float
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """The folder as it is now."""
-        metadata = path / "zarr.json"
+        """The folder, or the packed file, as it is now."""
+        metadata = path if path.is_file() else path / "zarr.json"
         return cls(str(path), metadata.stat().st_mtime if metadata.exists() else 0.0)
 
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.cli.show import echo_json, echo_table
-from kvsim.cli.values import Json, OptionError, PolicyNames, Settings, build_policies, locate, split
+from kvsim.cli.values import (
+    Json,
+    OptionError,
+    PolicyNames,
+    Settings,
+    build_policies,
+    local_path,
+    locate,
+    split,
+)
 from kvsim.schema import schedule
 
 if TYPE_CHECKING:
@@ -37,7 +46,9 @@ def cost(
     ],
     model_config: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="A model's config.json, or a folder with one."),
+        typer.Option(
+            parser=local_path, metavar="PATH", help="A model's config.json, or a folder with one."
+        ),
     ] = None,
     trace: Annotated[
         str | None,

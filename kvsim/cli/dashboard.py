@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli.values import OptionError, Stop, local_path
 
 _PACKAGE = Path(__file__).parent.parent
 #: The extra's packages, by the names under which they are imported.
@@ -30,7 +30,10 @@ _OPTIONS = {
 
 def dashboard(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where traces and runs lie; default: here.")
+        Path,
+        typer.Argument(
+            parser=local_path, metavar="[DIR]", help="Where traces and runs lie; default: here."
+        ),
     ] = Path(),
     port: Annotated[
         int | None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, cells, echo_json, echo_results, echo_text, fidelity_shares
-from kvsim.cli.values import Json, Stop, quiet_transformers
+from kvsim.cli.values import Json, Stop, local_path, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def run(
     out: Annotated[
         Path,
         typer.Option(
+            parser=local_path,
             metavar="DIR",
             help="The folder for trace, run and figures; that of an earlier demo is replaced.",
         ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.cli.show import echo_json, echo_table, echo_text, one_line
-from kvsim.cli.values import Json, OptionError
+from kvsim.cli.values import Json, OptionError, local_path
 from kvsim.schema import LABELS
 
 if TYPE_CHECKING:
@@ -18,17 +18,24 @@ if TYPE_CHECKING:
 
 
 #: Hidden folders by their state, in words.
-_STATES = {"writing": "being written", "unfinished": "unfinished", "replaced": "set aside"}
+_STATES = {
+    "writing": "being written",
+    "unfinished": "unfinished",
+    "replaced": "set aside",
+    "superseded": "superseded",
+}
 
 
 def traces(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with traces in it.")],
+    folder: Annotated[
+        Path, typer.Argument(parser=local_path, metavar="DIR", help="A folder with traces in it.")
+    ],
     as_json: Json = False,
 ) -> None:
     """List the traces of a folder, and what is left of others.
 
-    Reads what each trace says of itself and none of its arrays: `kvsim verify` does. Looks four
-    folders deep.
+    Folders and packed files, four folders deep. Each is opened, so that one without all of its
+    files is found; what is in the files is read by `kvsim verify`.
     """
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
@@ -48,7 +55,7 @@ def traces(
         _table(whole)
         typer.echo()
     for one in broken:
-        echo_text(f"{one_line(one.path)}: cannot be opened, {one.reason}")
+        echo_text(f"cannot be opened: {one_line(one.reason)}")
     for one in hidden:
         echo_text(f"{one_line(one.path)}: {_hidden(one, folder)}")
     echo_text(_totals(whole, len(broken), hidden, str(folder)))
@@ -56,12 +63,14 @@ def traces(
 
 def _table(entries: Sequence[Entry]) -> None:
     used = [label for label in LABELS if any(label in one.labels for one in entries)]
+    cut = any(one.stopped == "interrupted" for one in entries)
     rows = [
         [
             one.path,
             one.model or "-",
             *(str(one.labels.get(label, "-")) for label in used),
             one.answer or "-",
+            *([one.stopped or "-"] if cut else ()),
             one.versions.get("kvsim", "-"),
             str(one.tokens),
             str(one.prompt_len),
@@ -70,20 +79,28 @@ def _table(entries: Sequence[Entry]) -> None:
         ]
         for one in entries
     ]
-    headers = ["trace", "model", *used, "answer", "kvsim", "tokens", "prompt", "layers", "MB"]
-    echo_table(headers, rows, right=len(used) + 4)
+    facts = [*used, "answer", *(["stopped"] if cut else ()), "kvsim"]
+    headers = ["trace", "model", *facts, "tokens", "prompt", "layers", "MB"]
+    echo_table(headers, rows, right=len(facts) + 2)
 
 
 def _hidden(one: Entry, folder: Path) -> str:
     """What a hidden folder is, and what to do with it."""
     if one.state == "writing":
         return f"a capture is writing it, {one.tokens} tokens so far"
-    recover = f"kvsim trace recover {one_line(shlex.quote(str(folder / one.path)))}"
+    path = one_line(shlex.quote(str(folder / one.path)))
+    recover, discard = f"kvsim trace recover {path}", f"kvsim trace discard {path}"
+    there = f"a trace of {one.place_tokens} tokens has its place"
+    if one.state == "superseded":
+        return f"{one.tokens} tokens, superseded: {there}; {discard} removes it"
     if one.state == "replaced":
         return f"was set aside for another trace; {recover} puts it back"
     if not one.tokens:
-        return "unfinished, without a token; nothing is lost with it"
-    return f"unfinished, {one.tokens} tokens are on disk; {recover}"
+        return f"unfinished, without a token, nothing is lost with it; {discard} removes it"
+    found = f"unfinished, {one.tokens} tokens are on disk"
+    if one.place_tokens is not None:
+        return f"{found}, {there}; {recover} --out OTHER"
+    return f"{found}; {recover}"
 
 
 def _layers(one: Entry) -> str:
@@ -103,10 +120,13 @@ def _totals(whole: Sequence[Entry], broken: int, hidden: Sequence[Entry], folder
     checked = [one.answer for one in whole if one.answer is not None]
     if checked:
         said.append(f"{checked.count('right')} of {len(checked)} answers right")
+    interrupted = sum(one.stopped == "interrupted" for one in whole)
+    if interrupted:
+        said.append(f"{interrupted} interrupted")
     if broken:
         said.append(f"{broken} cannot be opened")
-    for state in ("writing", "unfinished", "replaced"):
+    for state, words in _STATES.items():
         count = sum(one.state == state for one in hidden)
         if count:
-            said.append(f"{count} {_STATES[state]}")
+            said.append(f"{count} {words}")
     return ", ".join(said)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
-from kvsim.cli.values import Json, OptionError, check_distinct, locate, parse_device, split
+from kvsim.cli.values import (
+    Json,
+    OptionError,
+    check_distinct,
+    local_path,
+    locate,
+    parse_device,
+    split,
+)
 from kvsim.errors import OutputError, PolicyError
 
 if TYPE_CHECKING:
@@ -70,6 +78,7 @@ def layers(
     figures: Annotated[
         Path | None,
         typer.Option(
+            parser=local_path,
             metavar="DIR",
             help="Write figures to a new folder: details of one trace, a comparison of several.",
         ),

@@ -17,6 +17,7 @@ from kvsim.cli.values import (
     Stop,
     build_policies,
     check_distinct,
+    local_path,
     locate,
     split,
 )
@@ -51,7 +52,10 @@ def plot(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The file to write: .png, .svg or .pdf.")
+        Path,
+        typer.Option(
+            parser=local_path, metavar="FILE", help="The file to write: .png, .svg or .pdf."
+        ),
     ],
     policy: Annotated[
         list[str] | None,

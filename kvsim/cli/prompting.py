@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.values import OptionError, split
+from kvsim.cli.values import OptionError, local_path, split
 from kvsim.errors import OutputError
 from kvsim.tiny.tasks import TASKS, TOKENS
 from kvsim.tiny.vocabulary import DOMAINS
@@ -59,7 +59,8 @@ def prompts(
         int | None, typer.Option(help="Lines after which a walk comes back to a fact.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Write to a file instead.")
+        Path | None,
+        typer.Option(parser=local_path, metavar="FILE.jsonl", help="Write to a file instead."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file that is there already.")

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.sharing import check_outputs, final, publish, stage
-from kvsim.cli.show import echo_fields, echo_json, echo_table, echo_text, visible
+from kvsim.cli.show import bar, echo_fields, echo_json, echo_table, echo_text, one_line, visible
 from kvsim.cli.values import (
     Json,
     OptionError,
     Stop,
-    TracePath,
+    TracePaths,
     TrustRemoteCode,
+    local_path,
     locate,
     parse_device,
     parse_layers,
@@ -48,6 +49,7 @@ def capture(
     prompts: Annotated[
         Path | None,
         typer.Option(
+            parser=local_path,
             metavar="FILE.jsonl",
             help="A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' "
             "(ids), maybe 'id', 'system', 'answer', 'task', 'domain', 'level'.",
@@ -155,6 +157,7 @@ def capture(
     from kvsim.recorder import Options, Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.prompts import file_name
+    from kvsim.recorder.resuming import offering_resume
     from kvsim.store import check_writable, describe
 
     path = stage(context, out)
@@ -181,7 +184,8 @@ def capture(
         wanted = read_prompts(prompts, limit=limit, note=partial(echo_text, err=True))
     alone = len(wanted) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if alone else [path / file_name(one.id) for one in wanted]
-    check_outputs([one for one in paths if not (resume and one.exists())], path, out, overwrite)
+    with offering_resume(applies=not (alone or overwrite or is_url(out))):
+        check_outputs([one for one in paths if not (resume and one.exists())], path, out, overwrite)
     check_writable(paths[0].parent)
     if device_map is None:
         device = parse_device(device or "cpu")
@@ -241,7 +245,8 @@ def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -
     done = [p for p, new in left.items() if new is not None and (resume or new != before[p])]
     if done:
         where = out if is_url(out) else done[0].parent
-        more = "; --resume records the others" if len(done) < len(before) else ""
+        goes_on = len(done) < len(before) and not is_url(out)
+        more = "; --resume records the others" if goes_on else ""
         return (
             f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}"
             f"{more}"
@@ -280,7 +285,12 @@ def _is_cut(facts: Mapping[str, Any]) -> bool:
 
 def _tokens(facts: Mapping[str, Any]) -> str:
     prompt, total = facts["prompt_len"], facts["tokens"]
-    ends = {"context": ", cut by the context", "interrupted": ", interrupted"}
+    ends = {
+        "eos": ", ended by the model",
+        "stop": ", ended by a stop string",
+        "context": ", cut by the context",
+        "interrupted": ", interrupted",
+    }
     end = ends.get(str(facts["generation"].get("stopped")), "")
     if _is_cut(facts):
         end = ", cut by --max-new-tokens"
@@ -322,14 +332,29 @@ def _size(n_bytes: int | None) -> str:
     return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
 
 
-def info(trace: TracePath, as_json: Json = False) -> None:
-    """Describe a trace: model, text, arrays, provenance."""
+def info(traces: TracePaths, as_json: Json = False) -> None:
+    """Describe traces: model, text, arrays, provenance.
+
+    The JSON document of several is an object with the list 'traces'.
+    """
     from kvsim.store import describe
 
-    facts = describe(locate(trace))
+    described = [describe(locate(trace)) for trace in traces]
     if as_json:
-        echo_json(facts)
+        echo_json(_document(described))
         return
+    for place, facts in enumerate(described):
+        if place:
+            typer.echo()
+        _echo_facts(facts)
+
+
+def _document(each: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What JSON has for one trace, or for several."""
+    return each[0] if len(each) == 1 else {"traces": each}
+
+
+def _echo_facts(facts: Mapping[str, Any]) -> None:
     model = facts["model"]
     fields = {
         "trace": f"{facts['path']} (format {facts['format']}, {_size(facts['bytes'])})",
@@ -396,7 +421,7 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
 
 
 def verify(
-    trace: TracePath,
+    traces: TracePaths,
     deep: Annotated[
         bool,
         typer.Option(
@@ -406,57 +431,85 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check that a trace is whole and undamaged.
+    """Check that traces are whole and undamaged.
 
     Reads every chunk and compares it with its checksums. The exit status is 2 if something is
-    wrong.
+    wrong with any of them. The JSON document of several is an object with the list 'traces'.
     """
-    from kvsim.cli.show import bar
+    paths = [locate(trace) for trace in traces]
+    verdicts, reports = [], []
+    for path in paths:
+        verdict, report = _checked(path, deep=deep)
+        if verdict == "no trace" and len(paths) == 1:
+            raise Stop(f"error: {one_line(report['problems'][0])}", 2)
+        verdicts.append(verdict)
+        reports.append(report)
+        if not as_json:
+            _echo_verdict(verdict, report, deep=deep, alone=len(paths) == 1)
+    if as_json:
+        echo_json(_document(reports))
+    _stop_if_bad(verdicts, reports)
+
+
+def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
+    """What a trace is found to be, in words, and the report for JSON."""
     from kvsim.store import verify as check
 
-    path = locate(trace)
     try:
-        with bar("layers") as report:
+        with bar("layers") as progress:
             found = check(
-                path, deep=deep, progress=lambda done, total: report(done, total, str(path))
+                path, deep=deep, progress=lambda done, total: progress(done, total, str(path))
             )
-    except TraceNotFoundError:
-        raise
     except TraceError as error:
         # it does not even open: that is what the report says
-        _damaged(str(path), {"path": str(path), "ok": False, "problems": [str(error)]}, as_json)
+        report = {"path": str(path), "ok": False, "problems": [str(error)]}
+        if isinstance(error, TraceNotFoundError):
+            return "no trace", report
+        # what a server does not give may be whole behind it
+        return "cannot be opened" if is_url(path) else "damaged", report
+    return "whole and undamaged" if found.ok else "damaged", found.to_dict()
+
+
+def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, alone: bool) -> None:
+    """A line on one trace and its problems; what was found of one that is `alone`."""
+    more = ", and its attention follows from q, k, v" if deep and report["ok"] else ""
+    echo_text(f"{one_line(report['path'])}: {verdict}{more}")
+    for problem in report["problems"]:
+        echo_text(f"  {one_line(problem)}")
+    if not (alone and report["ok"]):
         return
-    if not found.ok:
-        _damaged(str(path), found.to_dict(), as_json)
-    if as_json:
-        echo_json(found.to_dict())
-        return
-    more = ", and its attention follows from q, k, v" if deep else ""
-    typer.echo(f"{path}: whole and undamaged{more}")
     fields = {
-        "  layers": str(len(found.layers)),
-        "  chunks read": str(found.chunks),
-        "  digest": found.digest,
+        "  layers": str(len(report["layers"])),
+        "  chunks read": str(report["chunks"]),
+        "  digest": report["digest"],
     }
     if deep:
+        output, lse = report["output_tolerance"], report["lse_tolerance"]
         fields |= {
-            "  attention output": _error(found.output_error, found.output_tolerance, "relative"),
-            "  log-sum-exp": _error(found.lse_error, found.lse_tolerance, "absolute"),
-            "  dense attention": _error(found.attention_error, found.lse_tolerance, "absolute"),
+            "  attention output": _error(report["output_error"], output, "relative"),
+            "  log-sum-exp": _error(report["lse_error"], lse, "absolute"),
+            "  dense attention": _error(report["attention_error"], lse, "absolute"),
         }
     echo_fields(fields)
 
 
-def _damaged(path: str, report: Mapping[str, Any], as_json: bool) -> None:
-    problems = report["problems"]
-    if as_json:
-        echo_json(report)
-    else:
-        typer.echo(f"{path}: damaged")
-        for problem in problems:
-            echo_text(f"  {problem}")
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise Stop(f"error: {path} is damaged ({count} found, expected none); record it again", 2)
+def _stop_if_bad(verdicts: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> None:
+    """End with status 2 unless every trace is as it should be."""
+    bad = [one for one in reports if not one["ok"]]
+    if not bad:
+        return
+    if len(reports) > 1:
+        raise Stop(
+            f"error: {len(bad)} of {len(reports)} are not whole and undamaged, expected all to be; "
+            "the report says why",
+            2,
+        )
+    if verdicts != ["damaged"]:
+        raise Stop(f"error: {one_line(bad[0]['problems'][0])}", 2)
+    count = len(bad[0]["problems"])
+    problems = "1 problem" if count == 1 else f"{count} problems"
+    path = one_line(bad[0]["path"])
+    raise Stop(f"error: {path} is damaged ({problems} found, expected none); record it again", 2)
 
 
 def _error(errors: Sequence[float], allowed: float, kind: str) -> str:

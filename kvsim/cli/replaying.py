@@ -28,6 +28,7 @@ from kvsim.cli.values import (
     Stop,
     build_policies,
     check_distinct,
+    local_path,
     locate,
     parse_device,
     parse_memory,
@@ -112,7 +113,9 @@ def replay(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Write run.json, records.zarr and results.parquet to a new folder."
+            parser=local_path,
+            metavar="DIR",
+            help="Write run.json, records.zarr and results.parquet to a new folder.",
         ),
     ] = None,
     as_json: Json = False,

@@ -10,13 +10,23 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import echo_text
-from kvsim.cli.values import TracePath, locate
+from kvsim.cli.values import local_path, locate
 from kvsim.schema import is_url
 
-Out = typer.Option(metavar="PATH", help="Where to write it; beside the trace by default.")
+Out = typer.Option(
+    parser=local_path, metavar="PATH", help="Where to write it; beside the trace by default."
+)
 
 
-def pack(trace: TracePath, out: Annotated[Path | None, Out] = None) -> None:
+def pack(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help="The folder of a recorded trace, or 'sample', which ships."
+        ),
+    ],
+    out: Annotated[Path | None, Out] = None,
+) -> None:
     """Write a trace as one file, TRACE.zip, which every command reads as it reads a folder.
 
     Its chunks are checked first. The same trace gives the same bytes.
@@ -30,7 +40,10 @@ def pack(trace: TracePath, out: Annotated[Path | None, Out] = None) -> None:
 
 
 def unpack(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed trace.")],
+    file: Annotated[
+        Path,
+        typer.Argument(parser=local_path, metavar="FILE", help="A packed trace on this machine."),
+    ],
     out: Annotated[Path | None, Out] = None,
 ) -> None:
     """Write a packed trace as a folder again.

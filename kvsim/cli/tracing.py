@@ -8,29 +8,39 @@ from typing import Annotated
 import typer
 
 from kvsim.cli import sharing
-from kvsim.cli.show import bar, echo_json, echo_text
-from kvsim.cli.values import Json, Stop
+from kvsim.cli.show import bar, echo_json, echo_text, one_line
+from kvsim.cli.values import Json, Stop, local_path
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Work on traces as files: recover, pack and unpack.",
+    help="Work on traces as files: recover, discard, pack and unpack.",
 )
+
+DraftPath = Annotated[
+    Path,
+    typer.Argument(
+        parser=local_path,
+        metavar="PATH",
+        help="The trace that was to be written, or the hidden folder beside it.",
+    ),
+]
+
 app.command()(sharing.pack)
 app.command()(sharing.unpack)
 
 
 @app.command()
 def recover(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH", help="The trace that was to be written, or the hidden folder beside it."
-        ),
-    ],
+    path: DraftPath,
     out: Annotated[
-        Path | None, typer.Option(help="Where to put the trace; default: where it was to be.")
+        Path | None,
+        typer.Option(
+            parser=local_path,
+            metavar="PATH",
+            help="Where to put the trace; default: where it was to be.",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a trace that is there already.")
@@ -63,3 +73,15 @@ def recover(
     echo_text(f"{made}: {total} tokens (prompt {prompt}, response {total - prompt})")
     for note in facts["notes"]:
         echo_text(f"  note: {note}")
+
+
+@app.command()
+def discard(path: DraftPath) -> None:
+    """Remove what an interrupted capture has left, instead of recovering it.
+
+    A draft that is being written is refused, and a trace at its place is not touched.
+    """
+    from kvsim.store import discard as remove
+
+    gone = remove(path)
+    echo_text(f"removed {one_line(str(gone.path))} ({gone.tokens} tokens)")

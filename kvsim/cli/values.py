@@ -39,11 +39,11 @@ Settings = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
-TracePath = Annotated[
-    str,
+TracePaths = Annotated[
+    list[str],
     typer.Argument(
         metavar="TRACE",
-        help="A recorded trace: a folder, a packed file, a URL, or 'sample', which ships.",
+        help="Recorded traces: folders, packed files, URLs of folders, or 'sample', which ships.",
     ),
 ]
 
@@ -66,6 +66,13 @@ def locate(trace: str) -> Path | str:
         return trace
     path = Path(trace)
     return sample_trace() if trace == "sample" and not path.exists() else path
+
+
+def local_path(text: str) -> Path:
+    """A path of this machine; as a path a URL would name some folder called ``http:``."""
+    if is_url(text):
+        raise typer.BadParameter(f"{text} is a URL; expected a path on this machine")
+    return Path(text)
 
 
 def split(values: Iterable[str], option: str) -> list[str]:

@@ -6,6 +6,7 @@
     blocks      cut kernel calls into blocks of 256 positions, check them, hand them to a sink
     generation  prefill and response, greedy or sampled
     models      load a model, read its rotary embedding, describe it
+    hub         whether the hub answers
     options     what a capture can be asked for
     prompts     text, chat or token ids; the answer check
     jsonl       files of prompts

@@ -43,7 +43,7 @@ from kvsim.recorder.prompts import (
     with_distinct_ids,
 )
 from kvsim.recorder.residual import Residual
-from kvsim.recorder.resuming import differences
+from kvsim.recorder.resuming import differences, offering_resume, telling_progress
 from kvsim.schema import CHUNK, is_url
 from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
@@ -127,8 +127,9 @@ def capture_many(
     folder = Path(out_dir)
     prompts = with_distinct_ids(prompts)
     paths = [folder / file_name(prompt.id) for prompt in prompts]
-    for path in paths:
-        _check_target(path, options)
+    with offering_resume(applies=not options.overwrite):
+        for path in paths:
+            _check_target(path, options)
     check_writable(folder)
     labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
     model, tokenizer = _resolve(model, tokenizer)
@@ -142,7 +143,11 @@ def capture_many(
             _Capture(model, tokenizer, encoded, options, path, prompt.answer, known, prompt.id)
         )
     kept = [job.kept() for job in jobs]
-    return [job.run() if trace is None else trace for job, trace in zip(jobs, kept, strict=True)]
+    traces = []
+    for place, (job, trace) in enumerate(zip(jobs, kept, strict=True)):
+        with telling_progress(prompts[place].id, place, len(jobs)):
+            traces.append(job.run() if trace is None else trace)
+    return traces
 
 
 def _check_local(out: str | Path) -> None:
@@ -290,9 +295,13 @@ class _Capture:
                 if projections is not None:
                     projections.receive(call)
 
+            def keep_projection(layer: int, weights: Tensor) -> None:
+                if writer is not None:
+                    writer.write_o_proj(self.layer_ids.index(layer), weights)
+
             with (
                 listening(self.model, receive, layers=self.layer_ids),
-                nullcontext() if projections is None else projections.checking(),
+                nullcontext() if projections is None else projections.checking(keep_projection),
                 nullcontext() if residual is None else residual.following(),
             ):
                 tokens, ended = generate(
@@ -314,8 +323,6 @@ class _Capture:
             writer.begin(header)
             if self.options.attention:
                 self._write_attention(writer, header, len(tokens))
-            for place, blocks in enumerate(self._o_proj()):
-                writer.write_o_proj(place, blocks)
             writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(writer.path)
 
@@ -419,14 +426,15 @@ class _Capture:
         if not isinstance(recorder.sink, MemorySink):
             raise TypeError("expected a sink in memory")
         arrays = {name: recorder.sink.array(name) for name in recorder.sink.blocks}
-        blocks = [block.to("cpu", copy=True) for block in self._o_proj()]
+        found = {} if self.projections is None else self.projections.blocks
+        weights = [found[layer].to("cpu", copy=True) for layer in sorted(found)]
         return Trace.from_arrays(
             arrays["q"],
             arrays["k"],
             arrays["v"],
             attn_out=arrays["attn_out"],
             lse=arrays["lse"],
-            o_proj=torch.stack(blocks) if blocks else None,
+            o_proj=torch.stack(weights) if weights else None,
             residual=arrays.get("residual"),
             prompt_len=header.prompt_len,
             rope=header.ropes,
@@ -437,11 +445,6 @@ class _Capture:
             layer_ids=header.layer_ids,
             meta=header.meta,
         )
-
-    def _o_proj(self) -> list[Tensor]:
-        """The output projections [qhead, dim, hidden] of the layers; none if not wanted."""
-        blocks = {} if self.projections is None else self.projections.blocks
-        return [blocks[layer] for layer in self.layer_ids if layer in blocks]
 
     @property
     def _attention(self) -> str:

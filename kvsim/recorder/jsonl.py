@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import CaptureError, suggest
-from kvsim.recorder.prompts import Prompt, PromptLike, check_labels, with_distinct_ids
+from kvsim.recorder.prompts import (
+    Prompt,
+    PromptLike,
+    check_labels,
+    joined_parts,
+    with_distinct_ids,
+)
 from kvsim.schema import LABELS
 
 #: What a line may hold a prompt in: text, a chat, token ids.
@@ -28,10 +34,11 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts of a JSONL file, in order.
 
-    A line holds ``prompt`` (text, or one of the others), ``messages`` (a chat) or ``tokens`` (ids),
-    and maybe ``id``, ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level``,
-    which may be called ``difficulty``. Other keys are ignored; a number of tokens is one of them.
-    Empty lines and a byte order mark are skipped.
+    A line holds ``prompt`` (text, or one of the others), ``messages`` (a chat, whose contents are
+    text or lists of text parts, which are joined) or ``tokens`` (ids), and maybe ``id``,
+    ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level``, which may be called
+    ``difficulty``. Other keys are ignored; a number of tokens is one of them. Empty lines and a
+    byte order mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -144,7 +151,7 @@ def _content(row: dict[str, Any], where: str) -> PromptLike:
                     f"{where}: message {place} is {_short(message)}, expected an object with "
                     "'role' and 'content'"
                 )
-        return content
+        return joined_parts(content, f"{where}: ")
     if name == "tokens" and content and all(type(token) is int for token in content):
         return content
     raise CaptureError(f"{where}: no prompt, {name} is {_short(content)}; {_EXPECTED}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape, glob
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
 from kvsim.attention import Rope
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, suggest
 from kvsim.recorder.hooks import attention_modules, kernel_name
+from kvsim.recorder.hub import unreachable
 
 #: The models that come with kvsim, in words.
 _SHIPPED = " or ".join(map(repr, tiny.MODELS))
@@ -64,8 +67,9 @@ def load_model(
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        CaptureError: no such model, no safetensors, code that is not trusted, or a `device_map`
-            without accelerate or that it has no use for.
+        CaptureError: no such model, a hub that cannot be reached and has not been before for this
+            model, no safetensors, code that is not trusted, or a `device_map` without accelerate or
+            that it has no use for.
     """
     place, local = _place(name)
     if device_map is not None:
@@ -77,9 +81,10 @@ def load_model(
         raise CaptureError(
             f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
         )
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    offline = None if local else unreachable()
+    here = local or offline is not None  # also what the hub gave before
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": here}
     if local:
-        options["local_files_only"] = True
         _require_safetensors(Path(place))
     if attention is not None:
         options["attn_implementation"] = attention
@@ -91,13 +96,17 @@ def load_model(
                 place,
                 use_safetensors=True,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                adapter_kwargs={"local_files_only": here},  # peft looks for one by itself
                 **options,
             )
         except (OSError, ValueError, ImportError, KeyError) as error:
+            reason = _first_line(error)
+            if offline and isinstance(error, OSError):
+                reason = f"it is no folder, and not all of it is in the hub's cache, and {offline}"
             raise CaptureError(
-                f"model {str(name)!r} cannot be loaded: {_first_line(error)}; expected a local "
+                f"model {str(name)!r} cannot be loaded: {reason}; expected a local "
                 "folder or a hub id of a decoder model with safetensors weights, or "
-                f"{_SHIPPED}"
+                f"{_SHIPPED}{_close(str(name))}"
             ) from error
         tokenizer = _load_tokenizer(place, options)
     loaded = cast("PreTrainedModel", model)
@@ -114,16 +123,23 @@ def _place(name: str | Path) -> tuple[str, bool]:
     if str(name) in tiny.MODELS:
         return str(tiny.MODELS[str(name)]), True
     text = str(name)
-    folder = Path(name).expanduser()
-    if text and folder.is_dir():
-        return str(folder), True
-    looks_local = isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
-    if looks_local or not text:
+    folder = os.path.expanduser(text)  # noqa: PTH111  these two refuse no text
+    if text and os.path.isdir(folder):  # noqa: PTH112
+        return folder, True
+    looks_local = isinstance(name, Path) or text.startswith((".", "/", "~"))
+    if looks_local or text.count("/") > 1 or "\\" in text or not text:
         raise CaptureError(
             f"no model folder at {text!r}; expected a local folder, a hub id such as "
-            f"Qwen/Qwen3-0.6B, or {_SHIPPED}"
+            f"Qwen/Qwen3-0.6B, or {_SHIPPED}{_close(folder)}"
         )
     return text, False
+
+
+def _close(place: str) -> str:
+    """A shipped model, or a folder where there is none at `place`, of a similar name."""
+    parent, name = os.path.split(place)
+    folders = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
+    return suggest(name, [*(Path(found).parent.name for found in folders), *tiny.MODELS])
 
 
 def _check_device_map(device_map: str | Mapping[str, str | int], device: str | None) -> None:

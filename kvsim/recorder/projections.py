@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
@@ -75,12 +75,23 @@ class Projections:
         self._waiting[call.layer] = call.out[:, :CHUNK]
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
-        """Check each projection when it is first applied, and at the end that all were."""
+    def checking(self, keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Check each projection when it is first applied, and at the end that all were.
+
+        keep: called once for each layer, as soon as it has been checked: number, weights as in
+            `blocks`.
+        """
+
+        def applied(layer: int, output: Tensor) -> None:
+            out = self._waiting.pop(layer, None)
+            if out is not None:
+                self._check(layer, out, output)
+                keep(layer, self.blocks[layer])
+
         with ExitStack() as stack:
             for layer, module in self.modules.items():
                 handle = module.register_forward_hook(
-                    lambda _, __, output, layer=layer: self._applied(layer, output)
+                    lambda _, __, output, layer=layer: applied(layer, output)
                 )
                 stack.callback(handle.remove)
             yield
@@ -91,10 +102,7 @@ class Projections:
                 "expected it to; record the model without --o-proj"
             )
 
-    def _applied(self, layer: int, output: Tensor) -> None:
-        out = self._waiting.pop(layer, None)
-        if out is None:
-            return
+    def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
         expected = torch.einsum("iwd,idh->wh", out.to(dtype), self.blocks[layer].to(dtype))
         bias = getattr(self.modules[layer], "bias", None)

@@ -76,7 +76,8 @@ def encode(
     messages = _messages(prompt, system=system, chat=chat)
     text = prompt if isinstance(prompt, str) else None
     if messages is not None:
-        text = _render(messages, tokenizer)
+        asked = "messages" if text is None else "--chat" if chat else "a system message"
+        text = _render(messages, tokenizer, asked)
     if text is None:
         ids = _ids(prompt)
     else:
@@ -108,7 +109,7 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
             raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     elif _is_chat(prompt):
-        messages = [dict(message) for message in prompt]  # type: ignore[arg-type]  # checked above
+        messages = joined_parts(prompt)  # type: ignore[arg-type]  # checked above
     elif system is None:
         return None
     else:
@@ -124,6 +125,44 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
             "--system out"
         )
     return [{"role": "system", "content": system}, *messages]
+
+
+def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
+    """The messages, each content that is a list of parts as the text of these parts, in a row.
+
+    A content that is not there is left to the template: calls of tools come without one.
+
+    where: what an error message begins with.
+
+    Raises:
+        CaptureError: a part that is no text, or a content of another kind.
+    """
+    plain = []
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            texts = [_text_of(part, f"{where}message {place}") for part in content]
+            plain.append({**message, "content": "".join(texts)})
+        elif isinstance(content, str | None):
+            plain.append(dict(message))
+        else:
+            raise CaptureError(
+                f"{where}content of message {place} is {type(content).__name__}, expected text or "
+                "a list of text parts"
+            )
+    return plain
+
+
+def _text_of(part: object, where: str) -> str:
+    """The text of a part of a message's content."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
+    if not isinstance(text, str):
+        raise CaptureError(
+            f"{where} has a part of type {kind!r}, expected text parts alone, such as "
+            "{'type': 'text', 'text': '...'}; leave the others out"
+        )
+    return text
 
 
 def _is_chat(prompt: PromptLike) -> bool:
@@ -151,19 +190,24 @@ def _ids(prompt: object) -> list[int]:
     return [int(token) for token in array]
 
 
-def _need_tokenizer(tokenizer: Any) -> None:
+def _need_tokenizer(tokenizer: Any, prompt: str, expected: str) -> None:
     if tokenizer is None:
         raise CaptureError(
-            "the prompt is text, but there is no tokenizer; give one, or give token ids"
+            f"the prompt is {prompt}, and there is no tokenizer, expected {expected}; put the "
+            "tokenizer's files into the model's folder, or give token ids (`tokens` in a file of "
+            "prompts)"
         )
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: Any) -> str:
-    _need_tokenizer(tokenizer)
+def _render(messages: list[dict[str, Any]], tokenizer: Any, asked: str) -> str:
+    """The text of a chat. asked: what makes it one."""
+    _need_tokenizer(tokenizer, f"a chat ({asked})", "one with a chat template")
     if not getattr(tokenizer, "chat_template", None):
+        text = "give text in place of messages" if asked == "messages" else f"leave {asked} out"
         raise CaptureError(
-            "the prompt is a chat, but the tokenizer has no chat template; give the text itself, "
-            "without --chat and --system"
+            f"the prompt is a chat ({asked}), and the tokenizer ({type(tokenizer).__name__}) has "
+            "no chat template, expected one, as models have that were tuned to answer; give such "
+            f"a model, or {text}"
         )
     try:
         return str(
@@ -179,7 +223,7 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any) -> str:
 
 
 def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]:
-    _need_tokenizer(tokenizer)
+    _need_tokenizer(tokenizer, "text", "one that makes token ids of it")
     # a chat template has put the special tokens in already
     ids = list(tokenizer(text, add_special_tokens=not chat)["input_ids"])
     unknown = _unknown_words(text, ids, tokenizer)

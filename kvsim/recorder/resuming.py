@@ -1,18 +1,48 @@
-"""Whether a trace that is there already is the one that a capture would record."""
+"""Whether a trace that is there is the one that a capture would record; what is said of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvsim.errors import KvsimError, TraceExistsError
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Encoded, Labels, check_answer
 from kvsim.store.checks import DTYPES, stored_dtype
 from kvsim.trace import Trace
+
+
+@contextmanager
+def offering_resume(*, applies: bool) -> Iterator[None]:
+    """Say of a trace that is in the way of one of many what `resume` would do, where it applies."""
+    try:
+        yield
+    except TraceExistsError as error:
+        if not applies:
+            raise
+        raise TraceExistsError(
+            f"{error}, or resume=True (--resume), which keeps traces of the same capture and "
+            "records the others"
+        ) from error
+
+
+@contextmanager
+def telling_progress(prompt_id: str, place: int, count: int) -> Iterator[None]:
+    """Say of an error of one of `count` prompts which one it is, and what is complete by now."""
+    try:
+        yield
+    except KvsimError as error:
+        done = ""
+        if count > 1:
+            before = "the prompts before it are complete and stay" if place else "none is complete"
+            done = f" ({place + 1} of {count}, {before})"
+        more = "; in the same place resume=True (--resume) records the others" if place else ""
+        raise type(error)(f"prompt {prompt_id!r}{done}: {error}{more}") from error
 
 
 def differences(

@@ -1,7 +1,7 @@
 """Traces on disk: zarr groups in the format of `docs/trace-format.md`."""
 
 from kvsim.store.publication import check_target, check_writable
-from kvsim.store.recovery import Draft, find_drafts, recover
+from kvsim.store.recovery import Draft, discard, find_drafts, recover
 from kvsim.store.verification import Verification, describe, verify
 from kvsim.store.writer import TraceWriter
 
@@ -12,6 +12,7 @@ __all__ = [
     "check_target",
     "check_writable",
     "describe",
+    "discard",
     "find_drafts",
     "recover",
     "verify",

@@ -1,4 +1,4 @@
-"""What lies in a folder of traces, from what each says of itself: no array is opened."""
+"""What lies in a folder of traces, whole or not: each is opened, and no q, k or v is read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsim.errors import TraceError
-from kvsim.schema import FORMAT_VERSION
-from kvsim.store.header import labels_of
-from kvsim.store.layout import read_json
 from kvsim.store.listing import find_folders, find_traces
+from kvsim.store.reader import StoredTrace
 from kvsim.store.recovery import Draft, find_drafts
+
+#: Of a trace: it opens, or does not. Of a hidden folder: it is on its way, or nobody writes it any
+#: more, or it was set aside for another, or a whole trace has its place.
+State = Literal["whole", "broken", "writing", "unfinished", "replaced", "superseded"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,16 @@ class Entry:
 
     Attributes:
         path: below the folder that was looked at.
-        state: `whole` as far as its metadata tells (`kvsim verify` reads the rest), `broken` if it
-            cannot be opened; of hidden folders, `writing` for a trace on its way, `unfinished` for
-            one that nobody writes any more, `replaced` for one that was set aside for another.
-        reason: why it cannot be opened, in few words.
+        state: `whole` if it opens (`kvsim verify` reads the rest), else `broken`; of hidden
+            folders, `writing` for a trace on its way, `unfinished` for one that nobody writes any
+            more, `replaced` for one that was set aside for another, and `superseded` for both
+            where a whole trace, of no fewer tokens than are unfinished, has their place.
+        reason: why it does not open: the error, with `path` for the trace.
         bytes: on disk.
         tokens: prompt and response; of an unfinished one, those that are safe on disk.
+        place_tokens: of hidden folders, the tokens of the whole trace that has their place.
         prompt_len: tokens of the prompt.
+        stopped: why its response ended, `interrupted` for a trace that was recovered.
         layers: stored ones.
         model_layers: how many the model has.
         model: its name.
@@ -39,11 +44,13 @@ class Entry:
     """
 
     path: str
-    state: Literal["whole", "broken", "writing", "unfinished", "replaced"]
+    state: State
     bytes: int
     reason: str = ""
     tokens: int | None = None
+    place_tokens: int | None = None
     prompt_len: int | None = None
+    stopped: str | None = None
     layers: int | None = None
     model_layers: int | None = None
     model: str | None = None
@@ -59,55 +66,39 @@ class Entry:
 def index(folder: str | Path) -> list[Entry]:
     """Every trace below `folder`, and every unfinished one, in order of their paths.
 
-    Reads the group's metadata of each trace and asks the file system for sizes.
+    Opens each trace, which reads its metadata and asks the file system for the sizes of its files.
     """
     root = Path(folder)
-    found = [_trace(name, path) for name, path in find_traces(root).items()]
-    drafts = (draft for folder in find_folders(root) for draft in find_drafts(folder))
-    found += [_draft(draft, draft.path.relative_to(root).as_posix()) for draft in drafts]
-    return sorted(found, key=lambda one: one.path)
+    found = {name: _trace(name, path) for name, path in find_traces(root).items()}
+    drafts = [
+        _draft(draft, root, found) for folder in find_folders(root) for draft in find_drafts(folder)
+    ]
+    return sorted([*found.values(), *drafts], key=lambda one: one.path)
 
 
 def _trace(name: str, path: Path) -> Entry:
-    size = _bytes(path)
     try:
-        root = read_json(path / "zarr.json", name)
-    except TraceError:
-        there = (path / "zarr.json").exists()
-        reason = "zarr.json is damaged" if there else "no zarr.json"
-        return Entry(name, "broken", size, reason)
-    attributes = _entry(root, "attributes")
-    reason = _problem(attributes)
-    if reason:
-        return Entry(name, "broken", size, reason)
-    meta = _entry(attributes, "meta")
+        stored = StoredTrace(path)
+    except TraceError as error:
+        return Entry(name, "broken", _bytes(path), str(error).replace(str(path), name, 1))
+    meta = stored.header.meta
     model = _entry(meta, "model")
+    n_layers, _, n_pos, _ = stored.shapes["q"]
+    stopped = _entry(meta, "generation").get("stopped")
     return Entry(
         name,
         "whole",
-        size,
-        tokens=attributes["n_tokens"],
-        prompt_len=attributes["prompt_len"],
-        layers=_layers(root, path),
+        _bytes(path) if path.is_file() else sum((stored.sizes or {}).values()),
+        tokens=n_pos,
+        prompt_len=stored.header.prompt_len,
+        stopped=str(stopped) if stopped is not None else None,
+        layers=n_layers,
         model_layers=_number(model.get("layers")),
         model=str(model["name"]) if "name" in model else None,
-        labels=labels_of(meta),
+        labels=stored.header.labels,
         answer=_answer(_entry(meta, "answer_check")),
         versions={key: str(value) for key, value in _entry(meta, "versions").items()},
     )
-
-
-def _problem(attributes: Mapping[str, Any]) -> str:
-    """Why a trace with such attributes cannot be opened; empty if it can, as far as they tell."""
-    version = _number(attributes.get("kvsim_format"))
-    if version is None:
-        return "no kvsim trace"
-    if version > FORMAT_VERSION:
-        return f"format {version}, this kvsim knows up to {FORMAT_VERSION}"
-    if attributes.get("complete") is not True:
-        return f"incomplete, {attributes.get('committed_tokens', 0)} tokens were written"
-    missing = [key for key in ("n_tokens", "prompt_len") if _number(attributes.get(key)) is None]
-    return f"no {' and '.join(missing)}" if missing else ""
 
 
 def _answer(check: Mapping[str, Any]) -> Literal["right", "wrong", "none"] | None:
@@ -118,31 +109,28 @@ def _answer(check: Mapping[str, Any]) -> Literal["right", "wrong", "none"] | Non
     return "right" if check["right"] else "wrong"
 
 
-def _draft(draft: Draft, name: str) -> Entry:
-    state: Literal["replaced", "unfinished", "writing"] = "unfinished"
+def _draft(draft: Draft, root: Path, traces: Mapping[str, Entry]) -> Entry:
+    """An entry for a hidden folder beside `traces`, which are known by their paths."""
+    there = traces.get(draft.target.relative_to(root).as_posix())
+    tokens = None if there is None or there.state != "whole" else there.tokens
+    state: State = "replaced" if draft.kind == "old" else "unfinished"
     if draft.writing:
         state = "writing"
-    elif draft.kind == "old":
-        state = "replaced"
-    return Entry(name, state, _bytes(draft.path), tokens=draft.tokens)
+    elif tokens is not None and (draft.kind == "old" or draft.tokens <= tokens):
+        state = "superseded"
+    return Entry(
+        draft.path.relative_to(root).as_posix(),
+        state,
+        _bytes(draft.path),
+        tokens=draft.tokens,
+        place_tokens=tokens,
+    )
 
 
-def _layers(root: Mapping[str, Any], path: Path) -> int | None:
-    """How many layers are stored: from the consolidated metadata, else from that of q."""
-    known = _entry(_entry(root, "consolidated_metadata"), "metadata")
-    shape = _entry(known, "q").get("shape")
-    if shape is None:
-        try:
-            shape = read_json(path / "q" / "zarr.json", "").get("shape")
-        except TraceError:
-            return None
-    return _number(shape[0]) if isinstance(shape, list) and shape else None
-
-
-def _bytes(folder: Path) -> int:
-    """The size of everything in a folder; what a writer moves away meanwhile counts nothing."""
-    size = 0
-    for root, _, names in os.walk(folder):
+def _bytes(path: Path) -> int:
+    """The size of a file or of all in a folder; what a writer moves away meanwhile is nothing."""
+    size = path.stat().st_size if path.is_file() else 0
+    for root, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
                 size += Path(root, name).stat().st_size

@@ -11,14 +11,16 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvsim.errors import TraceError, TraceExistsError
+from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.interrupts import unbroken
+from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.documents import brief, said
 from kvsim.store.place import Folder, check_limit
+from kvsim.store.publication import check_writable
 from kvsim.store.reader import StoredTrace
 
 #: How the name of a packed trace ends.
@@ -37,7 +39,8 @@ class Packed:
     """A packed trace on this machine.
 
     Raises:
-        TraceError: it is no zip, or has members that no packed trace has.
+        TraceNotFoundError: it is no zip, or one without the metadata of a group.
+        TraceError: it is damaged, or has members that no packed trace has.
     """
 
     few_bytes = Folder.few_bytes
@@ -46,8 +49,13 @@ class Packed:
         self.path = path
         self.readers = os.cpu_count() or 1
         with _one_line(str(path)):
+            with path.open("rb") as file:
+                if file.read(2) != b"PK":
+                    raise _no_trace(path, "it is no zip")
             _check_contents(path)
             with zipfile.ZipFile(path) as archive:
+                if "zarr.json" not in archive.NameToInfo:
+                    raise _no_trace(path, "no zarr.json is in it")
                 self._members = _checked(archive, str(path), path.stat().st_size)
 
     def read(self, key: str, limit: int) -> bytes:
@@ -84,13 +92,15 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
 
     Raises:
         TraceExistsError: something is at `out`.
-        TraceError: the trace cannot be opened, or one of its chunks is damaged.
+        TraceError: the trace cannot be opened, one of its chunks is damaged, or the file cannot be
+            written.
     """
-    stored = StoredTrace(path)
+    stored = _open(path, "pack")
     place = stored.place
     if not isinstance(place, Folder):
-        raise TraceError(f"{stored.where} is not a folder, expected one to pack")
+        raise TraceError(f"{stored.where} is packed already, expected the folder of a trace")
     target = Path(out) if out is not None else place.path.with_name(place.path.name + SUFFIX)
+    _check_target(target)
     for array in stored.arrays.values():
         for index in array.indices():
             check_chunk(array, index, place, stored.where)
@@ -116,15 +126,17 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
 
     Raises:
         TraceExistsError: something is at `out`.
-        TraceError: the file is damaged or no packed trace; nothing is written then.
+        TraceError: the file is damaged or no packed trace, or the folder cannot be written;
+            nothing is left then.
     """
-    stored = StoredTrace(path)
+    stored = _open(path, "unpack")
     place = stored.place
     if not isinstance(place, Packed):
-        raise TraceError(f"{stored.where} is not a packed trace, expected one to unpack")
+        raise TraceError(f"{stored.where} is a folder, expected a packed trace to unpack")
     name = place.path.name
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
     target = Path(out) if out is not None else place.path.with_name(plain)
+    _check_target(target)
 
     def write(hidden: Path) -> None:
         for key, size in place.sizes().items():
@@ -135,27 +147,50 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     return _publish(target, write)
 
 
+def _open(path: str | Path, to: str) -> StoredTrace:
+    if isinstance(path, str) and is_url(path):
+        raise TraceError(f"{path} is a URL, expected a trace on this machine to {to}; download it")
+    return StoredTrace(path)
+
+
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     """Write to a hidden sibling, flush it, and rename it to `target`, where nothing may be."""
     hidden = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    _check_free(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unbroken(lambda: write(hidden))
-        _flush(hidden)
+        with _system_asked(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unbroken(lambda: write(hidden))
+            _flush(hidden)
+            _check_free(target)
+            hidden.rename(target)
+            _flush(target.parent, deep=False)
+    finally:
+        with suppress(OSError):  # a disk for reading only refuses to remove what is not there
+            if hidden.is_dir():
+                shutil.rmtree(hidden, ignore_errors=True)
+            hidden.unlink(missing_ok=True)
+    return target
+
+
+def _check_target(target: Path) -> None:
+    """Raise TraceError unless `target` is free and can be written to, before any work."""
+    with _system_asked(target):
         _check_free(target)
-        hidden.rename(target)
-        _flush(target.parent, deep=False)
+        check_writable(target.parent)
+
+
+@contextmanager
+def _system_asked(target: Path) -> Iterator[None]:
+    """Turn what the system refuses into one clear line."""
+    try:
+        yield
+    except TraceError:
+        raise
     except OSError as error:
         raise TraceError(
-            f"{target} cannot be written ({error.strerror or error}), nothing was "
-            "published; free some space or give another output path"
+            f"{target} cannot be written ({error.strerror or error}), nothing was published; "
+            "free some space or give another output path (--out)"
         ) from error
-    finally:
-        if hidden.is_dir():
-            shutil.rmtree(hidden, ignore_errors=True)
-        hidden.unlink(missing_ok=True)
-    return target
 
 
 def _flush(path: Path, *, deep: bool = True) -> None:
@@ -171,6 +206,12 @@ def _flush(path: Path, *, deep: bool = True) -> None:
 def _check_free(target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise TraceExistsError(f"{target} exists, expected a free path; give another one (--out)")
+
+
+def _no_trace(path: Path, found: str) -> TraceNotFoundError:
+    return TraceNotFoundError(
+        f"{path} is no kvsim trace: {found}, expected a folder or what `kvsim trace pack` writes"
+    )
 
 
 def _check_contents(path: Path) -> None:

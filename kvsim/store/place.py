@@ -132,9 +132,10 @@ def find_place(path: str | Path) -> Place:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise TraceNotFoundError(
-            f"{path} does not exist, expected a trace; record one with `kvsim capture`"
-        ) from error
+        ways = "record one with `kvsim capture`"
+        if path == Path("sample"):
+            ways += ", or kvsim.open_trace(kvsim.sample_trace()) opens the one that ships"
+        raise TraceNotFoundError(f"{path} does not exist, expected a trace; {ways}") from error
     if stat.S_ISDIR(mode):
         return Folder(path)
     if stat.S_ISREG(mode):

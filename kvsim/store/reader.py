@@ -34,8 +34,8 @@ class StoredTrace:
     path: a folder, a packed trace, or a URL.
 
     Raises:
-        TraceNotFoundError: there is nothing at `path`.
-        TraceError: no trace, incomplete, a newer format, a missing chunk, wrong shapes, or anything
+        TraceNotFoundError: there is nothing at `path`, or nothing that says it is a trace.
+        TraceError: incomplete, a newer format, a missing chunk, wrong shapes, or anything
             that docs/trace-format.md does not allow.
     """
 
@@ -159,16 +159,14 @@ def _root_attributes(place: Place, where: str) -> dict[str, Any]:
     """Attributes of the group, after everything that decides whether this is a usable trace."""
     root = find_document(place, "zarr.json", where)
     if root is None:
-        # a folder is there, a URL need not be
-        missing = TraceNotFoundError if isinstance(place.path, str) else TraceError
-        raise missing(
-            f"{where}: zarr.json is missing, expected a zarr group written by kvsim; "
-            "give the folder of a trace"
+        raise TraceNotFoundError(
+            f"{where} is no kvsim trace: zarr.json is missing, expected a zarr group written by "
+            "kvsim; give the folder of a trace"
         )
     attributes = root.get("attributes")
     version = attributes.get("kvsim_format") if isinstance(attributes, dict) else None
     if not isinstance(attributes, dict) or type(version) is not int or version < 1:
-        raise TraceError(
+        raise TraceNotFoundError(
             f"{where} is no kvsim trace: its zarr.json has no kvsim_format; "
             "give the folder of a trace"
         )

@@ -6,7 +6,7 @@ import errno
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.interrupts import unbroken
 from kvsim.schema import CHUNK
 from kvsim.store.draft import (
@@ -115,6 +115,8 @@ def recover(
         if draft.kind == "old":
             _restore(draft.path, target)
         else:
+            if not overwrite:
+                _check_place(draft, target)
             check_target(target, overwrite=overwrite)
             target.parent.mkdir(parents=True, exist_ok=True)
             _publish(draft.path, target, overwrite=overwrite, progress=progress or _silent)
@@ -133,17 +135,58 @@ def recover(
     return target
 
 
+def discard(path: str | Path) -> Draft:
+    """Remove what a writer has left; gives what that was.
+
+    Args:
+        path: the hidden folder, or the path that its trace was to have.
+
+    Raises:
+        TraceNotFoundError: there is no such draft.
+        TraceError: several drafts, one that is being written, or a file system that refuses.
+    """
+    draft = _find(Path(path))
+    try:
+        with _held(draft.path):
+            shutil.rmtree(draft.path)
+    except OSError as error:
+        raise TraceError(
+            f"{draft.path} cannot be removed ({error.strerror or error}), some of it may be left"
+        ) from error
+    return draft
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[TokenFile | None]:
+    """The file of tokens of a draft, held so that nobody else works on it; None if it has none."""
+    if not (folder / TOKENS).exists():
+        yield None
+        return
+    with closing(TokenFile(folder, wait=False)) as file:
+        if not file.held:
+            raise TraceError(
+                f"{folder} is being written by a capture, or recovered; expected one that was "
+                "interrupted, wait for it or end it"
+            )
+        yield file
+
+
+def _check_place(draft: Draft, target: Path) -> None:
+    """Raise TraceExistsError where a trace is at `target`, with what would replace what."""
+    try:
+        there = StoredTrace(target).shapes["q"][2]
+    except TraceError:
+        return
+    raise TraceExistsError(
+        f"{target} exists, expected a free path: --overwrite (overwrite=True) would replace its "
+        f"{there} tokens by the {draft.tokens} of {draft.path}; give another path (--out), or "
+        f"`{_removal(draft.path)}`"
+    )
+
+
 def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
     """Complete a draft, unless it is, and put it at its path."""
-    with ExitStack() as stack:
-        file = None
-        if (folder / TOKENS).exists():
-            file = stack.enter_context(closing(TokenFile(folder, wait=False)))
-            if not file.held:
-                raise TraceError(
-                    f"{folder} is being written by a capture, or recovered; expected one that was "
-                    "interrupted, wait for it or end it"
-                )
+    with _held(folder) as file:
         group = _group(folder)
         if group.attributes.get("complete") is not True:
             _Recovery(group).run(progress)
@@ -205,7 +248,11 @@ def _restore(folder: Path, target: Path) -> None:
             f"{folder} is what is left of a trace that was replaced ({error}); "
             f"remove it with `{_removal(folder)}`"
         ) from error
-    check_target(target, overwrite=False)
+    if target.exists() or target.is_symlink():
+        raise TraceExistsError(
+            f"{target} exists, expected a free path for {folder}, which was set aside for another "
+            f"trace; give another path (--out), or `{_removal(folder)}`"
+        )
     folder.rename(target)
 
 
@@ -226,7 +273,7 @@ def _group(folder: Path) -> Group:
 
 
 def _removal(folder: Path) -> str:
-    return f"rm -r {shlex.quote(str(folder))}"
+    return f"kvsim trace discard {shlex.quote(str(folder))}"
 
 
 class _Recovery:

@@ -79,7 +79,7 @@ def verify(
         progress: called with (layers done, layers in all).
 
     Raises:
-        TraceNotFoundError: there is nothing at `path`.
+        TraceNotFoundError: there is nothing at `path`, or nothing that says it is a trace.
         TraceError: the trace cannot be opened: incomplete, newer, a chunk missing, wrong shapes.
             What is found after that is in `problems`.
     """
