@@ -58,50 +58,67 @@ class MemorySink:
 
 
 class _Layer:
-    """The block of one layer that is being filled, on the model's device and in its dtype.
+    """One layer so far, with the block that is being filled on the model's device in its dtype.
 
     ropes: the rotary embeddings that all keys so far may have gone through; more than one only as
     long as they turn these keys alike, as position 0.
     """
 
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
-        def empty(like: Tensor) -> Tensor:
-            return like.new_empty((like.shape[0], CHUNK, like.shape[2]))
-
         self.formula, self.ropes = call.formula, ropes
-        self.parts = {
-            "q": empty(call.q),
-            "k": empty(call.k),
-            "v": empty(call.v),
-            "attn_out": empty(call.out),
-        }
-        if call.unturned is not None:
-            self.parts[_UNTURNED] = empty(call.unturned)
-        if call.residual is not None:
-            self.parts["residual"] = call.residual.new_empty((CHUNK, call.residual.shape[1]))
+        self.turned = call.unturned is not None
+        self.shape = _shape(call)
+        self.parts: dict[str, Tensor] = {}
         self.start = self.filled = 0
         self.error = 0.0
 
     def take(self, call: KernelCall, row: int) -> int:
         """Copy rows from `row` of the call on, as many as fit; gives how many."""
         count = min(CHUNK - self.filled, call.q.shape[1] - row)
-        to = slice(self.filled, self.filled + count)
-        rows, new = slice(row, row + count), slice(call.start + row, call.start + row + count)
-        self.parts["q"][:, to] = call.q[:, rows]
-        self.parts["attn_out"][:, to] = call.out[:, rows]
-        self.parts["k"][:, to] = call.k[:, new]
-        self.parts["v"][:, to] = call.v[:, new]
-        if call.unturned is not None:
-            self.parts[_UNTURNED][:, to] = call.unturned[:, rows]
-        if call.residual is not None:
-            self.parts["residual"][to] = call.residual[rows]
+        rows = _rows(call, row, count)
+        if not self.parts:
+            self.parts = {name: _empty_block(name, part) for name, part in rows.items()}
+        for name, part in rows.items():
+            self.parts[name].narrow(_row_axis(name), self.filled, count).copy_(part)
         self.filled += count
         return count
 
     def block(self) -> dict[str, Tensor]:
         """What has been filled."""
-        axes = {name: 1 if name == _UNTURNED else pos_axis(name) for name in self.parts}
-        return {name: part.narrow(axes[name], 0, self.filled) for name, part in self.parts.items()}
+        return {
+            name: part.narrow(_row_axis(name), 0, self.filled) for name, part in self.parts.items()
+        }
+
+
+def _shape(call: KernelCall) -> tuple[int, ...]:
+    """Query heads, KV heads, dimensions, and those of values."""
+    return call.q.shape[0], *call.k.shape[::2], call.v.shape[2]
+
+
+def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
+    """What is recorded of some rows of a call, without a copy."""
+    rows, new = slice(row, row + count), slice(call.start + row, call.start + row + count)
+    parts = {
+        "q": call.q[:, rows],
+        "k": call.k[:, new],
+        "v": call.v[:, new],
+        "attn_out": call.out[:, rows],
+    }
+    if call.unturned is not None:
+        parts[_UNTURNED] = call.unturned[:, rows]
+    if call.residual is not None:
+        parts["residual"] = call.residual[rows]
+    return parts
+
+
+def _row_axis(name: str) -> int:
+    return 1 if name == _UNTURNED else pos_axis(name)
+
+
+def _empty_block(name: str, like: Tensor) -> Tensor:
+    shape = list(like.shape)
+    shape[_row_axis(name)] = CHUNK
+    return like.new_empty(shape)
 
 
 class BlockRecorder:
@@ -159,9 +176,7 @@ class BlockRecorder:
                 f"layer {call.layer} holds {call.start} earlier entries, expected "
                 f"{layer.start + layer.filled}; only caches that keep everything can be recorded"
             )
-        if call.formula != layer.formula or (call.unturned is None) != (
-            _UNTURNED not in layer.parts
-        ):
+        if call.formula != layer.formula or (call.unturned is not None) != layer.turned:
             raise CaptureError(
                 f"layer {call.layer} computes {call.formula}, at first it was {layer.formula}; "
                 "expected one formula and one rotary embedding for all rows of a layer"
@@ -169,9 +184,14 @@ class BlockRecorder:
         row = 0
         history = _History(call, self._compute_dtype(call.q))
         while row < call.q.shape[1]:
+            if not layer.filled and call.q.shape[1] - row >= CHUNK:
+                self._flush(call.layer, layer, _rows(call, row, CHUNK), history)
+                row += CHUNK
+                continue
             row += layer.take(call, row)
             if layer.filled == CHUNK or layer.start + layer.filled == self.last:
-                self._flush(call.layer, layer, history)
+                self._flush(call.layer, layer, layer.block(), history)
+                layer.filled = 0
 
     @property
     def errors(self) -> list[float]:
@@ -210,7 +230,7 @@ class BlockRecorder:
 
     def _check_shapes(self, call: KernelCall) -> None:
         """Raise CaptureError where the arrays of the layers would not fit into one."""
-        shape = call.q.shape[0], *call.k.shape[::2], call.v.shape[2]
+        shape = _shape(call)
         if call.q.shape[2] != call.v.shape[2] or call.q.shape[0] % call.k.shape[0]:
             raise CaptureError(
                 f"layer {call.layer} has {shape[0]} query heads of {call.q.shape[2]} dimensions "
@@ -218,8 +238,7 @@ class BlockRecorder:
                 "queries, keys and values of one size; this model cannot be recorded"
             )
         if self.layers:
-            parts = next(iter(self.layers.values())).parts
-            first = (parts["q"].shape[0], *parts["k"].shape[::2], parts["v"].shape[2])
+            first = next(iter(self.layers.values())).shape
             if shape != first:
                 raise CaptureError(
                     f"layer {call.layer} has (query heads, KV heads, dimensions, of values) "
@@ -280,8 +299,9 @@ class BlockRecorder:
             )
         return fits
 
-    def _flush(self, number: int, layer: _Layer, history: _History) -> None:
-        block = layer.block()
+    def _flush(
+        self, number: int, layer: _Layer, block: dict[str, Tensor], history: _History
+    ) -> None:
         recomputed, lse = history.attend(block["q"], layer.start)
         layer.error = max(layer.error, self._judge(number, block["attn_out"], recomputed, lse))
         before = block.pop(_UNTURNED, None)
@@ -297,8 +317,7 @@ class BlockRecorder:
         for name, part in block.items():
             self.sink.append(name, number, part)
         self.sink.append("lse", number, lse)
-        layer.start += layer.filled
-        layer.filled = 0
+        layer.start += recomputed.shape[1]
 
     def _judge(self, layer: int, found: Tensor, recomputed: Tensor, lse: Tensor) -> float:
         error = float(relative_error(found.to(recomputed.dtype), recomputed).max())

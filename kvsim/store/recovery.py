@@ -320,7 +320,7 @@ class _Recovery:
         )
 
     def _incomplete(self) -> list[str]:
-        """Arrays that are written at the end, and were not."""
+        """Arrays that are not written with the positions, and are not whole."""
         arrays = self.group.arrays
         whole = arrays["q"].shape[2] == self.committed
         return [

@@ -26,7 +26,7 @@ from kvsim.store.publication import check_target, complete, put, write_whole
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
 
-#: Arrays that are not appended position by position, but written when everything else is there.
+#: Arrays that are not appended position by position, so that nothing committed waits for them.
 LATE = (*DENSE, "o_proj")
 
 
