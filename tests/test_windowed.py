@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import kvsim
 from kvsim.attention import Formula, Rope
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, TraceError
+from kvsim.report import write_report
+from kvsim.report.study import check_traces
+from kvsim.statistics import uneven
+from kvsim.sweeps import sweep
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -131,3 +137,81 @@ def test_without_a_layer_to_replay_the_stored_ones_are_spoken_of():
     with pytest.raises(PolicyError) as said:
         kvsim.replay(make((WINDOW,) * 2), kvsim.policy("tova"), 70)
     assert "other layers" not in str(said.value)
+
+
+# ------------------------------------------------------------------------- runs of several traces
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Paths of a text longer than the window and of two shorter ones."""
+    lengths = {"long": 120, "short": 40, "brief": 44}
+    return [make(n=n, name=name).save(tmp_path / f"{name}.zarr") for name, n in lengths.items()]
+
+
+SAID = (
+    "means over layers are over different ones: layers 1, 3-4 of long; layers 0-4 of short, brief"
+)
+
+
+def test_a_run_says_which_layers_its_means_are_over(mixed, tmp_path, run):
+    """In the text, in the document, in the run folder and in the page, as long as they differ."""
+    command = ("replay", *mixed, "--policy", "tova", "--budget", "25%")
+    _, out, _ = run(*command, "--out", tmp_path / "run")
+    assert f"Note: {SAID}.\n" in out
+    _, out, _ = run(*command, "--json")
+    assert SAID in json.loads(out)["remarks"]
+    assert SAID in json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))["remarks"]
+    page = write_report([tmp_path / "run"], tmp_path / "page.html").read_text("utf-8")
+    assert page.count(f"<br>Note: {SAID}.") == 1
+
+    _, out, _ = run("replay", *mixed[1:], "--policy", "tova", "--budget", "25%")
+    assert "Note" not in out
+
+
+def test_a_figure_of_several_traces_says_it_too(mixed, tmp_path, run):
+    """Of traces and of runs; not where one layer is shown."""
+    run("replay", *mixed, "--policy", "tova", "--budget", "25%", "--out", tmp_path / "run")
+    command = ("plot", "middle_coverage", *mixed, "--policy", "tova", "--budget", "25%")
+
+    _, of_runs, _ = run("plot", "over_budgets", tmp_path / "run", "--out", tmp_path / "a.png")
+    _, of_traces, _ = run(*command, "--out", tmp_path / "b.png")
+    _, of_layer, _ = run(*command, "--layer", "1", "--out", tmp_path / "c.png")
+
+    assert of_runs.endswith(f"Note: {SAID}.\n")
+    assert of_traces.endswith(f"Note: {SAID}.\n")
+    assert "Note" not in of_layer
+
+
+def test_many_traces_are_counted():
+    """Three names of a kind, and how many more."""
+    layers = {f"p{i}": [0, 1] for i in range(5)} | {"long": [1]}
+    said = "layers 0-1 of p0, p1, p2 and 2 more; layer 1 of long"
+    assert uneven(layers).endswith(said)
+    assert uneven(dict.fromkeys(layers, (0,))) == ""
+
+
+def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
+    """As two models give them on one file of prompts; whose they are, and what to do."""
+    of = ({"model": {"name": name}} for name in ("gemma", "llama"))
+    one, other = (make(n=40, seed=i, meta=meta, name="p1") for i, meta in enumerate(of))
+    paths = [trace.save(tmp_path / f"{i}.zarr") for i, trace in enumerate((one, other))]
+    policies = [kvsim.policy("tova")]
+
+    for refused in (
+        lambda: sweep([one, other], policies, [20]),
+        lambda: check_traces([one] * 2, []),
+    ):
+        with pytest.raises(TraceError, match="both called 'p1', and results are told apart"):
+            refused()
+    _, _, err = run("replay", *paths, "--policy", "tova", "--budget", "20")
+    assert f"{paths[0]} (of gemma) and {paths[1]} (of llama) are both called 'p1'" in err
+    assert "record one again under another id" in err
+
+    for i, policy in enumerate(("tova", "h2o")):  # no value of one is a value of the other
+        run("replay", paths[i], "--policy", policy, "--budget", "20", "--out", tmp_path / policy)
+    status, _, err = run(
+        "report", tmp_path / "tova", tmp_path / "h2o", "--out", tmp_path / "a.html"
+    )
+    assert status == 2
+    assert "replayed different traces, both called 'p1'" in err

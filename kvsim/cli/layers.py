@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
-from kvsim.cli.values import Json, OptionError, check_distinct, locate, parse_device, split
+from kvsim.cli.values import Json, OptionError, locate, parse_device, split
 from kvsim.errors import OutputError, PolicyError
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def layers(
         ranking,
     )
     from kvsim.policies.asl import ASL
+    from kvsim.results import check_distinct
     from kvsim.sweeps import resolve_budget
     from kvsim.trace import open_trace
 

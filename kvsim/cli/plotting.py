@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.figures import FIGURES, Case, Drawing
-from kvsim.cli.show import bar
+from kvsim.cli.show import bar, echo_text
 from kvsim.cli.values import (
     OptionError,
     Settings,
     Stop,
     build_policies,
-    check_distinct,
     locate,
     split,
 )
@@ -136,17 +135,22 @@ def plot(
         raise OptionError(f"--by is {by!r}; expected stage, task, domain or level")
     chosen = None if metric is None else _metrics(metric)
     near = None if zoom is None else _positions(zoom)
+
+    from kvsim.statistics import layers_of, uneven
+
     finished = [source for source in sources if _is_run(source)]
     replaying = {"interval": interval, "prefill": prefill, "set": settings}
     if finished:
         _check_runs(name, drawing, sources, finished, replaying)
         table = _read(finished, policy, budget)
         case = Case([], [], table, by=by, metric=chosen)
+        known: Mapping[str, Sequence[int]] = layers_of(table)
     else:
         names, sizes = _asked(name, drawing, policy, budget, replaying)
         ratios = None if ratio is None else [_share(one) for one in split(ratio, "--ratio")]
         _check_single(name, drawing, len(sources), len(names), len(sizes))
 
+        from kvsim.results import check_distinct
         from kvsim.trace import open_trace
 
         policies = build_policies(names, settings or []) if names else []
@@ -166,12 +170,16 @@ def plot(
             needed = drawing.metrics if chosen is None else (*chosen, "entries_seen")
             records, table = _swept(traces, policies, sizes, schedule, needed)
         case = Case(traces, records, table, layer, head, by, chosen, near)
+        known = {one.trace: one.layers for one in records} if layer is None else {}
 
     from kvsim.plots import save
 
     figure = drawing.draw(case)
     out.parent.mkdir(parents=True, exist_ok=True)
     typer.echo(f"Written to {save(figure, out)}.")
+    differing = uneven(known)
+    if differing:
+        echo_text(f"Note: {differing}.")
 
 
 # --------------------------------------------------------------------------------- what was asked

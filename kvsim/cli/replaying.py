@@ -27,7 +27,6 @@ from kvsim.cli.values import (
     Settings,
     Stop,
     build_policies,
-    check_distinct,
     locate,
     parse_device,
     parse_memory,
@@ -133,6 +132,7 @@ def replay(
 
     from kvsim.composition import Protection
     from kvsim.metrics.table import choose
+    from kvsim.results import check_distinct
     from kvsim.sweeps import SUMMARY, check_output, sweep
     from kvsim.trace import open_trace
 
@@ -199,7 +199,6 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
             for r in run.records
             if r.selection is not None
         ],
-        "remarks": list(dict.fromkeys(r.remark for r in run.records if r.remark)),
         "out": None if where is None else str(where),
     }
 
@@ -254,7 +253,7 @@ def _print(
     lines = (selection_line(record, free, many=many) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
         echo_text(line)
-    for remark in dict.fromkeys(record.remark for record in run.records if record.remark):
+    for remark in run.remarks:
         echo_text(f"Note: {remark}.")
     if where is not None:
         echo_text(f"Written to {where}: run.json, records.zarr, results.parquet.")

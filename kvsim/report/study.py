@@ -19,9 +19,10 @@ from kvsim.diagnostics import (
     reconstruction_table,
 )
 from kvsim.diagnostics.reconstruction import RECONSTRUCTION_COLUMNS
-from kvsim.errors import OutputError, PolicyError, TraceError
+from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
 from kvsim.report.runs import Saved
+from kvsim.results import check_distinct
 from kvsim.trace import Trace
 
 #: Called with (steps done, steps, what is being done).
@@ -95,12 +96,7 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
         TraceError: two traces have one name.
         OutputError: runs are given, and a trace is in none of them, or its content is another one.
     """
-    names = [trace.name for trace in traces]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise TraceError(
-            f"two traces are called {twice!r}; expected traces of different names, give one of them"
-        )
+    check_distinct(traces)
     known = [(run, run.parameters.get("traces", {})) for run in runs]
     for trace in traces:
         if runs and not any(trace.name in own for _, own in known):
