@@ -43,6 +43,11 @@ def is_url(path: object) -> bool:
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
+def plural(n: int, what: str) -> str:
+    """A number and what it counts: `1 layer`, `2 layers`."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def numbered(layers: Sequence[int]) -> str:
     """Ascending numbers of layers in words: `layer 3`, `layers 0, 4-7`."""
     starts = [n for i, n in enumerate(layers) if i == 0 or layers[i - 1] != n - 1]

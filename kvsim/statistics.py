@@ -343,11 +343,11 @@ def uneven(layers: Mapping[str, Sequence[int]]) -> str:
         alike.setdefault(tuple(known), []).append(trace)
     if len(alike) < 2:
         return ""
-    said = (f"{numbered(known)} of {_some(traces)}" for known, traces in alike.items())
+    said = (f"{numbered(known)} of {first_of(traces)}" for known, traces in alike.items())
     return f"means over layers are over different ones: {'; '.join(said)}"
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
+def first_of(names: Sequence[str], most: int = 3) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -317,7 +317,7 @@ def test_layers_with_a_window_are_left_alone():
     with pytest.raises(PolicyError, match="every layer that it holds has a sliding window"):
         kvsim.replay(make(["window"]), kvsim.policy("tova"), 8)
     with pytest.raises(
-        PolicyError, match=r"layers 0, 2 \(7 tokens\) have a sliding window; expected"
+        PolicyError, match=r"a sliding window in layers 0, 2 \(7 tokens\); expected"
     ):
         kvsim.replay(trace, kvsim.policy("asl+tova", window=4), 8)
     wide = kvsim.Trace.from_arrays(

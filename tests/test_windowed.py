@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 import numpy as np
@@ -10,9 +11,14 @@ import torch
 
 import kvsim
 from kvsim.attention import Formula, Rope
+from kvsim.diagnostics import Analysis, diagnose, ranking
 from kvsim.errors import PolicyError, TraceError
-from kvsim.report import write_report
+from kvsim.plots import layer_overlap, rank_pattern, sparsity_by_layer, variance_curves
+from kvsim.policies.asl import ASL
+from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
+from kvsim.schema import numbered, plural
+from kvsim.segmentation import segmented
 from kvsim.statistics import uneven
 from kvsim.sweeps import sweep
 
@@ -114,14 +120,14 @@ def test_refusals_name_the_windows_and_a_way_out():
     cake = kvsim.policy("cake", window=8)
     with pytest.raises(PolicyError) as differ:
         kvsim.replay(make((WINDOW, PLAIN, WINDOW, sinks)), cake, 40)
-    assert "layers 1 and 3 of long differ in their sinks" in str(differ.value)
-    assert "without layers 0, 2 (50 tokens), which have a sliding window" in str(differ.value)
+    assert "layers 1 and 3 of long differ" in str(differ.value)
+    assert "in their sinks, beside a window in layers 0, 2 (50 tokens);" in str(differ.value)
     assert "such as snapkv" in str(differ.value)
 
     narrow = Formula(0.3, window=20)
     with pytest.raises(PolicyError) as across:
         kvsim.replay(make((WINDOW, narrow, WINDOW, PLAIN)), kvsim.policy("asl", window=8), 40)
-    assert "layers 0, 2 (50 tokens), layer 1 (20 tokens) have a sliding" in str(across.value)
+    assert "a sliding window in layers 0, 2 (50 tokens), layer 1 (20 tokens);" in str(across.value)
     assert "at most 20 tokens" in str(across.value)
 
 
@@ -215,3 +221,125 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     )
     assert status == 2
     assert "replayed different traces, both called 'p1'" in err
+
+
+# --------------------------------------------------------------------------- what is said and drawn
+
+
+def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):
+    """A line for each reason, of the traces that it holds for; nothing of what is there."""
+    monkeypatch.setattr("kvsim.report.traces.image", lambda *_: "")  # drawing takes long
+    traces = [make(n=120, name=name) for name in ("long", "longer")]
+    traces += [make(n=40, name="short"), make((PLAIN,) * 5, n=120, name="plain")]
+    text = html.unescape(page([], traces=traces))
+    window = "a sliding window in layers 0, 2 (50 tokens)"
+    parts = "expected beside observed attention, how layers rank the prompt, the gap of log mean"
+    rows = "a prompt of 30 tokens, no more than ASL's 32 rows"
+
+    assert f"Left out, because of {window}: {parts} exponentials (of long, longer)." in text
+    assert f"Left out, because of {rows}: how layers rank the prompt (of short)." in text
+    assert text.count("Left out") == 2
+    assert "Left out" not in page([], traces=traces[3:])
+
+    windowed = html.unescape(page([], traces=traces[:1]))
+    assert windowed.count("<h2>How layers rank the prompt") == 0
+    assert "Left out: what one eviction does to the output, because layer 0 of long" in windowed
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt_len", "formulas", "ids", "reasons"),
+    [
+        (120, 90, [PLAIN] * 2, (0, 1), {}),
+        (3, 2, [PLAIN] * 2, (0, 1), {"expectation": "a prompt of 2", "projections": "3 tokens",
+                                     "normality": "3 tokens", "ranking": "a prompt of 2"}),
+        (60, 60, [PLAIN] * 2, (0, 1), {"expectation": "no response"}),
+        (60, 40, [PLAIN, WINDOW], (0, 1), {"expectation": "a sliding window in layer 1 (50 tokens)",
+                                           "projections": "a sliding", "ranking": "a sliding"}),
+        (60, 40, [PLAIN] * 2, (0, 4), {"ranking": "only some layers"}),
+    ],
+)  # fmt: skip
+def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons):
+    """What has a reason is None or empty, and what has none is there."""
+    made = make(formulas, n)
+    trace = kvsim.Trace.from_arrays(
+        *(made.q, made.k, made.v),
+        prompt_len=prompt_len,
+        rope=made.rope,
+        formulas=formulas,
+        layer_ids=ids,
+    )
+    analysis = Analysis(trace)
+
+    assert set(analysis.left_out) == set(reasons)
+    for name in ("expectation", "normality", "ranking"):
+        assert (getattr(analysis, name) is None) == (name in reasons)
+    assert (4 in analysis.projections) == ("projections" not in reasons)
+    for name, start in reasons.items():
+        assert analysis.left_out[name].startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("retention_map",),
+         "policies; give --policy NAME (as `kvsim policies` lists them) and --budget N as well"),
+        (("over_budgets", "--policy", "tova"), "shows policies; give --budget N as well"),
+        (("reconstruction_error",), "give --policy NAME (as `kvsim policies` lists them) as well"),
+        (("mass_curve", "--policy", "ams", "--budget", "20"),
+         "layer 1, head 0: nothing is evicted there at budget 20; give a smaller budget, or an"),
+        (("mass_curve", "--policy", "tova", "--budget", "20"),
+         "it does not cut by attention mass; expected ams, alone or around another policy"),
+    ],
+)  # fmt: skip
+def test_a_figure_says_what_it_needs(command, message, mixed, tmp_path, run):
+    """In the words of the command line: no argument of Python, no empty option."""
+    status, _, err = run("plot", command[0], mixed[0], *command[1:], "--out", tmp_path / "a.png")
+
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert message in err
+    assert "=True" not in err
+
+
+def test_a_record_without_internals_says_so():
+    """From Python alone can it be asked for without."""
+    record = kvsim.replay(make(), kvsim.policy("ams", window=8), 40, interval=8)
+    with pytest.raises(PolicyError, match="was not kept; replay it with internals=True"):
+        segmented(record, 1, 0)
+
+
+def test_one_layer_is_one_layer(tmp_path, run):
+    """A single layer and head, no ranked token that goes on, no value at all."""
+    q, k, v = (torch.randn(1, 1, 120, DIM, generator=torch.Generator()) for _ in "qkv")
+    rope = Rope.default(DIM)
+    one = kvsim.Trace.from_arrays(q, k, v, prompt_len=90, rope=rope, name="one")
+    path = one.save(tmp_path / "one.zarr")
+
+    _, out, _ = run("replay", path, "--policy", "tova", "--budget", "20", "--metric", "repetition")
+    assert "one: 120 tokens (prompt 90), 1 layer, 1 KV head\n" in out
+    assert out.endswith("No values: none of the metrics can be computed on these traces.\n")
+    _, out, _ = run("layers", path, "--budget", "32")
+    assert "58 are ranked, 1 layer\n" in out
+    assert "if all were equal.\n" in out
+    assert "nan" not in out
+    _, out, _ = run("info", path)
+    assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out
+
+
+def test_an_axis_of_one_layer_has_one_tick():
+    """At the layer, and none between layers that there are not."""
+    one = make((PLAIN,))
+    found = diagnose(one, ranking(one, ASL(window=8)), 40)
+    table = kvsim.measure(one, kvsim.replay(one, kvsim.policy("tova"), 40), ["sparsity"])
+    drawn = (variance_curves([found]), layer_overlap([found]), sparsity_by_layer(table))
+    for figure in drawn:
+        axis = figure.axes[-1]
+        low, high = axis.get_xlim()
+        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0]
+    assert "among the first k in the last layer\n" in rank_pattern(found).get_suptitle()
+
+
+def test_numbers_and_what_they_count():
+    """Singular and plural; ranges of layers."""
+    assert [plural(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
+    assert numbered([3]) == "layer 3"
+    assert numbered([0, 2, 3, 4, 9]) == "layers 0, 2-4, 9"

@@ -259,8 +259,15 @@ def _asked(
         if surplus:
             raise OptionError(f"{name} shows no policies; leave {surplus} out")
         return [], []
+    once = drawing.replay == "once"
+    needed = {"--policy NAME (as `kvsim policies` lists them)": policy}
+    if not once:
+        needed["--budget N"] = budget
+    missing = [option for option, given in needed.items() if not given]
+    if missing:
+        raise OptionError(f"{name} of traces shows policies; give {' and '.join(missing)} as well")
     names = split(policy or [], "--policy")
-    if drawing.replay == "once":
+    if once:
         surplus = _given({"budget": budget, **replaying, "set": None})
         if surplus:
             raise OptionError(
@@ -290,10 +297,11 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
     for option, (given, count) in places.items():
         if given is not None and given >= count:
             raise OptionError(f"--{option} is {given}; {trace.name} has 0 to {count - 1}")
-    if replays and layer in trace.windowed:
+    seeing = _seeing(trace)
+    if replays and layer in trace.windowed and seeing is not None:
         raise OptionError(
             f"--layer {layer} of {trace.name} has a sliding window, so no policy is replayed "
-            f"there; expected one that sees the whole text, as {_seeing(trace)}"
+            f"there; expected one that sees the whole text, as {seeing}"
         )
 
 

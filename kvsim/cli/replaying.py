@@ -32,6 +32,7 @@ from kvsim.cli.values import (
     parse_memory,
     split,
 )
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     import polars as pl
@@ -226,7 +227,7 @@ def _print(
     for trace in traces:
         echo_text(
             f"{one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
-            f"{trace.n_layers} layers, {trace.n_heads} KV heads"
+            f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
         )
     kept = _kept(protect)
     if kept:
@@ -247,8 +248,11 @@ def _print(
             right=3,
         )
         echo_text()
-    echo_text(means(shown, len(traces)))
-    echo_text(fidelity_line(run.table, shown))
+    if shown:
+        echo_text(means(shown, len(traces)))
+        echo_text(fidelity_line(run.table, shown))
+    else:
+        echo_text("No values: none of the metrics can be computed on these traces.")
     free, many = unbounded(policies), len(traces) > 1
     lines = (selection_line(record, free, many=many) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):

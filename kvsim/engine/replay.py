@@ -19,7 +19,7 @@ from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, check_unwindowed, unhidden, windows
 from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
 from kvsim.record import Plans, Record
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, plural
 from kvsim.trace import Trace
 from kvsim.view import LOGIT_BYTES, Setting
 
@@ -172,9 +172,7 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
     for layer in chosen:
         what = _differ(trace, chosen[0], layer)
         if what:
-            left_out = (
-                f", without {windows(trace)}, which have a sliding window" if trace.windowed else ""
-            )
+            left_out = f", beside a window in {windows(trace)}" if trace.windowed else ""
             raise PolicyError(
                 f"{policy.name}: the layers share one budget, and layers {chosen[0]} and {layer} "
                 f"of {trace.name} differ in their {what}{left_out}; expected layers that compute "
@@ -240,10 +238,10 @@ def check_cell(
         policy.propagation.check(trace.n_layers)
         if trace.windowed:
             raise PolicyError(
-                f"{policy.name}: hands rows of the prompt from layer to layer, and of {trace.name} "
-                f"{windows(trace)} have a sliding window; expected layers that see the whole text; "
-                "take a policy that cuts each layer by itself, such as snapkv, or record a text of "
-                f"at most {unhidden(trace)} tokens"
+                f"{policy.name}: hands rows of the prompt from layer to layer, and {trace.name} "
+                f"has a sliding window in {windows(trace)}; expected layers that see the whole "
+                "text; take a policy that cuts each layer by itself, such as snapkv, or record a "
+                f"text of at most {unhidden(trace)} tokens"
             )
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
@@ -271,8 +269,7 @@ def _remark(
     planned = shares.planned(budget, n, trace.n_pos)
     partial = bool(trace.windowed) or not trace.whole
     if partial and (shares.across_layers or len(set(planned)) > 1):
-        layers = "one layer" if n == 1 else f"{n} layers"
-        dealt = f"{policy.name}: the budget is dealt over the {layers} of the trace"
+        dealt = f"{policy.name}: the budget is dealt over the {plural(n, 'layer')} of the trace"
         seeing = f" that see{'s' * (n == 1)} the whole text" if trace.windowed else ""
         some = "" if trace.whole else ", which are not all of the model's"
         said.append(f"{dealt}{seeing}{some}")

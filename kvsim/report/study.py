@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -41,7 +41,8 @@ class Study:
     first: of the trace that stands for the others where a figure shows one. findings: a Table of
     all. steps, losses: `expectation_table` and `loss_table` of those that have a response.
     diagnoses: of those that can be ranked, at each k. errors: `reconstruction_table`; refused: why
-    some of its cells are missing.
+    some of its cells are missing. left_out: of each trace which analyses there are none of, and
+    why (`Analysis.left_out`).
     """
 
     traces: tuple[Trace, ...]
@@ -52,6 +53,7 @@ class Study:
     diagnoses: tuple[Diagnosis, ...]
     errors: pl.DataFrame
     refused: tuple[str, ...]
+    left_out: tuple[Mapping[str, str], ...]
 
 
 def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
@@ -63,6 +65,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     found, expected, losses, errors = ([] for _ in range(4))
     diagnoses: list[Diagnosis] = []
     refused: dict[str, None] = {}
+    left_out: list[Mapping[str, str]] = []
     for place, trace in enumerate(traces):
 
         def each(done: int, _: int, what: str, before: int = place * steps) -> None:
@@ -75,6 +78,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         expected.append(expectation_table(known))
         losses.append(loss_table(known))
         diagnoses += _diagnoses(analysis)
+        left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
         analyses = analyses or [analysis]
     return Study(
@@ -86,6 +90,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         diagnoses=tuple(diagnoses),
         errors=pl.concat(errors),
         refused=tuple(refused),
+        left_out=tuple(left_out),
     )
 
 
