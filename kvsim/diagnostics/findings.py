@@ -79,7 +79,7 @@ class Analysis:
             _tokens(asked, 1)
         self.rule.check(self.trace.n_layers)
 
-    @cached_property
+    @property
     def left_out(self) -> Mapping[str, str]:
         """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
         trace = self.trace
