@@ -15,9 +15,10 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, TraceError
 from kvsim.policies import policy
 from kvsim.schema import schedule
+from kvsim.trace import Trace
 
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
@@ -26,6 +27,27 @@ COLUMNS = ("policy", "params", "interval", "prefill")
 BEYOND = 1_000_000
 
 Params = Mapping[str, Any]
+
+
+def check_distinct(traces: Sequence[Trace]) -> None:
+    """Raise TraceError where two traces have one name: a Table could not tell them apart."""
+    seen: dict[str, Trace] = {}
+    for trace in traces:
+        if trace.name in seen:
+            raise TraceError(
+                f"{_where(seen[trace.name])} and {_where(trace)} are both called {trace.name!r}, "
+                "and results are told apart by the names of traces; give them one by one, or "
+                "record one again under another id"
+            )
+        seen[trace.name] = trace
+
+
+def _where(trace: Trace) -> str:
+    """The path of a trace, and the model that it is of where that is known."""
+    model = trace.meta.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    where = "a trace in memory" if trace.path is None else str(trace.path)
+    return f"{where} (of {name})" if name else where
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
@@ -40,6 +41,19 @@ FIDELITY = ("exact", "open", "semi", "closed")
 def is_url(path: object) -> bool:
     """Whether a path is a URL, such as ``s3://bucket/run.zarr``."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
+
+
+def plural(n: int, what: str) -> str:
+    """A number and what it counts: `1 layer`, `2 layers`."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def numbered(layers: Sequence[int]) -> str:
+    """Ascending numbers of layers in words: `layer 3`, `layers 0, 4-7`."""
+    starts = [n for i, n in enumerate(layers) if i == 0 or layers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(layers) if i + 1 == len(layers) or layers[i + 1] != n + 1]
+    spans = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return f"layer{'s' * (len(layers) != 1)} {', '.join(spans)}"
 
 
 def schedule(interval: int | None, *, prefill: bool) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvsim.errors import PolicyError
 from kvsim.record import Plans, Record
+from kvsim.schema import NEVER
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -154,10 +155,22 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
         )
     if not found:
         raise PolicyError(
-            f"the record of {record.policy} has no segments of layer {layer}; replay ams with "
-            "internals=True at a budget that makes it evict"
+            f"the record of {record.policy} has no segments of layer {layer}, head {head}: "
+            f"{_why_none(record, gone)}"
         )
     return found
+
+
+def _why_none(record: Record, gone: NDArray[np.int32]) -> str:
+    """Why a head was never cut into segments, and what to do; gone [T]: its `evicted_at`."""
+    if (gone == NEVER).all():
+        return (
+            f"nothing is evicted there at budget {record.budget}; give a smaller budget, or an "
+            "interval that fits the trace"
+        )
+    if record.internals:
+        return "it does not cut by attention mass; expected ams, alone or around another policy"
+    return "what was decided was not kept; replay it with internals=True"
 
 
 def _segments(plans: Plans) -> tuple[Ints, Ints]:

@@ -8,7 +8,7 @@ A trace that a metric cannot be computed on is counted as asked and not measured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -19,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY
+from kvsim.schema import FIDELITY, numbered
 
 Floats = NDArray[np.float64]
 
@@ -324,6 +324,33 @@ def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:
             f"the table has no column {missing[0]!r}{suggest(missing[0], table.columns)}; it has "
             f"{', '.join(table.columns)}"
         )
+
+
+def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
+    """The layers of which a Table has values of policies, ascending, by trace."""
+    known = table.filter(pl.col("policy").is_not_null(), pl.col("layer").is_not_null())
+    of_trace = known.group_by("trace", maintain_order=True).agg(pl.col("layer").unique().sort())
+    return dict(of_trace.iter_rows())
+
+
+def uneven(layers: Mapping[str, Sequence[int]]) -> str:
+    """What to know of means over traces whose layers, by trace, differ; empty where they do not.
+
+    A trace has fewer where its text is longer than the sliding window of some.
+    """
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for trace, known in layers.items():
+        alike.setdefault(tuple(known), []).append(trace)
+    if len(alike) < 2:
+        return ""
+    said = (f"{numbered(known)} of {first_of(traces)}" for known, traces in alike.items())
+    return f"means over layers are over different ones: {'; '.join(said)}"
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 _LABEL = pl.Enum(FIDELITY)

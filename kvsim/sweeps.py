@@ -23,6 +23,8 @@ from kvsim.metrics import COLUMNS, METRICS, measure
 from kvsim.metrics.table import choose
 from kvsim.policies.oracle import Oracle
 from kvsim.record import Record, write_records
+from kvsim.results import check_distinct
+from kvsim.statistics import uneven
 from kvsim.trace import Trace
 
 #: Called with (cells done, cells, what is being done).
@@ -52,6 +54,13 @@ class Run:
     parameters: dict[str, Any]
     interrupted: bool = False
 
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the results should know."""
+        said = [one.remark for one in self.records]
+        said.append(uneven({one.trace: one.layers for one in self.records}))
+        return list(dict.fromkeys(filter(None, said)))
+
     def save(self, out: str | Path) -> Path:
         """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
 
@@ -79,7 +88,7 @@ class Run:
             **self.parameters,
             "traces": traces,
             "failures": [vars(failure) for failure in self.failures],
-            "remarks": list(dict.fromkeys(one.remark for one in self.records if one.remark)),
+            "remarks": self.remarks,
             "interrupted": self.interrupted,
             "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
             | {"python": platform.python_version()},
@@ -128,12 +137,13 @@ def sweep(
     binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
     measured; the records are returned without it.
 
-    Budgets that a policy has no rule for (BudgetError) and a memory budget that holds no layer
-    (MemoryLimitError) are found before any work starts. A cell that fails later is listed in
-    `failures`, and the others are kept. Ctrl-C ends the replays; what is done by then is measured
-    and kept, and a second Ctrl-C leaves the last trace unmeasured.
+    Budgets that a policy has no rule for (BudgetError), a memory budget that holds no layer
+    (MemoryLimitError) and two traces of one name (TraceError) are found before any work starts. A
+    cell that fails later is listed in `failures`, and the others are kept. Ctrl-C ends the replays;
+    what is done by then is measured and kept, and a second Ctrl-C leaves the last trace unmeasured.
     """
     _distinct(policies)
+    check_distinct(traces)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     read = frozenset[str]().union(*(m.notes for m in choose(metrics, oracles=regret).values()))

@@ -69,8 +69,9 @@ class Setting:
     """What stays the same over the events of a replay.
 
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
-    protected: entries of a head that are kept in any case, once they exist. longest: those that it
-    holds before an event at most, if every layer gets the budget.
+    windowed: layers whose sliding window hides something; they are not replayed. protected: entries
+    of a head that are kept in any case, once they exist. longest: those that it holds before an
+    event at most, if every layer gets the budget.
     """
 
     budget: int
@@ -81,6 +82,7 @@ class Setting:
     clairvoyant: bool = False
     protected: int = 0
     longest: int = 0
+    windowed: tuple[int, ...] = ()
 
 
 class Entries:

@@ -309,13 +309,16 @@ def test_layers_with_a_window_are_left_alone():
     assert trace.windowed == (0, 2)
     assert record.layers == (1, 3)
     assert "2 of 4 layers have a sliding window" in record.remark
+    assert "layers 0, 2 (7 tokens)" in record.remark
     table = kvsim.measure(trace, record, metrics=["output_error", "wipeout"])
     assert sorted(table["layer"].unique().to_list()) == [1, 3]
     with pytest.raises(PolicyError, match="layer 2 of memory has a sliding window of 7"):
         kvsim.replay(trace, kvsim.policy("tova"), 8, layers=[2])
-    with pytest.raises(PolicyError, match="every layer has a sliding window"):
+    with pytest.raises(PolicyError, match="every layer that it holds has a sliding window"):
         kvsim.replay(make(["window"]), kvsim.policy("tova"), 8)
-    with pytest.raises(PolicyError, match="have a sliding window; expected"):
+    with pytest.raises(
+        PolicyError, match=r"a sliding window in layers 0, 2 \(7 tokens\); expected"
+    ):
         kvsim.replay(trace, kvsim.policy("asl+tova", window=4), 8)
     wide = kvsim.Trace.from_arrays(
         *arrays(), prompt_len=12, rope=Rope.default(DIM), formulas=[Formula(0.3, window=N)]
@@ -325,7 +328,7 @@ def test_layers_with_a_window_are_left_alone():
 
 def test_layers_that_share_a_budget_must_be_alike():
     """A policy that compares layers refuses those that compute differently, in one line."""
-    with pytest.raises(PolicyError, match="differ in what they compute"):
+    with pytest.raises(PolicyError, match="layers 0 and 1 of memory differ in their scale"):
         kvsim.replay(make(["plain", "softcap"]), kvsim.policy("cake", window=4), 20)
 
 

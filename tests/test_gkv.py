@@ -43,7 +43,7 @@ def make_trace(seed=0, *, group=GROUP, prompt_len=PROMPT, keys=None):
 
 def view_of(trace, row=N - 5, *, keep=None, columns=(), budget=20):
     """The View after `row`; keep bool [layers, heads, row + 1] says what is still there."""
-    source = TraceSource(trace, slice(0, trace.n_layers), torch.device("cpu"))
+    source = TraceSource(trace, range(trace.n_layers), torch.device("cpu"))
     entries = Entries(
         trace.n_layers, trace.n_heads, dict.fromkeys(columns, math.nan), like=source.keys
     )

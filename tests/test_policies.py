@@ -256,7 +256,7 @@ def test_protection_beside_the_policy_counts_in_its_smallest_budget():
 
 
 def test_what_a_trace_or_a_schedule_lacks_is_said_before_any_work():
-    """The output projection, rows enough for moments, layers that share a budget in one block."""
+    """The output projection, and rows enough for moments."""
     trace = replace(make_case("normal", layers=2, n=40, prompt_len=4), o_proj=None).trace()
 
     with pytest.raises(NeedsError, match=r"o_proj.*--o-proj"):
@@ -265,8 +265,6 @@ def test_what_a_trace_or_a_schedule_lacks_is_said_before_any_work():
         kvsim.replay(trace, kvsim.policy("expected_attention", value_norm="wo_v"), budget=8)
     with pytest.raises(PolicyError, match="after 4 rows; expected at least 5"):
         kvsim.replay(trace, kvsim.policy("expected_attention", sink=3), budget=3)
-    with pytest.raises(PolicyError, match="cake: the layers share one budget"):
-        kvsim.replay(trace, kvsim.policy("cake", window=4), budget=8, layers=[1, 0])
 
 
 def test_tight_budgets_of_ams_are_said():

@@ -50,7 +50,7 @@ def make_trace(seed=0, *, rope=None, **arrays):
 
 def view_of(trace, row=N - 5, *, keep=None, budget=6, interval=8, clairvoyant=False):
     """The View after `row`; keep bool [layers, heads, row + 1] says what is still there."""
-    source = TraceSource(trace, slice(0, trace.n_layers), torch.device("cpu"))
+    source = TraceSource(trace, range(trace.n_layers), torch.device("cpu"))
     entries = Entries(trace.n_layers, trace.n_heads, {"acc": 0.0}, like=source.keys)
     entries.append(0, row + 1)
     if keep is not None:
@@ -350,7 +350,7 @@ def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     filters = QFilter(other).learned(view_of(trace))[0].flatten(1, 2)
     torch.testing.assert_close(each, (keys @ filters.unsqueeze(-1)).squeeze(-1))
 
-    source = TraceSource(trace, slice(1, 2), torch.device("cpu"))
+    source = TraceSource(trace, [1], torch.device("cpu"))
     entries = Entries(1, HEADS, {}, like=source.keys)
     entries.append(0, 10)
     setting = Setting(budget=5, prompt_len=5, interval=1, prefill=True, n_layers=LAYERS)

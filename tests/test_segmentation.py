@@ -133,5 +133,5 @@ def test_a_record_without_segments_is_refused():
         prompt_len=60,
         layers=(0, 1),
     )
-    with pytest.raises(PolicyError, match="replay ams with internals=True"):
+    with pytest.raises(PolicyError, match="not kept; replay it with internals=True"):
         segmented(bare, 0, 0)

@@ -27,7 +27,7 @@ def trace():
 
 def make_view(trace, *, row=14, since=-1, keep=None):
     """The View after `row`; keep bool [1, 2, row + 1] says which entries are still there."""
-    source = TraceSource(trace, slice(0, 1), torch.device("cpu"))
+    source = TraceSource(trace, [0], torch.device("cpu"))
     entries = Entries(1, 2, {"acc": 0.5}, like=source.keys)
     entries.append(0, row + 1)
     if keep is not None:

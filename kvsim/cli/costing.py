@@ -19,7 +19,7 @@ from kvsim.cli.values import (
     locate,
     split,
 )
-from kvsim.schema import schedule
+from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
     from kvsim.cost import Cost, Model
@@ -156,8 +156,9 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
         (GIB, "GiB") if max(one.kv_full_bytes for one in costs) > GIB / 8 else (1 << 20, "MiB")
     )
     typer.echo(
-        f"{model.name}: {model.n_layers} layers, {model.n_qheads} query heads, {model.n_heads} KV "
-        f"heads of dimension {model.dim}, {model.parameters:,} parameters, "
+        f"{model.name}: {plural(model.n_layers, 'layer')}, "
+        f"{plural(model.n_qheads, 'query head')}, {plural(model.n_heads, 'KV head')} of dimension "
+        f"{model.dim}, {model.parameters:,} parameters, "
         f"{model.weight_bytes / unit:.2f} {name} at {model.number_bytes:g} bytes per number"
     )
     full = {one.context: one.kv_full_bytes for one in costs}

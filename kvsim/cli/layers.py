@@ -15,13 +15,13 @@ from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
 from kvsim.cli.values import (
     Json,
     OptionError,
-    check_distinct,
     local_path,
     locate,
     parse_device,
     split,
 )
 from kvsim.errors import OutputError, PolicyError
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     import polars as pl
@@ -114,6 +114,7 @@ def layers(
         ranking,
     )
     from kvsim.policies.asl import ASL
+    from kvsim.results import check_distinct
     from kvsim.sweeps import resolve_budget
     from kvsim.trace import open_trace
 
@@ -229,10 +230,10 @@ def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
     from kvsim.diagnostics import layer_table
 
     first = found[0]
-    gold = "" if first.gold is None else f", {len(first.gold)} gold tokens"
+    gold = "" if first.gold is None else f", {plural(len(first.gold), 'gold token')}"
     echo_text(
         f"{one_line(trace.name)}: prompt {trace.prompt_len} tokens, of which "
-        f"{first.ranking.ranked} are ranked, {trace.n_layers} layers{gold}"
+        f"{first.ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}{gold}"
     )
     for one in found:
         echo_text(f"\nBudget {_budget(one)}, k = {one.curve.k}: {one.curve.verdict()}.")
@@ -244,10 +245,12 @@ def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
         table = layer_table([one])
         echo_table(columns, [_layer_row(row, gold=bool(gold)) for row in table.to_dicts()], right=1)
         uniform, chance = table["entropy_uniform"][0], one.jaccard_chance
-        echo_text(
-            f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal; Jaccard index of "
-            f"the first {one.curve.k} tokens, {chance:.2f} by chance."
+        overlap = (
+            f"; Jaccard index of the first {plural(one.curve.k, 'token')}, {chance:.2f} by chance"
+            if one.curve.k
+            else ""
         )
+        echo_text(f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal{overlap}.")
 
 
 def _layer_row(row: dict[str, Any], *, gold: bool) -> list[str]:

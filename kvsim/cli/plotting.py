@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.figures import FIGURES, Case, Drawing
-from kvsim.cli.show import bar
+from kvsim.cli.show import bar, echo_text
 from kvsim.cli.values import (
     OptionError,
     Settings,
     Stop,
     build_policies,
-    check_distinct,
     local_path,
     locate,
     split,
@@ -140,17 +139,22 @@ def plot(
         raise OptionError(f"--by is {by!r}; expected stage, task, domain or level")
     chosen = None if metric is None else _metrics(metric)
     near = None if zoom is None else _positions(zoom)
+
+    from kvsim.statistics import layers_of, uneven
+
     finished = [source for source in sources if _is_run(source)]
     replaying = {"interval": interval, "prefill": prefill, "set": settings}
     if finished:
         _check_runs(name, drawing, sources, finished, replaying)
         table = _read(finished, policy, budget)
         case = Case([], [], table, by=by, metric=chosen)
+        known: Mapping[str, Sequence[int]] = layers_of(table)
     else:
         names, sizes = _asked(name, drawing, policy, budget, replaying)
         ratios = None if ratio is None else [_share(one) for one in split(ratio, "--ratio")]
         _check_single(name, drawing, len(sources), len(names), len(sizes))
 
+        from kvsim.results import check_distinct
         from kvsim.trace import open_trace
 
         policies = build_policies(names, settings or []) if names else []
@@ -170,12 +174,16 @@ def plot(
             needed = drawing.metrics if chosen is None else (*chosen, "entries_seen")
             records, table = _swept(traces, policies, sizes, schedule, needed)
         case = Case(traces, records, table, layer, head, by, chosen, near)
+        known = {one.trace: one.layers for one in records} if layer is None else {}
 
     from kvsim.plots import save
 
     figure = drawing.draw(case)
     out.parent.mkdir(parents=True, exist_ok=True)
     typer.echo(f"Written to {save(figure, out)}.")
+    differing = uneven(known)
+    if differing:
+        echo_text(f"Note: {differing}.")
 
 
 # --------------------------------------------------------------------------------- what was asked
@@ -255,8 +263,15 @@ def _asked(
         if surplus:
             raise OptionError(f"{name} shows no policies; leave {surplus} out")
         return [], []
+    once = drawing.replay == "once"
+    needed = {"--policy NAME (as `kvsim policies` lists them)": policy}
+    if not once:
+        needed["--budget N"] = budget
+    missing = [option for option, given in needed.items() if not given]
+    if missing:
+        raise OptionError(f"{name} of traces shows policies; give {' and '.join(missing)} as well")
     names = split(policy or [], "--policy")
-    if drawing.replay == "once":
+    if once:
         surplus = _given({"budget": budget, **replaying, "set": None})
         if surplus:
             raise OptionError(
@@ -286,10 +301,11 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
     for option, (given, count) in places.items():
         if given is not None and given >= count:
             raise OptionError(f"--{option} is {given}; {trace.name} has 0 to {count - 1}")
-    if replays and layer in trace.windowed:
+    seeing = _seeing(trace)
+    if replays and layer in trace.windowed and seeing is not None:
         raise OptionError(
             f"--layer {layer} of {trace.name} has a sliding window, so no policy is replayed "
-            f"there; expected one that sees the whole text, as {_seeing(trace)}"
+            f"there; expected one that sees the whole text, as {seeing}"
         )
 
 

@@ -19,6 +19,7 @@ from kvsim.cli.values import (
     quiet_transformers,
     split,
 )
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     from kvsim.runner import Recomputed
@@ -86,7 +87,8 @@ def recompute(
         echo_json({"trace": opened.name, "prefills": [_document(one) for one in found]})
         return
     echo_text(
-        f"{one_line(opened.name)}: prompt of {opened.prompt_len} tokens, {opened.n_layers} layers\n"
+        f"{one_line(opened.name)}: prompt of {opened.prompt_len} tokens, "
+        f"{plural(opened.n_layers, 'layer')}\n"
     )
     echo_table(
         ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)", "token"],

@@ -25,7 +25,7 @@ from kvsim.cli.values import (
     quiet_transformers,
 )
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import is_url
+from kvsim.schema import is_url, plural
 from kvsim.tiny import MODELS
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _tokens(facts: Mapping[str, Any]) -> str:
 
 def _layers(facts: Mapping[str, Any]) -> str:
     """How many layers, and which ones where they are not all of the model's."""
-    found, ids = f"{facts['layers']} layers", facts["layer_ids"]
+    found, ids = plural(facts["layers"], "layer"), facts["layer_ids"]
     model = facts["model"].get("layers")
     if ids == list(range(len(ids))) and model in (None, len(ids)):
         return found
@@ -362,8 +362,8 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "digest": facts["digest"],
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
         "length": _tokens(facts),
-        "shape": f"{_layers(facts)}, {facts['qheads']} query heads, "
-        f"{facts['heads']} KV heads, dim {facts['dim']}",
+        "shape": f"{_layers(facts)}, {plural(facts['qheads'], 'query head')}, "
+        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}",
         "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(said)}" for name, said in facts["labels"].items()),
         "prompt": quoted(facts["prompt"]),

@@ -27,13 +27,13 @@ from kvsim.cli.values import (
     Settings,
     Stop,
     build_policies,
-    check_distinct,
     local_path,
     locate,
     parse_device,
     parse_memory,
     split,
 )
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     import polars as pl
@@ -136,6 +136,7 @@ def replay(
 
     from kvsim.composition import Protection
     from kvsim.metrics.table import choose
+    from kvsim.results import check_distinct
     from kvsim.sweeps import SUMMARY, check_output, sweep
     from kvsim.trace import open_trace
 
@@ -202,7 +203,6 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
             for r in run.records
             if r.selection is not None
         ],
-        "remarks": list(dict.fromkeys(r.remark for r in run.records if r.remark)),
         "out": None if where is None else str(where),
     }
 
@@ -230,7 +230,7 @@ def _print(
     for trace in traces:
         echo_text(
             f"{one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
-            f"{trace.n_layers} layers, {trace.n_heads} KV heads"
+            f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
         )
     kept = _kept(protect)
     if kept:
@@ -251,13 +251,16 @@ def _print(
             right=3,
         )
         echo_text()
-    echo_text(means(shown, len(traces)))
-    echo_text(fidelity_line(run.table, shown))
+    if shown:
+        echo_text(means(shown, len(traces)))
+        echo_text(fidelity_line(run.table, shown))
+    else:
+        echo_text("No values: none of the metrics can be computed on these traces.")
     free, many = unbounded(policies), len(traces) > 1
     lines = (selection_line(record, free, many=many) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
         echo_text(line)
-    for remark in dict.fromkeys(record.remark for record in run.records if record.remark):
+    for remark in run.remarks:
         echo_text(f"Note: {remark}.")
     if where is not None:
         echo_text(f"Written to {where}: run.json, records.zarr, results.parquet.")

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsim.errors import KvsimError, PolicyError, TraceError, suggest
+from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.samples import sample_trace
 from kvsim.schema import is_url
 
 if TYPE_CHECKING:
     from kvsim.composition import Policy, Protection
-    from kvsim.trace import Trace
 
 #: A parameter of a policy as `--set` gives it.
 Value = int | float | bool | str | None
@@ -85,18 +84,6 @@ def split(values: Iterable[str], option: str) -> list[str]:
 
 
 _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
-
-
-def check_distinct(traces: Sequence[Trace]) -> None:
-    """Raise TraceError where two traces have one name: a table could not tell them apart."""
-    seen: dict[str, Path | str | None] = {}
-    for trace in traces:
-        if trace.name in seen:
-            raise TraceError(
-                f"{seen[trace.name]} and {trace.path} are both called {trace.name!r}; expected "
-                "traces of different names, give them one by one"
-            )
-        seen[trace.name] = trace.path
 
 
 def parse_set(text: str) -> tuple[str, Value]:

@@ -181,7 +181,7 @@ def expected_and_observed(
     found = []
     with torch.inference_mode():
         for layer in range(trace.n_layers):
-            source = TraceSource(trace, slice(layer, layer + 1), torch.device(device))
+            source = TraceSource(trace, [layer], torch.device(device))
             found.append([one.cpu().numpy() for one in _of_layer(source, cut, sink)])
             if progress is not None:
                 progress(layer + 1, trace.n_layers)

@@ -36,6 +36,7 @@ from kvsim.diagnostics.fit import LEAST_SAMPLES, normal_ks
 from kvsim.diagnostics.normality import Normality, state_normality
 from kvsim.diagnostics.projections import Projections, key_projections
 from kvsim.diagnostics.ranking import Curve, Ranking, ranking
+from kvsim.engine.source import windows
 from kvsim.errors import PolicyError, suggest
 from kvsim.metrics import COLUMNS
 from kvsim.metrics.catalogue import mean_known
@@ -63,7 +64,7 @@ class Analysis:
 
     ks: tokens beside ASL's window, numbers or shares (`25%`) of those before it. rule: ASL's
     parameters, its defaults if None. What is None is what the trace is too short for, or what is
-    not defined where some layers have a sliding window.
+    not defined where some layers have a sliding window; `left_out` says why.
 
     Raises PolicyError for a k that is neither, and for a rule that the model has no layer for.
     """
@@ -78,12 +79,36 @@ class Analysis:
             _tokens(asked, 1)
         self.rule.check(self.trace.n_layers)
 
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
+        trace = self.trace
+        cut, n, rows = trace.prompt_len, trace.n_pos, self.rule.window
+        window = bool(trace.windowed), f"a sliding window in {windows(trace)}"
+        least = SINK + LEAST_SAMPLES
+        reasons = {
+            "expectation": [
+                (cut < SINK + 2, f"a prompt of {cut} tokens, fewer than {SINK + 2}"),
+                (cut == n, "no response"),
+                window,
+            ],
+            "projections": [(n < SINK + 2, f"{n} tokens, fewer than {SINK + 2}"), window],
+            "normality": [(n < least, f"{n} tokens, fewer than {least}")],
+            "ranking": [
+                (not trace.whole, "only some layers of the model"),
+                window,
+                (cut <= rows, f"a prompt of {cut} tokens, no more than ASL's {rows} rows"),
+            ],
+        }
+        held = {name: [why for holds, why in of if holds] for name, of in reasons.items()}
+        return {name: found[0] for name, found in held.items() if found}
+
     @cached_property
     def expectation(self) -> Expectation | None:
         """Attention on the prompt's keys: what the response does and what is expected of it."""
-        cut = self.trace.prompt_len
-        if cut < SINK + 2 or cut == self.trace.n_pos or self.trace.windowed:
+        if "expectation" in self.left_out:
             return None
+        cut = self.trace.prompt_len
         return expected_and_observed(self.trace, cut, sink=SINK, device=self.device)
 
     @cached_property
@@ -98,17 +123,16 @@ class Analysis:
     @cached_property
     def normality(self) -> Normality | None:
         """How queries before RoPE are distributed behind the sinks."""
-        if self.trace.n_pos < SINK + LEAST_SAMPLES:
+        if "normality" in self.left_out:
             return None
         return state_normality(self.trace, skip=SINK)
 
     @cached_property
     def ranking(self) -> Ranking | None:
         """How the layers rank the prompt; None too where layers are missing from the trace."""
-        trace = self.trace
-        if not trace.whole or trace.windowed or trace.prompt_len <= self.rule.window:
+        if "ranking" in self.left_out:
             return None
-        return ranking(trace, self.rule, device=self.device)
+        return ranking(self.trace, self.rule, device=self.device)
 
     def curves(self) -> Iterator[tuple[str, Curve]]:
         """ASL's test at each k, by the k as it was asked for."""

@@ -106,7 +106,7 @@ def key_projections(
     found = []
     with torch.inference_mode():
         for layer in range(trace.n_layers):
-            source = TraceSource(trace, slice(layer, layer + 1), torch.device(device))
+            source = TraceSource(trace, [layer], torch.device(device))
             keys = source.keys[:, :, skip:stop]
             read = source.queries if rotated else unrotated(source)
             if not rotated:

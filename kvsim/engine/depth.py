@@ -69,7 +69,7 @@ def recorded(trace: Trace, setting: Setting, device: torch.device) -> Look:
 
     def look(layer: int, rows: Tensor | None) -> View:
         part = trace if rows is None else trace.only(rows)
-        source = TraceSource(part, slice(layer, layer + 1), device)
+        source = TraceSource(part, [layer], device)
         return prompt_view(source, setting, layer, part.prompt_len)
 
     return look

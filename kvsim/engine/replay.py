@@ -16,10 +16,10 @@ from kvsim.composition import Even, Policy, Schedule, Uniform, is_count
 from kvsim.engine.block import Block
 from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, check_unwindowed
+from kvsim.engine.source import TraceSource, check_unwindowed, unhidden, windows
 from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
 from kvsim.record import Plans, Record
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, plural
 from kvsim.trace import Trace
 from kvsim.view import LOGIT_BYTES, Setting
 
@@ -88,7 +88,7 @@ def replay(
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
         for run in _blocks(trace, chosen, most, policy, descent):
             part = source if run.rows is None else source.only(run.rows)
-            read = TraceSource(part, slice(run.layers[0], run.layers[-1] + 1), on)
+            read = TraceSource(part, run.layers, on)
             block = Block(
                 read,
                 policy,
@@ -140,9 +140,11 @@ def _chosen(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
         chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
         if not chosen:
             raise PolicyError(
-                f"{trace.name}: every layer has a sliding window that is shorter than its "
-                f"{trace.n_pos} tokens; expected layers that see the whole text, because a window "
-                "bounds the cache by itself"
+                f"{trace.name}: every layer that it holds has a sliding window that is shorter "
+                f"than its {trace.n_pos} tokens: {windows(trace)}; expected layers that see the "
+                "whole text, because a window bounds the cache by itself; record "
+                f"{'' if trace.whole else 'other layers of the model, or '}a text of at most "
+                f"{unhidden(trace)} tokens"
             )
         return chosen
     chosen = tuple(layers)
@@ -155,23 +157,32 @@ def _chosen(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
     return chosen
 
 
-def _alike(trace: Trace, one: int, other: int) -> bool:
-    """Whether two layers compute by one formula and turn alike, so that a block may hold both."""
-    return (trace.formulas[one], trace.ropes[one]) == (trace.formulas[other], trace.ropes[other])
+def _differ(trace: Trace, one: int, other: int) -> str:
+    """In what two layers differ that see the whole text; empty if a block may hold both."""
+    # a window that hides nothing is none
+    a, b = (replace(trace.formulas[layer], window=None) for layer in (one, other))
+    if a != b:
+        names = ("scale", "softcap", "sinks")
+        return next(name for name in names if getattr(a, name) != getattr(b, name))
+    return "" if trace.ropes[one] == trace.ropes[other] else "rotary embedding"
 
 
 def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
     """Raise PolicyError where layers that share a budget cannot be replayed as one block."""
-    if list(chosen) != list(range(chosen[0], chosen[0] + len(chosen))):
-        raise PolicyError(
-            f"{policy.name}: the layers share one budget, and layers {list(chosen)} were to be "
-            "replayed; expected consecutive ones"
-        )
-    if not all(_alike(trace, chosen[0], layer) for layer in chosen):
-        raise PolicyError(
-            f"{policy.name}: the layers share one budget, and those of {trace.name} differ in what "
-            "they compute (rotary embedding, softcap or sinks); expected layers that are alike"
-        )
+    for layer in chosen:
+        what = _differ(trace, chosen[0], layer)
+        if what:
+            left_out = f", beside a window in {windows(trace)}" if trace.windowed else ""
+            raise PolicyError(
+                f"{policy.name}: the layers share one budget, and layers {chosen[0]} and {layer} "
+                f"of {trace.name} differ in their {what}{left_out}; expected layers that compute "
+                "alike; take a policy that deals each layer its own budget, such as snapkv"
+            )
+
+
+def _sharing(trace: Trace) -> int:
+    """Layers that see the whole text and are dealt budgets; 1 where there is none to replay."""
+    return max(1, trace.n_layers - len(trace.windowed))
 
 
 def whole(budget: int) -> int:
@@ -206,7 +217,7 @@ def check_cell(
         policy.check_budget(
             budget,
             prompt_len=trace.prompt_len,
-            n_layers=trace.n_layers,
+            n_layers=_sharing(trace),
             schedule=schedule,
         )
         first = next((r for r in schedule.rows(trace.prompt_len, trace.n_pos) if r >= budget), None)
@@ -227,9 +238,10 @@ def check_cell(
         policy.propagation.check(trace.n_layers)
         if trace.windowed:
             raise PolicyError(
-                f"{policy.name}: hands rows of the prompt from layer to layer, and layers "
-                f"{list(trace.windowed)} of {trace.name} have a sliding window; expected layers "
-                "that see the whole text"
+                f"{policy.name}: hands rows of the prompt from layer to layer, and {trace.name} "
+                f"has a sliding window in {windows(trace)}; expected layers that see the whole "
+                "text; take a policy that cuts each layer by itself, such as snapkv, or record a "
+                f"text of at most {unhidden(trace)} tokens"
             )
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
@@ -251,19 +263,16 @@ def _remark(
     if trace.windowed:
         said.append(  # of the trace, so it is said once for all policies
             f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "
-            "shorter than the text, and are not replayed"
+            f"shorter than the text, and are not replayed: {windows(trace)}"
         )
-    shares = policy.layer_budgets
-    planned = shares.planned(budget, trace.n_layers, trace.n_pos)
-    if shares.across_layers or len(set(planned)) > 1:
-        dealt = f"{policy.name}: the budget is dealt over the {trace.n_layers} layers of the trace"
-        if not trace.whole:
-            said.append(f"{dealt}, which are not all of the model's")
-        if trace.windowed:
-            said.append(
-                f"{dealt}, of which {len(trace.windowed)} are not replayed, so that those that are "
-                "may hold more or less than the budget on average"
-            )
+    shares, n = policy.layer_budgets, _sharing(trace)
+    planned = shares.planned(budget, n, trace.n_pos)
+    partial = bool(trace.windowed) or not trace.whole
+    if partial and (shares.across_layers or len(set(planned)) > 1):
+        dealt = f"{policy.name}: the budget is dealt over the {plural(n, 'layer')} of the trace"
+        seeing = f" that see{'s' * (n == 1)} the whole text" if trace.windowed else ""
+        some = "" if trace.whole else ", which are not all of the model's"
+        said.append(f"{dealt}{seeing}{some}")
     if policy.propagation is not None:
         across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
         said.append(f"{policy.name}: {across}" if across else "")
@@ -283,6 +292,7 @@ def setting_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) ->
         clairvoyant=policy.scorer.clairvoyant,
         protected=policy.protection(budget).size(trace.prompt_len),
         longest=schedule.longest(trace.prompt_len, budget),
+        windowed=trace.windowed,
     )
 
 
@@ -299,7 +309,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
         event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
     layers, what = 1, "one layer of this trace needs"
     if policy.layer_budgets.across_layers:
-        layers, what = trace.n_layers, f"{policy.name} shares a budget over all layers, which need"
+        layers, what = _sharing(trace), f"{policy.name} shares a budget over all layers, which need"
     need = layers * (stored + event) + 4 * LOGIT_BYTES  # and those of one block of rows
     if need > limit:
         raise MemoryLimitError(
@@ -311,7 +321,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive layers that are replayed together.
+    """Layers that are replayed together.
 
     rows: those of the prompt that they go on with, None for all. whole: nothing is ever evicted.
     """
@@ -324,13 +334,17 @@ class _Run:
 def _blocks(
     trace: Trace, layers: Sequence[int], most: int, policy: Policy, descent: Descent | None
 ) -> Iterator[_Run]:
-    """Runs of consecutive layers that are alike, on the same rows, each at most `most` long."""
+    """Runs of layers that are alike, on the same rows, each at most `most` long.
+
+    They follow each other, except where they share a budget.
+    """
     run: list[int] = []
     rows, whole = None, False
     for layer in layers:
         own, never = _rows_of(layer, policy, descent)
-        alike = own is rows and never == whole and _alike(trace, layer, (run or [layer])[-1])
-        if run and (len(run) == most or layer != run[-1] + 1 or not alike):
+        alike = own is rows and never == whole and not _differ(trace, layer, (run or [layer])[-1])
+        follows = not run or layer == run[-1] + 1 or policy.layer_budgets.across_layers
+        if run and (len(run) == most or not follows or not alike):
             yield _Run(tuple(run), rows, whole)
             run = []
         run, rows, whole = [*run, layer], own, never

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvsim.errors import PolicyError
-from kvsim.schema import CHUNK
+from kvsim.schema import CHUNK, numbered
 from kvsim.trace import Trace
+
+_ALL = slice(None)
 
 
 class TraceSource:
@@ -19,23 +22,29 @@ class TraceSource:
     knows of windows.
     """
 
-    def __init__(self, trace: Trace, layers: slice, device: torch.device) -> None:
-        for layer in range(*layers.indices(trace.n_layers)):
+    def __init__(self, trace: Trace, layers: Sequence[int], device: torch.device) -> None:
+        for layer in layers:
             check_unwindowed(trace, layer)
-        self._trace, self._layers, self._device = trace, layers, device
-        self.rope, self.formula = trace.ropes[layers][0], trace.formulas[layers][0]
+        self._trace, self._device = trace, device
+        self._runs = _runs(layers)
+        self.rope, self.formula = trace.ropes[layers[0]], trace.formulas[layers[0]]
         self.positions = trace.positions.to(device)
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
+
+    def _read(self, name: str, pos: slice = _ALL) -> Tensor:
+        """An array of the layers on the device."""
+        parts = [self._trace.read(name, run, pos).to(self._device) for run in self._runs]
+        return _together(parts)
 
     @cached_property
     def keys(self) -> Tensor:
         """[L, H, T, d]."""
-        return self._trace.read("k", self._layers).to(self._device)
+        return self._read("k")
 
     @cached_property
     def values(self) -> Tensor:
         """[L, H, T, d]."""
-        return self._trace.read("v", self._layers).to(self._device)
+        return self._read("v")
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d]."""
@@ -44,8 +53,7 @@ class TraceSource:
             # whole chunks, because neighbouring rows are asked for next
             first = start // CHUNK * CHUNK
             last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
-            q = self._trace.read("q", self._layers, slice(first, last))
-            self._window, self._window_start = q.to(self._device), first
+            self._window, self._window_start = self._read("q", slice(first, last)), first
         q = self._window[:, :, start - first : stop - first]
         out: Tensor = q.unflatten(1, (self._trace.n_heads, -1))
         return out
@@ -58,8 +66,7 @@ class TraceSource:
     @cached_property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]."""
-        stored = self._trace.read("o_proj", self._layers).to(self._device)
-        out: Tensor = stored.unflatten(1, (self._trace.n_heads, -1))
+        out: Tensor = self._read("o_proj").unflatten(1, (self._trace.n_heads, -1))
         return out
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -70,13 +77,43 @@ class TraceSource:
     @cached_property
     def _full(self) -> tuple[Tensor, Tensor]:
         group = (self._trace.n_heads, -1)
-        output, lse = (x.to(self._device) for x in self._trace.full(self._layers))
+        arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
+        output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
         return output.unflatten(1, group), lse.unflatten(1, group)
 
     def poison(self, gone: Tensor) -> None:
         """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""
         self.keys = self.keys.masked_fill(gone.unsqueeze(-1), torch.nan)
         self.values = self.values.masked_fill(gone.unsqueeze(-1), torch.nan)
+
+
+def _runs(layers: Sequence[int]) -> list[slice]:
+    """Layers as slices, one for those that follow each other."""
+    found: list[slice] = []
+    for layer in layers:
+        if found and found[-1].stop == layer:
+            found[-1] = slice(found[-1].start, layer + 1)
+        else:
+            found.append(slice(layer, layer + 1))
+    return found
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """Arrays of runs of layers as one; of a single run nothing is copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def windows(trace: Trace) -> str:
+    """Layers with a sliding window that hides something: `layers 0, 2 (4096 tokens)`."""
+    by_size: dict[int | None, list[int]] = {}
+    for layer in trace.windowed:
+        by_size.setdefault(trace.formulas[layer].window, []).append(layer)
+    return ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+
+
+def unhidden(trace: Trace) -> int:
+    """The longest text of which the windows of a trace with such layers hide nothing, in tokens."""
+    return min(trace.formulas[layer].window or trace.n_pos for layer in trace.windowed)
 
 
 def check_unwindowed(trace: Trace, layer: int) -> None:

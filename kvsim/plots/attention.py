@@ -140,7 +140,7 @@ def sparsity_by_layer(table: pl.DataFrame, shares: Sequence[float] = (0.01, 0.05
             axis.plot(at, mean, label=label or "full cache", lw=1.3, ms=4, **style)
             axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
         axis.set_title(f"p = {p:g}, maximum {_MAXIMA[peak]}", fontsize=8)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         plain(axis)
         axis.set_ylim(0, 1.02)
     for axis in grid[:, 0]:

@@ -146,7 +146,7 @@ def rank_pattern(one: Diagnosis) -> Figure:
         axis.axhline(one.layer + 0.5, color=SELECTED, lw=1.2)
     if curve.k < image.shape[1]:
         axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("layer", fontsize=8)
     axis.set_xlabel(f"{len(tokens)} tokens, by rank in the last layer (dotted: k)", fontsize=8)
     axis.tick_params(labelsize=7)
@@ -157,9 +157,10 @@ def rank_pattern(one: Diagnosis) -> Figure:
     bar.ax.invert_yaxis()
     tail = f"; each column is the geometric mean of {factor}" if factor > 1 else ""
     line = "" if one.layer is None else "; red: selected after"
+    behind = "the last layer" if back == 1 else f"the last {back} layers"
     _caption(
         figure,
-        f"{one.trace}: ranks of what is among the first k in the last {back} layers{tail}",
+        f"{one.trace}: ranks of what is among the first k in {behind}{tail}",
         f"budget {curve.budget} (k = {curve.k}){line}",
     )
     return figure
@@ -307,7 +308,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
         title = f"{short_text(task, 60)}, {total} {'trace' if total == 1 else 'traces'}"
         axis.set_title(title, fontsize=8, parse_math=False)
         axis.set_ylabel("traces", fontsize=8)
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axis.tick_params(labelsize=7)
         axis.legend(fontsize=7, frameon=False)
         axis.margins(y=0.25)
@@ -401,7 +402,7 @@ def _one(width: float, height: float) -> tuple[Figure, Axes]:
 def _layers(axis: Axes, n_layers: int) -> None:
     axis.set_xlabel("layer", fontsize=8)
     axis.set_xlim(-0.5, n_layers - 0.5)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     plain(axis)
 
 

@@ -3,13 +3,16 @@
 Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
 arXiv 2406.02069, section 4. Scores are SnapKV's. With c the budget and beta the steepness, the last
 layer gets mn = c / beta, the first mx = 2c - mn, and those in between lie on the line.
+Where some layers have a sliding window, which bounds their cache by itself, the layers are the
+others, counted among themselves.
 
 Deviations. A layer's budget counts its window, and the schedule is fixed once: from the longest
 cache T that an event can see (mx at most T - window), clipped to [window, T] and shared out by
 largest remainders, so that the mean over the layers is the budget exactly. Implementations compute
 it at every event from what that layer holds: `pyramidkv@kvpress` (window 64, average-pool of 5, the
 plain budget where mn is below the window) and `pyramidkv@reference`, the rule as the AMS release
-carries it. In decoding theirs oscillates, because layers then hold different numbers.
+carries it. In decoding theirs oscillates, because layers then hold different numbers; and they go
+by a layer's depth among all layers, those with a sliding window included.
 """
 
 from __future__ import annotations
@@ -69,8 +72,10 @@ class Pyramid(LayerBudgets):
     def budgets(self, view: View, budget: int) -> Tensor:
         """n_l, int [L]."""
         if self.rule == "fixed":
-            of_all = self.planned(budget, view.n_layers, view.setting.longest)
-            return torch.tensor(of_all, device=view.layers.device)[view.layers]
+            windowed = torch.tensor(view.setting.windowed, device=view.layers.device)
+            place = view.layers - (windowed < view.layers.unsqueeze(-1)).sum(-1)
+            of_all = self.planned(budget, view.n_layers - len(windowed), view.setting.longest)
+            return torch.tensor(of_all, device=view.layers.device)[place]
         held = view.count.amax(-1).double()  # entries of a head before the event
         last = torch.full_like(held, budget / self.beta)
         first = 2 * budget - last

@@ -63,8 +63,10 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
     """The Table of several runs; what is in several of them is there once.
 
     Raises:
-        PolicyError: runs have different values in one and the same place.
+        PolicyError: runs have different values in one and the same place, or replayed different
+            traces of one name.
     """
+    _check_traces(runs)
     table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
     place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
     twice = table.filter(table.select(place).is_duplicated())
@@ -75,3 +77,17 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
             f"{trace}, with the same parameters and schedule; take them one by one"
         )
     return table
+
+
+def _check_traces(runs: Sequence[Saved]) -> None:
+    """Raise PolicyError where runs replayed different traces of one name, as of two models."""
+    known: dict[str, tuple[str, Saved]] = {}
+    for run in runs:
+        for name, digest in run.parameters.get("traces", {}).items():
+            first, other = known.setdefault(name, (digest, run))
+            if "" not in (first, digest) and first != digest:  # in memory a trace has none
+                raise PolicyError(
+                    f"{other.path} and {run.path} replayed different traces, both called {name!r}, "
+                    "and results are told apart by the names of traces; take the runs one by one, "
+                    "or record one trace again under another id and replay it"
+                )

@@ -19,7 +19,7 @@ from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
 from kvsim.results import labelled
 from kvsim.schema import LABELS, schedule
-from kvsim.statistics import averages, compare
+from kvsim.statistics import averages, compare, layers_of, uneven
 
 
 def sections(
@@ -69,6 +69,7 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
         "parentheses means that the others could not be measured."
     )
     remarks = dict.fromkeys(one for run in runs for one in run.parameters.get("remarks", ()))
+    remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))
     note += "".join(f"<br>Note: {escape(one)}." for one in remarks)
     return section("Results", note, _wide(found, "policy", with_chance=True))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,9 +19,10 @@ from kvsim.diagnostics import (
     reconstruction_table,
 )
 from kvsim.diagnostics.reconstruction import RECONSTRUCTION_COLUMNS
-from kvsim.errors import OutputError, PolicyError, TraceError
+from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
 from kvsim.report.runs import Saved
+from kvsim.results import check_distinct
 from kvsim.trace import Trace
 
 #: Called with (steps done, steps, what is being done).
@@ -40,7 +41,8 @@ class Study:
     first: of the trace that stands for the others where a figure shows one. findings: a Table of
     all. steps, losses: `expectation_table` and `loss_table` of those that have a response.
     diagnoses: of those that can be ranked, at each k. errors: `reconstruction_table`; refused: why
-    some of its cells are missing.
+    some of its cells are missing. left_out: of each trace which analyses there are none of, and
+    why (`Analysis.left_out`).
     """
 
     traces: tuple[Trace, ...]
@@ -51,6 +53,7 @@ class Study:
     diagnoses: tuple[Diagnosis, ...]
     errors: pl.DataFrame
     refused: tuple[str, ...]
+    left_out: tuple[Mapping[str, str], ...]
 
 
 def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
@@ -62,6 +65,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     found, expected, losses, errors = ([] for _ in range(4))
     diagnoses: list[Diagnosis] = []
     refused: dict[str, None] = {}
+    left_out: list[Mapping[str, str]] = []
     for place, trace in enumerate(traces):
 
         def each(done: int, _: int, what: str, before: int = place * steps) -> None:
@@ -74,6 +78,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         expected.append(expectation_table(known))
         losses.append(loss_table(known))
         diagnoses += _diagnoses(analysis)
+        left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
         analyses = analyses or [analysis]
     return Study(
@@ -85,6 +90,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         diagnoses=tuple(diagnoses),
         errors=pl.concat(errors),
         refused=tuple(refused),
+        left_out=tuple(left_out),
     )
 
 
@@ -95,12 +101,7 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
         TraceError: two traces have one name.
         OutputError: runs are given, and a trace is in none of them, or its content is another one.
     """
-    names = [trace.name for trace in traces]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise TraceError(
-            f"two traces are called {twice!r}; expected traces of different names, give one of them"
-        )
+    check_distinct(traces)
     known = [(run, run.parameters.get("traces", {})) for run in runs]
     for trace in traces:
         if runs and not any(trace.name in own for _, own in known):

@@ -26,7 +26,8 @@ from kvsim.plots import (
 )
 from kvsim.report.html import cell, details, image, interval, section, table_of
 from kvsim.report.study import METHODS, RATIOS, Study, budget_of
-from kvsim.statistics import Interval, averages
+from kvsim.schema import plural
+from kvsim.statistics import Interval, averages, first_of
 
 #: Layers at most in a table without a click, in a figure with a panel and in one with a row each.
 _LAYERS, _PANELS, _ROWS = 8, 7, 4
@@ -53,6 +54,7 @@ def _traces(found: Study) -> str:
         "means that the others could not be measured. Figures of one trace are of "
         f"{escape(found.first.trace.name)}."
     )
+    note += "".join(f"<br>{escape(one)}." for one in _left_out(found))
     rows = [
         [
             escape(trace.name),
@@ -64,6 +66,35 @@ def _traces(found: Study) -> str:
     ]
     head = ["trace", "model", "tokens", "of the prompt", "layers", "query heads", "digest"]
     return section("What the traces say", note, details(table_of(head, rows), "the traces"))
+
+
+#: What a page calls the analyses that a trace may have none of.
+_ANALYSES = {
+    "expectation": "expected beside observed attention",
+    "ranking": "how layers rank the prompt",
+    "normality": "how far queries are from normal",
+    "projections": "the gap of log mean exponentials",
+}
+
+
+def _left_out(found: Study) -> list[str]:
+    """Which analyses are left out of which traces, and why; a line for each reason."""
+    reasons: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for trace, missing in zip(found.traces, found.left_out, strict=True):
+        by_reason: dict[str, list[str]] = {}
+        for name, said in _ANALYSES.items():
+            if name in missing:
+                by_reason.setdefault(missing[name], []).append(said)
+        for why, parts in by_reason.items():
+            reasons.setdefault((why, tuple(parts)), []).append(trace.name)
+    lines = [
+        f"Left out, because of {why}: {', '.join(parts)} (of {first_of(traces)})"
+        for (why, parts), traces in reasons.items()
+    ]
+    if found.errors.is_empty():
+        said = "Left out: what one eviction does to the output, because"
+        lines += [f"{said} {one}" for one in found.refused]
+    return lines
 
 
 def _expectation(found: Study) -> str:
@@ -250,7 +281,7 @@ def _by_layer(found: Study, columns: Sequence[Column], *, together: bool = True)
     first = [("all", _averages(found, table))] if together else []
     if len(parts) <= _LAYERS:
         return table_of(head, rows([*first, *parts]), right=1)
-    every = details(table_of(head, rows(parts), right=1), f"{len(parts)} layers")
+    every = details(table_of(head, rows(parts), right=1), plural(len(parts), "layer"))
     return (table_of(head, rows(first), right=1) if first else "") + every
 
 

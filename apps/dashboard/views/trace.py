@@ -10,6 +10,7 @@ import streamlit as st
 import cached
 import chosen
 import shown
+from kvsim.schema import plural
 
 trace = chosen.trace()
 layer = chosen.layer()
@@ -21,8 +22,9 @@ shown.title(
     "to single tokens.",
 )
 st.caption(
-    f"{trace.n_pos:,} tokens, {trace.prompt_len:,} of them prompt; {trace.n_layers} layers, "
-    f"{trace.n_qheads} query heads, {trace.n_heads} KV heads."
+    f"{trace.n_pos:,} tokens, {trace.prompt_len:,} of them prompt; "
+    f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_qheads, 'query head')}, "
+    f"{plural(trace.n_heads, 'KV head')}."
 )
 
 texts = trace.token_text
