@@ -23,6 +23,7 @@ from families import FAMILIES, ids
 from kvsim.errors import CaptureError, TraceExistsError
 from kvsim.recorder import (
     Prompt,
+    blocks,
     capture,
     capture_many,
     capturing,
@@ -378,6 +379,31 @@ def test_blocks_are_written_while_the_model_generates(tmp_path):
         511: 256,
         512: 512,
     }
+
+
+@pytest.mark.parametrize("prompt", [511, 512])
+def test_one_block_is_held_and_none_of_a_prompt_that_ends_with_one(prompt, tmp_path, monkeypatch):
+    """Host memory: room for 256 positions in each layer, once, from the first that need it on."""
+    made, at = [], {}
+    new = blocks._empty_block
+
+    def spy(name, like):
+        made.append(new(name, like))
+        return made[-1]
+
+    monkeypatch.setattr(blocks, "_empty_block", spy)
+    trace = capture(
+        small("llama"),
+        None,
+        ids(prompt),
+        max_new_tokens=300,
+        out=tmp_path / "a.zarr",
+        progress=lambda done, _total: at.setdefault(done, len(made)),
+    )
+
+    rows = trace.n_layers * (2 * trace.n_qheads + 3 * trace.n_heads) * trace.dim
+    assert sum(room.nbytes for room in made) == 256 * 4 * rows
+    assert at[prompt] == (0 if prompt == 512 else len(made))
 
 
 def test_an_interrupt_keeps_what_was_there(tmp_path):
