@@ -590,7 +590,7 @@ def processes(tmp_path_factory):
     files of more than 100 kB.
     """
     program = """
-import importlib.util, os, resource, sys, time
+import importlib.util, multiprocessing, os, resource, sys
 from pathlib import Path
 spec = importlib.util.spec_from_file_location("test_recovery", sys.argv[1])
 tests = importlib.util.module_from_spec(spec)
@@ -598,6 +598,7 @@ spec.loader.exec_module(tests)
 tests.torch.set_num_threads(1)
 tests.small()
 shared, limited = Path(sys.argv[2]), Path(sys.argv[3])
+barrier = multiprocessing.get_context("fork").Barrier(3)
 
 def child(name, do):
     if os.fork() == 0:
@@ -610,9 +611,8 @@ def child(name, do):
             os._exit(0)
 
 def meet(done, total):  # all three have begun before any goes on
-    deadline = time.monotonic() + 60
-    while done == 400 and len(list(shared.glob(".*.tmp-*"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if done == tests.PROMPT:
+        barrier.wait(60)
 
 def limit():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
