@@ -383,7 +383,7 @@ def test_blocks_are_written_while_the_model_generates(tmp_path):
 
 @pytest.mark.parametrize("prompt", [511, 512])
 def test_one_block_is_held_and_none_of_a_prompt_that_ends_with_one(prompt, tmp_path, monkeypatch):
-    """Host memory: room for 256 positions in each layer, once, from the first that need it on."""
+    """Room for 256 rows in each layer, once, from the first that need it on; not for k and v."""
     made, at = [], {}
     new = blocks._empty_block
 
@@ -401,7 +401,7 @@ def test_one_block_is_held_and_none_of_a_prompt_that_ends_with_one(prompt, tmp_p
         progress=lambda done, _total: at.setdefault(done, len(made)),
     )
 
-    rows = trace.n_layers * (2 * trace.n_qheads + 3 * trace.n_heads) * trace.dim
+    rows = trace.n_layers * (2 * trace.n_qheads + trace.n_heads) * trace.dim
     assert sum(room.nbytes for room in made) == 256 * 4 * rows
     assert at[prompt] == (0 if prompt == 512 else len(made))
 

@@ -60,6 +60,8 @@ class MemorySink:
 class _Layer:
     """One layer so far, with the block that is being filled on the model's device in its dtype.
 
+    Keys and values are not in it: every call comes with all of them.
+
     ropes: the rotary embeddings that all keys so far may have gone through; more than one only as
     long as they turn these keys alike, as position 0.
     """
@@ -96,14 +98,9 @@ def _shape(call: KernelCall) -> tuple[int, ...]:
 
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
-    """What is recorded of some rows of a call, without a copy."""
-    rows, new = slice(row, row + count), slice(call.start + row, call.start + row + count)
-    parts = {
-        "q": call.q[:, rows],
-        "k": call.k[:, new],
-        "v": call.v[:, new],
-        "attn_out": call.out[:, rows],
-    }
+    """What only this call has of its rows, without a copy."""
+    rows = slice(row, row + count)
+    parts = {"q": call.q[:, rows], "attn_out": call.out[:, rows]}
     if call.unturned is not None:
         parts[_UNTURNED] = call.unturned[:, rows]
     if call.residual is not None:
@@ -185,12 +182,12 @@ class BlockRecorder:
         history = _History(call, self._compute_dtype(call.q))
         while row < call.q.shape[1]:
             if not layer.filled and call.q.shape[1] - row >= CHUNK:
-                self._flush(call.layer, layer, _rows(call, row, CHUNK), history)
+                self._flush(layer, _rows(call, row, CHUNK), history)
                 row += CHUNK
                 continue
             row += layer.take(call, row)
             if layer.filled == CHUNK or layer.start + layer.filled == self.last:
-                self._flush(call.layer, layer, layer.block(), history)
+                self._flush(layer, layer.block(), history)
                 layer.filled = 0
 
     @property
@@ -299,9 +296,14 @@ class BlockRecorder:
             )
         return fits
 
-    def _flush(
-        self, number: int, layer: _Layer, block: dict[str, Tensor], history: _History
-    ) -> None:
+    def _flush(self, layer: _Layer, rows: dict[str, Tensor], history: _History) -> None:
+        """Check a block and hand it on: what was kept of its rows, and keys and values.
+
+        These are the call's, which has them all: what is stored is what the check is made of.
+        """
+        number, size = history.call.layer, rows["q"].shape[1]
+        new = slice(layer.start, layer.start + size)
+        block = {**rows, "k": history.call.k[:, new], "v": history.call.v[:, new]}
         recomputed, lse = history.attend(block["q"], layer.start)
         layer.error = max(layer.error, self._judge(number, block["attn_out"], recomputed, lse))
         before = block.pop(_UNTURNED, None)
@@ -317,7 +319,7 @@ class BlockRecorder:
         for name, part in block.items():
             self.sink.append(name, number, part)
         self.sink.append("lse", number, lse)
-        layer.start += recomputed.shape[1]
+        layer.start += size
 
     def _judge(self, layer: int, found: Tensor, recomputed: Tensor, lse: Tensor) -> float:
         error = float(relative_error(found.to(recomputed.dtype), recomputed).max())

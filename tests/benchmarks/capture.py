@@ -159,8 +159,13 @@ def once(shape: Shape, *, recorded: bool) -> None:
 
 
 def block_bytes(shape: Shape) -> int:
-    """What 256 positions of the arrays take in all layers: q, output, k, v, keys before RoPE."""
-    return shape.layers * CHUNK * shape.dim * 4 * (2 * shape.qheads + 3 * shape.heads)
+    """What 256 positions of the arrays take in all layers: q, k, v, output and log-sum-exp."""
+    return CHUNK * array_bytes(shape)
+
+
+def array_bytes(shape: Shape) -> int:
+    """What one position of the arrays takes in all layers."""
+    return shape.layers * 4 * (shape.dim * (2 * shape.qheads + 2 * shape.heads) + shape.qheads)
 
 
 def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
@@ -183,7 +188,7 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     more = peak(worst, recorded=True) - peak(worst, recorded=False)
     block = block_bytes(shape)
     least = shape.layers * shape.dim * 4 * (shape.qheads + 2 * shape.heads)
-    arrays = shape.layers * 4 * (shape.dim * (2 * shape.qheads + 2 * shape.heads) + shape.qheads)
+    arrays = array_bytes(shape)
     ratios = {
         "generation": token_too / token,
         "prompt": prompt_too / prompt,
