@@ -6,6 +6,7 @@ import ipaddress
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -94,6 +95,24 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def unprivileged():
+    """A context in which one is a user whom permissions bind, which root is not."""
+
+    @contextmanager
+    def become_nobody():
+        if os.geteuid():
+            yield
+            return
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    return become_nobody
 
 
 @pytest.fixture

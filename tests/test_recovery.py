@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -824,26 +824,13 @@ def test_an_interrupted_series_keeps_what_is_complete_and_what_is_not(tmp_path):
 # --- what is refused before any work ---
 
 
-@contextmanager
-def without_privileges():
-    """As a user whom permissions bind, which root is not."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-def test_a_folder_for_reading_only(tmp_path, monkeypatch):
+def test_a_folder_for_reading_only(tmp_path, monkeypatch, unprivileged):
     """It is refused by trying, before a model is loaded or run."""
     folder = tmp_path / "folder"
     folder.mkdir()
     folder.chmod(0o555)
     monkeypatch.chdir(folder)
-    with without_privileges():
+    with unprivileged():
         with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
             check_writable(Path())
         with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):

@@ -14,7 +14,6 @@ import struct
 import threading
 import uuid
 import zipfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -354,21 +353,8 @@ def test_the_commands_pack_and_unpack(stored, tmp_path, run):
     assert verify(tmp_path / "sample.zip").ok
 
 
-@contextmanager
-def without_privileges():
-    """As a user whom permissions bind, which root is not."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.parametrize("out", ["reading only", "closed/a", "a file/a"])
-def test_where_nothing_can_be_written(stored, tmp_path, out, monkeypatch):
+def test_where_nothing_can_be_written(stored, tmp_path, out, monkeypatch, unprivileged):
     """Packing and unpacking are refused in one line before chunks are read, and leave nothing."""
     unpack(pack(stored), tmp_path / "other.zarr")
     (tmp_path / "a file").write_text("mine")
@@ -379,7 +365,7 @@ def test_where_nothing_can_be_written(stored, tmp_path, out, monkeypatch):
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)  # above it are folders that are closed to others
 
-    with without_privileges():
+    with unprivileged():
         for do, given in ((pack, "made.zarr"), (unpack, "made.zarr.zip")):
             with pytest.raises(
                 TraceError, match=r"cannot be written|is a file; expected"
