@@ -188,7 +188,7 @@ def test_the_files_are_those_of_zarr(dtype, tmp_path):
     """Byte for byte what zarr writes for such arrays: chunks, edges, text, and all metadata."""
     rng = np.random.default_rng(0)
     arrays = {
-        "q": rng.standard_normal((2, 3, 300, 5)).astype(dtype),
+        "q": rng.standard_normal((2, 9, 300, 64)).astype(dtype),
         "lse": rng.standard_normal((2, 3, 300)).astype("float32"),
         "attention": rng.standard_normal((1, 3, 300, 300)).astype("float32"),
         "tokens": rng.integers(0, 9, 300, dtype=np.int32),
@@ -241,6 +241,22 @@ def test_the_files_are_those_of_zarr(dtype, tmp_path):
         }
 
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+def test_the_same_values_are_the_same_bytes():
+    """Also of a chunk of many blocks, in a process where nothing but kvsim has been imported."""
+    program = """
+import numpy as np
+from kvsim.store.chunks import encode_chunk
+from kvsim.store.layout import array_document
+from kvsim.store.metadata import parse_array
+array = parse_array("k", array_document("k", (1, 128, 256, 64), "float32", None), "")
+values = np.random.default_rng(0).standard_normal(array.shape)
+print(len({encode_chunk(array, values) for _ in range(50)}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    assert int(done.stdout) == 1
 
 
 def test_only_whole_chunks_are_written(tmp_path):

@@ -25,6 +25,10 @@ from kvsim.store.layout import COMPRESSOR, LEVEL
 from kvsim.store.metadata import StoredArray
 from kvsim.store.place import Place, check_limit
 
+# As zarr sets it, too: threads put the blocks of a frame in the order in which they end, so that
+# the same values would be other bytes every time.
+numcodecs.blosc.use_threads = False
+
 Index = tuple[int, ...]
 Values = NDArray[Any]
 
