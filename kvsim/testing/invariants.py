@@ -649,13 +649,13 @@ def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None
 def trials(draw: st.DrawFn, policy: Policy, max_n: int = 32) -> Trial:
     """The policy on any small trace, at budgets near what it protects and at any schedule."""
     case = draw(strategies.cases(dtypes=(np.float64, np.float32, np.float16), max_n=max_n))
-    interval, prefill = draw(strategies.schedules(case.n, case.prompt_len))
+    interval, prefill = strategies.draw_schedule(draw, case.n, case.prompt_len)
     trial = Trial(policy, case, case.n, interval, prefill, draw(st.integers(0, 2**16)))
     schedule = policy.schedule.override(interval, prefill)
     least = smallest_budget(policy, case, schedule)
     # an event that acts needs rows enough for the scorer
     least = max(least, min(policy.scorer.least_rows, case.n))
-    return replace(trial, budget=draw(strategies.budgets(least, max(trial.rows, default=0))))
+    return replace(trial, budget=strategies.draw_budget(draw, least, max(trial.rows, default=0)))
 
 
 @contextmanager

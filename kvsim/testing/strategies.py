@@ -209,10 +209,15 @@ def make_case(
     return Case(kind, seed, prompt_len, scale, *arrays)
 
 
-@st.composite
+_OF_TWELVE = st.integers(0, 11)
+
+
 def _mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
-    """`usual` in eleven draws of twelve, else `edge`; shrinks towards `usual`."""
-    return draw(usual if draw(st.integers(0, 11)) < 11 else edge)
+    """`usual` in eleven draws of twelve, else `edge`; shrinks towards `usual`.
+
+    As the functions below it is no strategy: making one for every draw takes longer than drawing.
+    """
+    return draw(usual if draw(_OF_TWELVE) < 11 else edge)
 
 
 @st.composite
@@ -230,7 +235,8 @@ def cases(
 
     One-entry traces and prompts of one or all tokens come up too.
     """
-    n = draw(_mostly(st.integers(max(min_n, min(12, max_n)), max_n), st.integers(min_n, max_n)))
+    usual = st.integers(max(min_n, min(12, max_n)), max_n)
+    n = _mostly(draw, usual, st.integers(min_n, max_n))
     return make_case(
         draw(st.sampled_from(kinds)),
         layers=draw(st.integers(1, max_layers)),
@@ -238,7 +244,7 @@ def cases(
         group=draw(st.sampled_from(GROUPS)),
         n=n,
         dim=draw(st.sampled_from((4, 8, 16))),
-        prompt_len=draw(_mostly(st.integers(1, n), st.sampled_from((1, n)))),
+        prompt_len=_mostly(draw, st.integers(1, n), st.sampled_from((1, n))),
         seed=draw(st.integers(0, 2**16)),
         dtype=draw(st.sampled_from(dtypes)),
     )
@@ -301,8 +307,7 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
 }
 
 
-@st.composite
-def parameters(draw: st.DrawFn, name: str, most: int = 10) -> dict[str, Any]:
+def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
     """Parameters of a built-in policy, small enough to bind; a window of at most `most` rows."""
     drawn: dict[str, Any] = {}
     for key, default in reference.defaults(name).items():
@@ -317,25 +322,23 @@ def parameters(draw: st.DrawFn, name: str, most: int = 10) -> dict[str, Any]:
     return drawn
 
 
-@st.composite
-def schedules(draw: st.DrawFn, n: int, prompt_len: int) -> tuple[int | None, bool | None]:
+_INTERVALS = st.sampled_from((None, 1)) | st.integers(2, 8)
+_PREFILL = st.sampled_from((None, True))
+_NO_PREFILL = st.just(value=False)
+
+
+def draw_schedule(draw: st.DrawFn, n: int, prompt_len: int) -> tuple[int | None, bool | None]:
     """(interval, prefill): the policy's own, every row, a few rows, or more rows than remain."""
     rest = max(1, n - prompt_len)
-    interval = draw(
-        _mostly(
-            st.sampled_from((None, 1)) | st.integers(2, 8),
-            st.integers(rest, rest + 3),
-        )
-    )
-    return interval, draw(_mostly(st.sampled_from((None, True)), st.just(value=False)))
+    interval = _mostly(draw, _INTERVALS, st.integers(rest, rest + 3))
+    return interval, _mostly(draw, _PREFILL, _NO_PREFILL)
 
 
-@st.composite
-def budgets(draw: st.DrawFn, least: int, most: int) -> int:
+def draw_budget(draw: st.DrawFn, least: int, most: int) -> int:
     """Entries to keep: mostly about the protected size and below `most`, sometimes above it."""
     most = max(least, most)
     near = st.integers(least, min(least + 3, most)) | st.integers(least, most)
-    return draw(_mostly(near, st.integers(most, most + 3)))
+    return _mostly(draw, near, st.integers(most, most + 3))
 
 
 @st.composite
@@ -345,17 +348,18 @@ def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(reference.R
     Most budgets are below what the last event finds, so that something is evicted.
     """
     name = draw(st.sampled_from(names))
-    interval, prefill = draw(schedules(case.n, case.prompt_len))
+    interval, prefill = draw_schedule(draw, case.n, case.prompt_len)
     every = reference.parse(name).schedule[0] if interval is None else interval
     last = max(
         reference.event_rows(case.n, case.prompt_len, interval=every, prefill=prefill), default=0
     )
-    params = draw(parameters(name, draw(_mostly(st.just(max(1, min(10, last))), st.just(10)))))
+    useful = _mostly(draw, st.just(max(1, min(10, last))), st.just(10))
+    params = draw_parameters(draw, name, useful)
     least = reference.smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
     if "n_future" in params:  # moments need two samples behind the sinks
         sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
         least = max(least, min(sink + 1, case.n))
-    return Setup(name, params, draw(budgets(least, last)), interval, prefill)
+    return Setup(name, params, draw_budget(draw, least, last), interval, prefill)
 
 
 @st.composite
