@@ -5,10 +5,11 @@ Methods that go on with some of the prompt in deeper layers have one more, a pro
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, SupportsIndex
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from kvsim.view import View
 _BUDGETS_TRIED = 10_000
 
 
-def is_count(value: object, least: int) -> bool:
+def is_count(value: Any, least: int) -> bool:
     """Whether a value is a whole number of at least `least`; True and False are none."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    try:
+        return operator.index(value) >= least and not isinstance(value, bool)
+    except TypeError:
         return False
-    return value.__index__() >= least
 
 
 @dataclass(frozen=True)

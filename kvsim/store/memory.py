@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ class Memory:
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
         self.arrays = dict(arrays)
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each array."""
         return {name: tuple(array.shape) for name, array in self.arrays.items()}
