@@ -131,20 +131,21 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
 
     if Path(path).exists():
         raise OutputError(f"{path} exists; give a path where nothing is yet")
-    root = zarr.open_group(store=str(path), mode="w-", zarr_format=3)
-    root.attrs["kvsim_records"] = RECORD_VERSION
+    version = {"kvsim_records": RECORD_VERSION}
+    root = zarr.create_group(store=str(path), zarr_format=3, attributes=version)
     for i, record in enumerate(records):
-        group = root.create_group(str(i))
-        array = group.create_array(
+        # all at once: zarr would write the document anew for every attribute
+        attributes = {name: _plain(getattr(record, name)) for name in _STORED}
+        if record.selection is not None:
+            attributes["selection"] = asdict(record.selection)
+        group = root.create_group(str(i), attributes=attributes)
+        group.create_array(
             "evicted_at",
             data=record.evicted_at,
             chunks=(1, *record.evicted_at.shape[1:]),
             dimension_names=AXES["evicted_at"],
+            attributes={"never": NEVER},
         )
-        array.attrs["never"] = NEVER
-        group.attrs.update({name: _plain(getattr(record, name)) for name in _STORED})
-        if record.selection is not None:
-            group.attrs["selection"] = asdict(record.selection)
 
 
 def read_records(path: str | Path) -> list[Record]:

@@ -430,9 +430,13 @@ def _stability(
     def turns(change: float, *, apart: bool) -> bool:
         near = []
         for of_layer in scores:
-            by = {s: float(rng.uniform(-1, 1)) for s in of_layer}
+            draws = rng.uniform(-1, 1, size=len(of_layer)).tolist()
+            by = dict(zip(of_layer, draws, strict=True))
             near.append(
-                [s * (1 + change * (rng.uniform(-1, 1) if apart else by[s])) for s in of_layer]
+                [
+                    s * (1 + change * (draw if apart else by[s]))
+                    for s, draw in zip(of_layer, draws, strict=True)
+                ]
             )
         return bool(decide(near) != found)
 
