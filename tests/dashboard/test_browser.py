@@ -128,8 +128,13 @@ class Seen:
         """Choose an option of a select box; seconds until the page stands still."""
         start = time.monotonic()
         box = self.page.locator("[data-testid=stSelectbox]").filter(has_text=label).first
-        box.locator("input").click()
-        self.page.get_by_role("option", name=value, exact=True).click()
+        for _ in range(10):  # a list that is still scrolling to the option may swallow the click
+            box.locator("input").click()
+            self.page.get_by_role("option", name=value, exact=True).click()
+            self.page.wait_for_timeout(200)
+            if self.chosen(label) == value:
+                break
+            self.page.keyboard.press("Escape")
         self.settle()
         return time.monotonic() - start
 
