@@ -33,13 +33,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import kvsim
+from apps.tiny.card import fill, proportion, table
+from apps.tiny.curriculum import collate
+from apps.tiny.evaluate import Results, digest
 from kvsim import Policy, Record, Trace, policy
-from kvsim.proportion import wilson
+from kvsim.analysis.proportion import wilson
 from kvsim.runner.masked import masked_logits
 from kvsim.tiny import PATH
-from kvsim.tiny.card import fill, proportion, table
-from kvsim.tiny.curriculum import collate
-from kvsim.tiny.evaluate import Results, digest
 from kvsim.tiny.tasks import TASKS, Sample, prompts
 
 FULL, ORACLE = "full", "oracle"

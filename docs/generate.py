@@ -94,7 +94,7 @@ def policy_notes() -> str:
 
 def metrics() -> str:
     """The table of metrics."""
-    from kvsim.metrics import METRICS  # noqa: PLC0415 - as policies()
+    from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - as policies()
 
     lines = ["| metric | says | reads | unit | better | source |", "| --- " * 6 + "|"]
     for name, one in METRICS.items():
@@ -106,7 +106,7 @@ def metrics() -> str:
 
 def findings() -> str:
     """The table of findings."""
-    from kvsim.diagnostics import FINDINGS  # noqa: PLC0415 - as policies()
+    from kvsim.analysis.findings import FINDINGS  # noqa: PLC0415 - as policies()
 
     lines = ["| finding | says | unit | main variant | source |", "| --- " * 5 + "|"]
     for name, one in FINDINGS.items():

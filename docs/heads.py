@@ -4,7 +4,7 @@
     python docs/heads.py --results docs/tiny-results.jsonl --out docs/images [--model PATH]
 
 Only the attention of one sample is computed here; all else comes from what
-`python -m kvsim.tiny.evaluate` has measured, and what it has not measured is not drawn.
+`python -m apps.tiny.evaluate` has measured, and what it has not measured is not drawn.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from kvsim.plots.heads import head_maps, head_masses, removed_heads, training_curves
+from apps.tiny.heads import head_maps, head_masses, removed_heads, training_curves
+from apps.tiny.probes import attention_maps
+from apps.tiny.results import Results, digest
 from kvsim.plots.saving import save
 from kvsim.tiny import PATH
-from kvsim.tiny.probes import attention_maps
-from kvsim.tiny.results import Results, digest
 from kvsim.tiny.tasks import prompts
 
 PICTURES = {

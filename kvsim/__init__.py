@@ -16,17 +16,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvsim.attention import Rope
-    from kvsim.composition import Policy
+    from kvsim.analysis.table import measure
+    from kvsim.core.attention import Rope
+    from kvsim.core.policy import Policy
+    from kvsim.core.record import Record
+    from kvsim.core.trace import Trace, open_trace
     from kvsim.engine import replay
     from kvsim.errors import KvsimError
-    from kvsim.metrics import measure
     from kvsim.policies import policy
-    from kvsim.record import Record
     from kvsim.recorder import capture
     from kvsim.runner import recompute
-    from kvsim.samples import sample_trace
-    from kvsim.trace import Trace, open_trace
+    from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
 
@@ -48,17 +48,17 @@ __all__ = [
 
 _HOME = {
     "KvsimError": "errors",
-    "Policy": "composition",
-    "Record": "record",
-    "Rope": "attention",
-    "Trace": "trace",
+    "Policy": "core.policy",
+    "Record": "core.record",
+    "Rope": "core.attention",
+    "Trace": "core.trace",
     "capture": "recorder",
-    "measure": "metrics",
-    "open_trace": "trace",
+    "measure": "analysis",
+    "open_trace": "core.trace",
     "policy": "policies",
     "recompute": "runner",
     "replay": "engine",
-    "sample_trace": "samples",
+    "sample_trace": "tiny.sample",
 }
 
 

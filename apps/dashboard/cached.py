@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Record, Trace
-from kvsim.course import head_course, longest_gaps
-from kvsim.diagnostics.heads import HeadProfile, head_profile
-from kvsim.tiles import Tile, attention_tile, retention_tile
+from kvsim.analysis.attention.heads import HeadProfile, head_profile
+from kvsim.analysis.kept.course import head_course, longest_gaps
+from kvsim.analysis.tiles import Tile, attention_tile, retention_tile
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
-from kvsim.samples import sample_trace
 from kvsim.store.listing import find_runs, find_traces
+from kvsim.tiny.sample import sample_trace
 
 SAMPLE = "sample"
 

@@ -70,7 +70,7 @@ def over_budgets(
     """A line per policy over budgets with 95 % intervals, a panel per value of `by`.
 
     Args:
-        found: of `kvsim.statistics.averages` or `compare`.
+        found: of `kvsim.analysis.summaries.averages` or `compare`.
         of: styles of the policies.
         key: of the picture.
         label: of what is drawn.

@@ -12,16 +12,10 @@ import streamlit as st
 import cached
 import lines
 import shown
-from kvsim.diagnostics import (
-    Diagnosis,
-    Ranking,
-    RankPattern,
-    diagnose,
-    overlap_table,
-    rank_pattern,
-    sparsity_table,
-)
-from kvsim.diagnostics import ranking as rank
+from kvsim.analysis.prompt.layers import RankPattern, overlap_table, rank_pattern, sparsity_table
+from kvsim.analysis.prompt.ranking import Ranking
+from kvsim.analysis.prompt.ranking import ranking as rank
+from kvsim.analysis.prompt.tables import Diagnosis, diagnose
 from kvsim.plots.style import COLOURS
 from kvsim.policies.asl import ASL
 

@@ -15,13 +15,20 @@ import cached
 import chosen
 import kvsim
 from kvsim import Trace
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import labelled
+from kvsim.analysis.summaries import (
+    averages,
+    between_levels,
+    compare,
+    level_shares,
+    stages,
+    strongest,
+)
 from kvsim.errors import KvsimError
-from kvsim.metrics import METRICS
 from kvsim.policies import CATALOGUE, names
 from kvsim.report import read_run
-from kvsim.results import labelled
-from kvsim.statistics import averages, between_levels, compare, level_shares, stages, strongest
-from kvsim.sweeps import sweep
+from kvsim.sweeps.run import sweep
 
 #: In the list of runs: none of them, but the chosen trace, replayed.
 HERE = "the chosen trace, replayed here"

@@ -13,8 +13,8 @@ import streamlit as st
 from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
-from kvsim.course import REGION
-from kvsim.tiles import Tile
+from kvsim.analysis.kept.course import REGION
+from kvsim.analysis.tiles import Tile
 
 #: What each level of fidelity means, for a reader who has just arrived.
 FIDELITY = {

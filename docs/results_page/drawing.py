@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from kvsim import Policy
-from kvsim.statistics import Interval
+from kvsim.analysis.summaries import Interval
 from results_page.statistics import Results
 
 #: Of the budgets in the figure, from the smallest on.

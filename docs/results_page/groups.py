@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.statistics import STAGES, Interval, stage_of
+from kvsim.analysis.summaries import STAGES, Interval, stage_of
 from results_page.statistics import Floats, Results
 from results_page.traces import kind
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import kvsim
 from kvsim import Policy, policy
-from kvsim.composition import Protection
+from kvsim.core.policy import Protection
 from kvsim.policies import names, parameters
 
 #: Parameters made for thousands of tokens, and the most that they are here.

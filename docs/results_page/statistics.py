@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.analysis.results import Result
 from kvsim.claims import Evidence
 from kvsim.claims.evidence import decoding, of, prompt
-from kvsim.results import Result
 from results_page.plan import Plan
 
 Floats = NDArray[np.float64]

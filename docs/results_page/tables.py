@@ -11,11 +11,11 @@ import torch
 
 import kvsim
 from kvsim import Policy, Trace
-from kvsim.composition import Schedule
-from kvsim.diagnostics import findings
-from kvsim.metrics import COLUMNS
+from kvsim.analysis.findings import findings
+from kvsim.analysis.table import COLUMNS
+from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
-from kvsim.sweeps import Run, sweep
+from kvsim.sweeps.run import Run, sweep
 from results_page.plan import INTERVAL
 from results_page.policies import (
     LARGEST,

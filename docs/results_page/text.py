@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvsim import Policy, policy
+from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.policies import names, parameters
-from kvsim.statistics import RESAMPLES, Interval
 from results_page.groups import groups
 from results_page.plan import FULL, INTERVAL
 from results_page.policies import ACROSS, AMS, PAPER, RELEASE, across_policies

@@ -37,7 +37,7 @@ def claims(table: pl.DataFrame, seconds: Seconds | None = None) -> dict[str, lis
     """Every claim of each paper.
 
     Args:
-        table: of `kvsim.measure` or a sweep, with rows of `kvsim.diagnostics.findings` for what is
+        table: of `kvsim.measure` or a sweep, with rows of `kvsim.analysis.findings` for what is
             said of traces.
         seconds: what events take, for the claims about cost.
 

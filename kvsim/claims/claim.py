@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.statistics import Interval
+from kvsim.analysis.summaries import Interval
 
 Floats = NDArray[np.float64]
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import BEYOND, Result, differing, in_words, main, results
+from kvsim.analysis.summaries import per_prompt
 from kvsim.claims.claim import Claim, Floats
-from kvsim.metrics import METRICS
-from kvsim.results import BEYOND, Result, differing, in_words, main, results
 from kvsim.schema import schedule
-from kvsim.statistics import per_prompt
 
 Schedule = tuple[int | None, bool | None]
 Cases = dict[str, Floats]

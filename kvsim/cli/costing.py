@@ -22,8 +22,8 @@ from kvsim.cli.values import (
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
     from kvsim.cost import Cost, Model
-    from kvsim.trace import Trace
 
 _RATIOS = (
     "KV and peak: the cache after an event and before the next one. Prefill and token: time to the "
@@ -96,9 +96,9 @@ def cost(
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
 
+    from kvsim.core.trace import open_trace
     from kvsim.cost import Model, bounded, estimate, no_selection
-    from kvsim.sweeps import resolve_budget
-    from kvsim.trace import open_trace
+    from kvsim.sweeps.run import resolve_budget
 
     opened = None if trace is None else open_trace(locate(trace))
     if model_config is not None:

@@ -21,8 +21,8 @@ from kvsim.cli.values import Json, Stop, local_path, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 
 if TYPE_CHECKING:
-    from kvsim.sweeps import Run
-    from kvsim.trace import Trace
+    from kvsim.core.trace import Trace
+    from kvsim.sweeps.run import Run
 
 #: `full` is the reference; `random` says what chance alone would do.
 POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")
@@ -117,7 +117,7 @@ class _Demo:
         """All steps, told as they are done; gives what `--json` prints."""
         with self._step("load"):
             from kvsim.recorder import load_model
-            from kvsim.sweeps import SUMMARY, summarise
+            from kvsim.sweeps.run import SUMMARY, summarise
 
             quiet_transformers()
             model, tokenizer = load_model("tiny")
@@ -202,7 +202,7 @@ class _Demo:
     def _replay(self, trace: Trace) -> tuple[Run, dict[tuple[str, int], float]]:
         """The sweep, and the seconds that each policy and budget took."""
         from kvsim.policies import policy
-        from kvsim.sweeps import sweep
+        from kvsim.sweeps.run import sweep
 
         starts: list[float] = []
         with bar("cells") as report:
@@ -245,7 +245,7 @@ class _Demo:
         replay_seconds: Mapping[tuple[str, int], float],
     ) -> None:
         from kvsim.cli.replaying import fidelity_line, means
-        from kvsim.sweeps import SUMMARY, summarise
+        from kvsim.sweeps.run import SUMMARY, summarise
 
         def took(row: Mapping[str, Any]) -> float:
             return replay_seconds[row["policy"], row["budget"]]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.record import Record
-    from kvsim.trace import Trace
+    from kvsim.core.record import Record
+    from kvsim.core.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def _position_density(case: Case) -> Any:
 def _iou_by(case: Case) -> Any:
     import polars as pl
 
+    from kvsim.analysis.summaries import stages
     from kvsim.plots import iou_by
-    from kvsim.statistics import stages
 
     # every layer of a trace has rows, also one that nothing left
     of_trace = case.table.partition_by("trace", maintain_order=True)
@@ -148,7 +148,7 @@ def _reconstruction_error(case: Case) -> Any:
 
 
 def _expectation(case: Case) -> Any:
-    from kvsim.diagnostics import expected_and_observed
+    from kvsim.analysis.attention.expectation import expected_and_observed
 
     return [expected_and_observed(trace) for trace in case.traces]
 
@@ -160,14 +160,14 @@ def _expected_observed(case: Case) -> Any:
 
 
 def _agreement_steps(case: Case) -> Any:
-    from kvsim.diagnostics import expectation_table
+    from kvsim.analysis.attention.expectation import expectation_table
     from kvsim.plots import agreement_steps
 
     return agreement_steps(expectation_table(_expectation(case)), layers=case.layers)
 
 
 def _attention_loss(case: Case) -> Any:
-    from kvsim.diagnostics import loss_table
+    from kvsim.analysis.attention.expectation import loss_table
     from kvsim.plots import attention_loss
 
     return attention_loss(loss_table(_expectation(case)), layers=case.layers)
@@ -186,14 +186,14 @@ def _state_quantiles(case: Case) -> Any:
 
 
 def _normal_distance(case: Case) -> Any:
-    from kvsim.diagnostics import state_normality
+    from kvsim.analysis.attention.normality import state_normality
     from kvsim.plots import normal_distance
 
     return normal_distance(state_normality(case.traces[0]))
 
 
 def _projection_gap(case: Case) -> Any:
-    from kvsim.diagnostics import key_projections
+    from kvsim.analysis.attention.projections import key_projections
     from kvsim.plots import projection_gap
 
     return projection_gap(key_projections(case.traces[0]))

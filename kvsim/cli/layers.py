@@ -26,10 +26,11 @@ from kvsim.schema import plural
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.diagnostics import Diagnosis, Ranking
-    from kvsim.diagnostics.gold import Ints
+    from kvsim.analysis.prompt.gold import Ints
+    from kvsim.analysis.prompt.ranking import Ranking
+    from kvsim.analysis.prompt.tables import Diagnosis
+    from kvsim.core.trace import Trace
     from kvsim.policies.asl import ASL
-    from kvsim.trace import Trace
 
 #: `--gold` for what the answer to a prompt of the shipped model's task is made from.
 _ANSWER = "answer"
@@ -106,17 +107,13 @@ def layers(
     positions = None if gold in (None, _ANSWER) else _positions(str(gold))
     budgets = split(budget, "--budget")
 
-    from kvsim.diagnostics import (
-        answer_facts,
-        check_positions,
-        diagnose,
-        find_text,
-        ranking,
-    )
+    from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
+    from kvsim.analysis.prompt.ranking import ranking
+    from kvsim.analysis.prompt.tables import diagnose
+    from kvsim.analysis.results import check_distinct
+    from kvsim.core.trace import open_trace
     from kvsim.policies.asl import ASL
-    from kvsim.results import check_distinct
-    from kvsim.sweeps import resolve_budget
-    from kvsim.trace import open_trace
+    from kvsim.sweeps.run import resolve_budget
 
     parse_device(device)
     if pool not in ("avg", "max", "none"):
@@ -198,7 +195,7 @@ def _positions(text: str) -> list[int]:
 def _print(
     traces: Sequence[Trace], found: Sequence[Diagnosis], rule: ASL, written: Sequence[Path]
 ) -> None:
-    from kvsim.diagnostics import distribution, selection_table
+    from kvsim.analysis.prompt.tables import distribution, selection_table
 
     pooled = {"avg": "averaged", "max": "their maximum taken"}
     smooth = (
@@ -227,7 +224,7 @@ def _print(
 
 
 def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
-    from kvsim.diagnostics import layer_table
+    from kvsim.analysis.prompt.tables import layer_table
 
     first = found[0]
     gold = "" if first.gold is None else f", {plural(len(first.gold), 'gold token')}"
@@ -343,7 +340,7 @@ def _document(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from kvsim.diagnostics import distribution, layer_table, selection_table
+    from kvsim.analysis.prompt.tables import distribution, layer_table, selection_table
 
     selections = selection_table(found)
     per_trace = len(found) // len(traces)
@@ -394,7 +391,7 @@ def _figures(
 ) -> Iterator[tuple[str, Any]]:
     """Names and figures; of several traces those that compare them."""
     from kvsim import plots
-    from kvsim.diagnostics import distribution, selection_table
+    from kvsim.analysis.prompt.tables import distribution, selection_table
 
     yield "variance", plots.variance_curves(found)
     if any(one.recall is not None for one in found):

@@ -93,7 +93,7 @@ def needs(one: Description) -> str:
 
 def metrics(as_json: Json = False) -> None:
     """List the metrics, their units and which direction is better."""
-    from kvsim.metrics import METRICS
+    from kvsim.analysis.registry import METRICS
 
     listed = [
         {

@@ -25,9 +25,9 @@ from kvsim.errors import OutputError, suggest
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.composition import Policy
-    from kvsim.record import Record
-    from kvsim.trace import Trace
+    from kvsim.core.policy import Policy
+    from kvsim.core.record import Record
+    from kvsim.core.trace import Trace
 
 _FORMATS = (".pdf", ".png", ".svg")
 #: Figures that `kvsim layers --figures` draws, by the names of their functions.
@@ -140,7 +140,7 @@ def plot(
     chosen = None if metric is None else _metrics(metric)
     near = None if zoom is None else _positions(zoom)
 
-    from kvsim.statistics import layers_of, uneven
+    from kvsim.analysis.summaries import layers_of, uneven
 
     finished = [source for source in sources if _is_run(source)]
     replaying = {"interval": interval, "prefill": prefill, "set": settings}
@@ -154,8 +154,8 @@ def plot(
         ratios = None if ratio is None else [_share(one) for one in split(ratio, "--ratio")]
         _check_single(name, drawing, len(sources), len(names), len(sizes))
 
-        from kvsim.results import check_distinct
-        from kvsim.trace import open_trace
+        from kvsim.analysis.results import check_distinct
+        from kvsim.core.trace import open_trace
 
         policies = build_policies(names, settings or []) if names else []
         traces = [open_trace(locate(source)) for source in sources]
@@ -216,7 +216,7 @@ def _is_run(source: str) -> bool:
 
 def _metrics(given: Sequence[str]) -> list[str]:
     """Metrics by name that say something of policies."""
-    from kvsim.metrics.catalogue import metric
+    from kvsim.analysis.registry import metric
 
     names = split(given, "--metric")
     for name in names:
@@ -339,8 +339,8 @@ def _read(
     """The Table of runs; of the policies and budgets that were asked for, else of all."""
     import polars as pl
 
+    from kvsim.analysis.results import labelled
     from kvsim.report import joined, read_run
-    from kvsim.results import labelled
 
     table = labelled(joined([read_run(run) for run in runs]))
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
@@ -369,9 +369,9 @@ def _planned(
     """One record with its Plans, and an empty Table."""
     import polars as pl
 
+    from kvsim.analysis.table import COLUMNS
     from kvsim.engine import replay
-    from kvsim.metrics import COLUMNS
-    from kvsim.sweeps import resolve_budget
+    from kvsim.sweeps.run import resolve_budget
 
     size = resolve_budget(asked, trace.n_pos)
     record = replay(trace, policy, size, internals=True, **schedule)
@@ -384,8 +384,7 @@ def _errors(
     """The error of one eviction by each policy at each ratio."""
     import polars as pl
 
-    from kvsim.diagnostics import reconstruction_table
-    from kvsim.diagnostics.reconstruction import RATIOS
+    from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
 
     shares = sorted(set(ratios or RATIOS))
     with bar("cells") as report:
@@ -402,7 +401,7 @@ def _swept(
     metrics: Sequence[str],
 ) -> tuple[Sequence[Record], pl.DataFrame]:
     """Records of every policy at every budget over every trace, and what the figure measures."""
-    from kvsim.sweeps import sweep
+    from kvsim.sweeps.run import sweep
 
     with bar("cells") as report:
         run = sweep(

@@ -61,10 +61,10 @@ def recompute(
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     limit = None if memory is None else parse_memory(memory)
 
+    from kvsim.core.trace import open_trace
     from kvsim.recorder import load_model
     from kvsim.runner import recompute as prefill
-    from kvsim.sweeps import resolve_budget
-    from kvsim.trace import open_trace
+    from kvsim.sweeps.run import resolve_budget
 
     opened = open_trace(locate(trace))
     policies = build_policies(names, settings or [])
@@ -122,7 +122,7 @@ def _row(one: Recomputed) -> list[str]:
 def _document(one: Recomputed) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from kvsim.metrics import selection_fidelity
+    from kvsim.analysis.table import selection_fidelity
 
     record = one.record
     table = one.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")

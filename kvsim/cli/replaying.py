@@ -38,10 +38,10 @@ from kvsim.schema import plural
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.composition import Policy, Protection
-    from kvsim.record import Record
-    from kvsim.sweeps import Run
-    from kvsim.trace import Trace
+    from kvsim.core.policy import Policy, Protection
+    from kvsim.core.record import Record
+    from kvsim.core.trace import Trace
+    from kvsim.sweeps.run import Run
 
 
 def replay(
@@ -134,11 +134,11 @@ def replay(
         chosen = list(dict.fromkeys([*chosen, "regret"]))
     limit = None if memory is None else parse_memory(memory)
 
-    from kvsim.composition import Protection
-    from kvsim.metrics.table import choose
-    from kvsim.results import check_distinct
-    from kvsim.sweeps import SUMMARY, check_output, sweep
-    from kvsim.trace import open_trace
+    from kvsim.analysis.results import check_distinct
+    from kvsim.analysis.table import choose
+    from kvsim.core.policy import Protection
+    from kvsim.core.trace import open_trace
+    from kvsim.sweeps.run import SUMMARY, check_output, sweep
 
     if out is not None:
         check_output(out)
@@ -184,8 +184,8 @@ def _nothing(run: Run) -> str:
 
 
 def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, Any]:
-    from kvsim.metrics import selection_fidelity
-    from kvsim.sweeps import summarise
+    from kvsim.analysis.table import selection_fidelity
+    from kvsim.sweeps.run import summarise
 
     return {
         **run.describe(),
@@ -225,7 +225,7 @@ def _print(
     shown: Sequence[str],
     where: Path | None,
 ) -> None:
-    from kvsim.sweeps import summarise
+    from kvsim.sweeps.run import summarise
 
     for trace in traces:
         echo_text(

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.errors import KvsimError, PolicyError, suggest
-from kvsim.samples import sample_trace
 from kvsim.schema import is_url
+from kvsim.tiny.sample import sample_trace
 
 if TYPE_CHECKING:
-    from kvsim.composition import Policy, Protection
+    from kvsim.core.policy import Policy, Protection
 
 #: A parameter of a policy as `--set` gives it.
 Value = int | float | bool | str | None

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvsim.composition import Everything, Policy
+from kvsim.core.policy import Everything, Policy
+from kvsim.core.propagation import Selection
+from kvsim.core.trace import Trace
 from kvsim.cost.model import Model
 from kvsim.cost.papers import asl_layer_time, asl_rank_cache_numbers, mask_bytes
 from kvsim.cost.scoring import Event, Flops, event_flops, propagation_flops, unknown
@@ -22,8 +24,6 @@ from kvsim.policies.asl import Selecting
 from kvsim.policies.fastkv import FastKV
 from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.rpc import Growing
-from kvsim.propagation import Selection
-from kvsim.trace import Trace
 
 #: Mean selection layer of ASL by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 #: (arXiv 2601.07667, appendix B.1).

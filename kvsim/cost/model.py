@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
-from kvsim.trace import Trace
 
 GIB = 1 << 30
 

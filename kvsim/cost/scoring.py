@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsim.composition import Even, Everything, Policy, Uniform
+from kvsim.core.policy import Even, Everything, Policy, Uniform
 from kvsim.cost.model import Model
 from kvsim.errors import PolicyError
 from kvsim.policies.adakv import AdaKV

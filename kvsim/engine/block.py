@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvsim.composition import Plan, Policy, Scores, protected_by
+from kvsim.core.policy import Plan, Policy, Scores, protected_by
+from kvsim.core.record import Plans
+from kvsim.core.select import select
+from kvsim.core.view import Entries, Setting, Source, View
 from kvsim.errors import BudgetError, ScoreError
-from kvsim.record import Plans
 from kvsim.schema import NEVER
-from kvsim.select import select
-from kvsim.view import Entries, Setting, Source, View
 
 
 class Block:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvsim.core.propagation import Propagation, Selection, listed
+from kvsim.core.trace import Trace
+from kvsim.core.view import Entries, Setting, Source, View
 from kvsim.engine.source import TraceSource
-from kvsim.propagation import Propagation, Selection, listed
-from kvsim.trace import Trace
-from kvsim.view import Entries, Setting, Source, View
 
 
 @dataclass(frozen=True)

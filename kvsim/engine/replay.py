@@ -12,16 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsim.composition import Even, Policy, Schedule, Uniform, is_count
+from kvsim.core.policy import Even, Policy, Schedule, Uniform, is_count
+from kvsim.core.record import Plans, Record
+from kvsim.core.trace import Trace
+from kvsim.core.view import LOGIT_BYTES, Setting
 from kvsim.engine.block import Block
 from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, check_unwindowed, unhidden, windows
 from kvsim.errors import BudgetError, MemoryLimitError, PolicyError
-from kvsim.record import Plans, Record
 from kvsim.schema import NEVER, plural
-from kvsim.trace import Trace
-from kvsim.view import LOGIT_BYTES, Setting
 
 #: Bytes of keys, queries and working space that one block of layers may take by default.
 DEFAULT_MEMORY = 2 << 30

@@ -14,9 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvsim.composition import Scores
+from kvsim.core.policy import Scores
+from kvsim.core.view import Group, View, gather, reduce_group
 from kvsim.engine.block import Block, check
-from kvsim.view import Group, View, gather, reduce_group
 
 #: Rows of a block. More means fewer gathers, and more holes to compute over.
 ROWS = 32

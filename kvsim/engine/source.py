@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK, numbered
-from kvsim.trace import Trace
 
 _ALL = slice(None)
 

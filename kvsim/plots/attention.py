@@ -11,13 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from kvsim.analysis.attention.overlap import default_window, window_overlap
+from kvsim.analysis.summaries import averages
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.metrics import window_overlap
-from kvsim.metrics.overlap import default_window
 from kvsim.plots.prompts import counted, mean_line
 from kvsim.plots.style import LINES, asked_order, caption, legend_below, plain, series
-from kvsim.statistics import averages
-from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 

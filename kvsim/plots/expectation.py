@@ -1,6 +1,6 @@
 """Figures of Expected Attention: what it expects beside what happens, and what its errors cost.
 
-All numbers come from `kvsim.diagnostics`. Those of expected and observed attention are `exact`, the
+All numbers come from `kvsim.analysis`. Those of expected and observed attention are `exact`, the
 error of a layer's output is open loop behind the first layer.
 """
 
@@ -19,10 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from kvsim.diagnostics import Expectation
-from kvsim.diagnostics.expectation import ORDERS, STEPS
+from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
+from kvsim.analysis.registry import mean_known
 from kvsim.errors import PolicyError
-from kvsim.metrics.catalogue import mean_known
 from kvsim.plots.panels import Panels, known, legend_outside
 from kvsim.plots.prompts import mean_line
 from kvsim.plots.style import COLOURS, caption, plain, series

@@ -1,6 +1,6 @@
 """Figures of layers: how they rank the tokens of a prompt, and where ASL selects.
 
-All numbers come from `kvsim.diagnostics` and are `exact`: full attention over recorded queries and
+All numbers come from `kvsim.analysis` and are `exact`: full attention over recorded queries and
 keys, as if no layer had selected.
 """
 
@@ -21,10 +21,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from kvsim.diagnostics import Diagnosis, Grid, window_attention
+from kvsim.analysis.prompt.ranking import Grid, window_attention
+from kvsim.analysis.prompt.tables import Diagnosis
+from kvsim.core.trace import Trace
 from kvsim.plots.panels import known
 from kvsim.plots.style import COLOURS, caption, legend_of, palette, plain, series, short_text
-from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Figures of how queries are distributed, beside the normal distribution that fits them.
 
-arXiv 2510.00636, Fig. 1 and 7 to 9. All numbers come from `kvsim.diagnostics` and are `exact`.
+arXiv 2510.00636, Fig. 1 and 7 to 9. All numbers come from `kvsim.analysis` and are `exact`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsim.diagnostics import Normality, Projections, fit_normal, histogram, quantiles, states
-from kvsim.diagnostics.fit import LEAST_SAMPLES, normal_ks
-from kvsim.diagnostics.normality import States
-from kvsim.diagnostics.projections import check_rows
+from kvsim.analysis.attention.fit import LEAST_SAMPLES, fit_normal, normal_ks
+from kvsim.analysis.attention.normality import Normality, States, histogram, quantiles, states
+from kvsim.analysis.attention.projections import Projections, check_rows
+from kvsim.analysis.registry import mean_known
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.metrics.catalogue import mean_known
 from kvsim.plots.panels import Panels, legend_outside
 from kvsim.plots.style import COLOURS, GRID, caption
-from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 

@@ -10,13 +10,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
+from kvsim.analysis.output.error import check_record
+from kvsim.analysis.summaries import Interval
+from kvsim.analysis.table import fidelity
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
-from kvsim.metrics import fidelity
-from kvsim.metrics.output import check_record
 from kvsim.plots.style import asked_order
-from kvsim.record import Record
-from kvsim.statistics import Interval
-from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -45,7 +45,7 @@ class Shown:
         ]
 
     def fidelities(self, trace: Trace, record: Record, kind: str) -> set[str]:
-        """The labels of the layers shown; kind as `kvsim.metrics.fidelity` has it."""
+        """The labels of the layers shown; kind as `kvsim.analysis.fidelity` has it."""
         layers = [layer for layer in record.layers if self.layer in (None, layer)]
         return {fidelity(trace, record, kind, layer) for layer in layers}
 

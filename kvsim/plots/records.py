@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from kvsim.metrics import fidelity, output_error
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.table import fidelity
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.plots.style import caption, legend_below, plain, series
-from kvsim.record import Record
-from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 

@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from kvsim.analysis.kept.segmentation import Segmented, segmented
+from kvsim.analysis.output.error import check_record
+from kvsim.analysis.table import fidelity
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.metrics import fidelity
-from kvsim.metrics.output import check_record
 from kvsim.plots.style import COLOURS, caption, plain
-from kvsim.record import Record
-from kvsim.segmentation import Segmented, segmented
-from kvsim.trace import Trace
 
 _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 

@@ -10,10 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
+from kvsim.analysis.registry import mean_known
+from kvsim.analysis.summaries import averages
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, suggest
-from kvsim.metrics import kept_coverage, retained_positions
-from kvsim.metrics.catalogue import mean_known
-from kvsim.metrics.coverage import BINS, MIDDLE
 from kvsim.plots.prompts import Ints, Prompts, Shown, counted, mean_line
 from kvsim.plots.style import (
     asked_order,
@@ -24,9 +26,6 @@ from kvsim.plots.style import (
     series,
     short_text,
 )
-from kvsim.record import Record
-from kvsim.statistics import averages
-from kvsim.trace import Trace
 
 Floats = NDArray[np.float64]
 
@@ -103,13 +102,15 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
     Args:
         table: with the metric `retained_iou`.
         by: a column of it: domain, task, level, layer, or the stage that
-            `kvsim.statistics.stages` adds.
+            `kvsim.analysis.summaries.stages` adds.
 
     Raises:
         PolicyError: the table has no such column, or no IoU with a value in it.
     """
     if by not in table.columns:
-        stage = "; kvsim.statistics.stages(table, n_layers) adds it" if by == "stage" else ""
+        stage = (
+            "; kvsim.analysis.summaries.stages(table, n_layers) adds it" if by == "stage" else ""
+        )
         raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}{stage}")
     wanted = (pl.col("metric") == "retained_iou") & (pl.col("variant") == "")
     found = averages(table.filter(wanted & pl.col(by).is_not_null()), [by])

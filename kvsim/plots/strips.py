@@ -14,14 +14,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.output.error import check_record
+from kvsim.analysis.table import fidelity
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.metrics import fidelity
-from kvsim.metrics.output import check_record
-from kvsim.metrics.retention import event_rows
 from kvsim.plots.prompts import Shown
 from kvsim.plots.style import caption, legend_of, short_text
-from kvsim.record import Record
-from kvsim.trace import Trace
 
 Ints = NDArray[np.int64]
 

@@ -9,12 +9,11 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.summaries import averages
 from kvsim.errors import PolicyError
-from kvsim.metrics import METRICS
-from kvsim.metrics.catalogue import metric
 from kvsim.plots.prompts import counted
 from kvsim.plots.style import asked_order, caption, legend_below, plain, series
-from kvsim.statistics import averages
 
 #: What `over_budgets` shows if nothing else is asked for.
 SHOWN = ("output_error", "retained_mass", "wipeout")

@@ -12,14 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.kept.text import retention_lift
+from kvsim.analysis.output.error import check_record
+from kvsim.analysis.table import fidelity
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError
-from kvsim.metrics import fidelity, retention_lift
-from kvsim.metrics.output import check_record
-from kvsim.metrics.retention import RECENT, SINK, event_rows
 from kvsim.plots.prompts import Shown
 from kvsim.plots.style import COLOURS, GRID, caption, escaped, short_text
-from kvsim.record import Record
-from kvsim.trace import Trace
 
 Ints = NDArray[np.int64]
 
@@ -205,7 +206,7 @@ def lift_bars(
 ) -> Figure:
     """How much more or less of a token string is kept than of all tokens, with its interval.
 
-    G-KV (arXiv 2512.00504), App. I, by `kvsim.metrics.retention_lift`: rate over mean rate after
+    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.retention_lift`: rate over mean rate after
     the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
     out, which many policies keep whatever is there.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsim.composition import Policy
+from kvsim.core.policy import Policy
 from kvsim.policies import naming
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.naming import Description, Entry, Preset

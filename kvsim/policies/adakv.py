@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvsim.composition import Allocator, Plan
+from kvsim.core.policy import Allocator, Plan
+from kvsim.core.select import compete
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.select import compete
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvsim.composition import Allocator, Plan, Protection
+from kvsim.core.policy import Allocator, Plan, Protection
+from kvsim.core.select import apportion, deal, select
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.select import apportion, deal, select
-from kvsim.view import View
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12

@@ -32,12 +32,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import is_count
+from kvsim.core.policy import is_count
+from kvsim.core.propagation import Propagation, Step, check_layer, dropped_after
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.pooling import check_pooling, over_heads, smooth
 from kvsim.policies.window import check_window
-from kvsim.propagation import Propagation, Step, check_layer, dropped_after
-from kvsim.view import View
 
 
 def pooled_scores(

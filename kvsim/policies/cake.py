@@ -28,12 +28,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import LayerBudgets, Protection, Scorer
+from kvsim.core.policy import LayerBudgets, Protection, Scorer
+from kvsim.core.select import apportion
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.pooling import check_pooling, over_heads, smooth
 from kvsim.policies.window import before_window, check_window
-from kvsim.select import apportion
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope
-from kvsim.composition import Schedule, Scorer
+from kvsim.core.attention import Rope
+from kvsim.core.policy import Schedule, Scorer
+from kvsim.core.trace import Trace, open_trace
+from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError
-from kvsim.trace import Trace, open_trace
-from kvsim.view import LOGIT_BYTES, View
 
 _WAYS = (
     'give calibration="prefix:64" (the first 64 rows of each trace), another trace or the path of '

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvsim.composition import Even, Everything, Schedule
+from kvsim.core.policy import Even, Everything, Schedule
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
 from kvsim.policies.asl import ASL, TwoPass

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.composition import Allocator, Plan
+from kvsim.core.policy import Allocator, Plan
+from kvsim.core.select import select
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.select import select
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.composition import Scores, Wrapper, protected_by
+from kvsim.core.policy import Scores, Wrapper, protected_by
+from kvsim.core.select import select
+from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
 from kvsim.policies.gkv import check_sign
-from kvsim.select import select
-from kvsim.view import LOGIT_BYTES, View
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope
-from kvsim.composition import Protection, Schedule, Scorer
+from kvsim.core.attention import Rope
+from kvsim.core.policy import Protection, Schedule, Scorer
+from kvsim.core.trace import Trace
+from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
-from kvsim.trace import Trace
-from kvsim.view import LOGIT_BYTES, View
 
 
 @dataclass(frozen=True)

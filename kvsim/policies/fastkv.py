@@ -25,12 +25,8 @@ from typing import Any, Literal
 
 import torch
 
-from kvsim.composition import is_count
-from kvsim.errors import PolicyError
-from kvsim.policies.asl import check_before, pooled_scores, ranks
-from kvsim.policies.pooling import check_pooling
-from kvsim.policies.window import check_window
-from kvsim.propagation import (
+from kvsim.core.policy import is_count
+from kvsim.core.propagation import (
     Propagation,
     Selection,
     Step,
@@ -38,7 +34,11 @@ from kvsim.propagation import (
     dropped_after,
     published_layer,
 )
-from kvsim.view import View
+from kvsim.core.view import View
+from kvsim.errors import PolicyError
+from kvsim.policies.asl import check_before, pooled_scores, ranks
+from kvsim.policies.pooling import check_pooling
+from kvsim.policies.window import check_window
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
 _LAYERS = {32: 15, 28: 14}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.composition import Scorer
-from kvsim.view import View
+from kvsim.core.policy import Scorer
+from kvsim.core.view import View
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvsim.composition import is_count
+from kvsim.core.policy import is_count
+from kvsim.core.propagation import Propagation, Step, check_layer, published_layer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ranks
 from kvsim.policies.pooling import check_pooling, smooth
-from kvsim.propagation import Propagation, Step, check_layer, published_layer
-from kvsim.view import View
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
 _LAYERS = {32: 13, 28: 14}

@@ -30,12 +30,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer, Scores, Wrapper, protected_by
+from kvsim.core.policy import Protection, Scorer, Scores, Wrapper, protected_by
+from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.pooling import check_pooling, smooth
 from kvsim.policies.redundancy import check_redundancy, mean_similarity
 from kvsim.policies.window import before_window, check_window
-from kvsim.view import View
 
 Fusion = Literal["max", "mean", "sum"]
 

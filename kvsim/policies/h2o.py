@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer, Scores
+from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

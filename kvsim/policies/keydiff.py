@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from kvsim.composition import Scorer
-from kvsim.view import View
+from kvsim.core.policy import Scorer
+from kvsim.core.view import View
 
 
 @dataclass(frozen=True)

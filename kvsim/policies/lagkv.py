@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.window import before_window, check_window, shares
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvsim.composition import (
+from kvsim.core.policy import (
     Allocator,
     Everything,
     LayerBudgets,
@@ -17,9 +17,9 @@ from kvsim.composition import (
     Scorer,
     Uniform,
 )
+from kvsim.core.propagation import Propagation
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies.full import Full
-from kvsim.propagation import Propagation
 
 
 @dataclass(frozen=True)

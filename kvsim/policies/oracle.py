@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import Scorer
+from kvsim.core.policy import Scorer
+from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
-from kvsim.view import LOGIT_BYTES, View
 
 # The least attention that others are taken to receive beside an entry: a row that sees one entry
 # alone would lose everything with it, which is a large number and not infinity.

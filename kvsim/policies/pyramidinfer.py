@@ -26,11 +26,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsim.composition import is_count
+from kvsim.core.policy import is_count
+from kvsim.core.propagation import Propagation, Step
+from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ranks
-from kvsim.propagation import Propagation, Step
-from kvsim.view import LOGIT_BYTES, View
 
 # Weight of the newest recent row; the oldest weighs 1.
 _NEWEST = 1.2

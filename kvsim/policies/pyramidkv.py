@@ -24,10 +24,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import LayerBudgets
+from kvsim.core.policy import LayerBudgets
+from kvsim.core.select import apportion
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.select import apportion
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

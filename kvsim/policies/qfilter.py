@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope
+from kvsim.core.attention import Rope
+from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.gkv import local_score
 from kvsim.policies.pooling import check_pooling, smooth
 from kvsim.policies.redundancy import check_redundancy, mean_similarity
 from kvsim.policies.window import before_window, check_window, shares
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

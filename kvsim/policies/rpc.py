@@ -23,11 +23,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvsim.composition import LayerBudgets, Protection, Scorer
+from kvsim.core.policy import LayerBudgets, Protection, Scorer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.pooling import check_pooling, smooth
 from kvsim.policies.window import before_window, check_window, shares
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
 from kvsim.policies.pooling import check_pooling, over_heads, smooth
 from kvsim.policies.window import before_window, check_window
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

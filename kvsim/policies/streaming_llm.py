@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

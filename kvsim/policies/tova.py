@@ -17,9 +17,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvsim.composition import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.view import View
 
 
 @dataclass(frozen=True)

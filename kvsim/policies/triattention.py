@@ -29,11 +29,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsim.attention import Rope
-from kvsim.composition import Protection, protected_by
+from kvsim.core.attention import Rope
+from kvsim.core.policy import Protection, protected_by
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import Calibrated
-from kvsim.view import View
 
 # Distances into the future at which a key is scored.
 _OFFSETS = tuple(2**i for i in range(17))

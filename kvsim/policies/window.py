@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.view import View
 
 
 def before_window(view: View, window: int) -> Tensor:

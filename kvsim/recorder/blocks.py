@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvsim.attention import Formula, Rope, recent_attention
+from kvsim.core.attention import Formula, Rope, recent_attention
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, projected_keys
 from kvsim.schema import CHUNK

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.attention import attention_weights
+from kvsim.core.attention import attention_weights
+from kvsim.core.trace import Trace, open_trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import BlockRecorder, MemorySink, Sink
 from kvsim.recorder.generation import Ended, StopStrings, generate, stop_tokens
@@ -49,7 +50,6 @@ from kvsim.store.checks import DTYPES
 from kvsim.store.header import Header
 from kvsim.store.publication import check_target, check_writable
 from kvsim.store.writer import TraceWriter
-from kvsim.trace import Trace, open_trace
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30

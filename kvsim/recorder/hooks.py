@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvsim.attention import Formula
+from kvsim.core.attention import Formula
 from kvsim.errors import CaptureError
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]

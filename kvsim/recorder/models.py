@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
-from kvsim.attention import Rope
+from kvsim.core.attention import Rope
 from kvsim.errors import CaptureError, suggest
 from kvsim.recorder.hooks import attention_modules, kernel_name
 from kvsim.recorder.hub import unreachable

@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceExistsError
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Encoded, Labels, check_answer
 from kvsim.store.checks import DTYPES, stored_dtype
-from kvsim.trace import Trace
 
 
 @contextmanager

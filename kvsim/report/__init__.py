@@ -21,13 +21,13 @@ from pathlib import Path
 
 import polars as pl
 
+from kvsim.analysis.table import COLUMNS
+from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
-from kvsim.metrics import COLUMNS
 from kvsim.report.html import PAGE
 from kvsim.report.runs import Saved, joined, read_run
 from kvsim.report.sections import sections
 from kvsim.report.study import Progress, check_traces, study
-from kvsim.trace import Trace
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from kvsim.diagnostics import FINDINGS
+from kvsim.analysis.findings import FINDINGS
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import Interval
 from kvsim.errors import PolicyError
-from kvsim.metrics import METRICS
 from kvsim.plots.saving import data_url
-from kvsim.statistics import Interval
 
 #: Digits behind the point by unit; 3 for all others.
 _DIGITS = {"entries": 1, "layer": 1, "squared ranks": 0}

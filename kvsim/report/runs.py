@@ -10,8 +10,8 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.analysis.table import COLUMNS
 from kvsim.errors import OutputError, PolicyError
-from kvsim.metrics import COLUMNS
 
 
 @dataclass(frozen=True)

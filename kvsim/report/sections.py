@@ -9,7 +9,9 @@ from html import escape
 
 import polars as pl
 
-from kvsim.metrics import METRICS
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import labelled
+from kvsim.analysis.summaries import averages, compare, layers_of, uneven
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.report.answers import answers
@@ -17,9 +19,7 @@ from kvsim.report.html import called, cell, details, image, interval, section, t
 from kvsim.report.runs import Saved
 from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
-from kvsim.results import labelled
 from kvsim.schema import LABELS, schedule
-from kvsim.statistics import averages, compare, layers_of, uneven
 
 
 def sections(
@@ -28,7 +28,7 @@ def sections(
     """The sections of runs and traces, those that have nothing to say empty.
 
     table: of all runs, with the findings of the traces. Results of one policy are called by what
-    tells them apart (`kvsim.results.labels`).
+    tells them apart (`kvsim.analysis.results.labels`).
     """
     shown = labelled(table)
     if runs:

@@ -8,22 +8,16 @@ from itertools import product
 
 import polars as pl
 
-from kvsim.composition import Policy
-from kvsim.diagnostics import (
-    FINDINGS,
-    Analysis,
-    Diagnosis,
-    diagnose,
-    expectation_table,
-    loss_table,
-    reconstruction_table,
-)
-from kvsim.diagnostics.reconstruction import RECONSTRUCTION_COLUMNS
+from kvsim.analysis.attention.expectation import expectation_table, loss_table
+from kvsim.analysis.findings import FINDINGS, Analysis
+from kvsim.analysis.output.reconstruction import RECONSTRUCTION_COLUMNS, reconstruction_table
+from kvsim.analysis.prompt.tables import Diagnosis, diagnose
+from kvsim.analysis.results import check_distinct
+from kvsim.core.policy import Policy
+from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
 from kvsim.report.runs import Saved
-from kvsim.results import check_distinct
-from kvsim.trace import Trace
 
 #: Called with (steps done, steps, what is being done).
 Progress = Callable[[int, int, str], None]

@@ -8,9 +8,10 @@ from html import escape
 import numpy as np
 import polars as pl
 
-from kvsim.diagnostics import distribution, selection_table
-from kvsim.diagnostics.expectation import STEPS
-from kvsim.diagnostics.findings import FINDINGS, SHARES
+from kvsim.analysis.attention.expectation import STEPS
+from kvsim.analysis.findings import FINDINGS, SHARES
+from kvsim.analysis.prompt.tables import distribution, selection_table
+from kvsim.analysis.summaries import Interval, averages, first_of
 from kvsim.plots import (
     agreement_steps,
     attention_loss,
@@ -27,7 +28,6 @@ from kvsim.plots import (
 from kvsim.report.html import cell, details, image, interval, section, table_of
 from kvsim.report.study import METHODS, RATIOS, Study, budget_of
 from kvsim.schema import plural
-from kvsim.statistics import Interval, averages, first_of
 
 #: Layers at most in a table without a click, in a figure with a panel and in one with a row each.
 _LAYERS, _PANELS, _ROWS = 8, 7, 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.attention import Formula, Rope, causal_attention
+from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, kernel_name, listening
 from kvsim.recorder.residual import decoder_layers

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from kvsim.attention import attend
+from kvsim.core.attention import attend
+from kvsim.core.record import Record
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.record import Record
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import kernel_name
 

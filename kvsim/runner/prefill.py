@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.composition import Policy
+from kvsim.analysis.table import COLUMNS
+from kvsim.core.policy import Policy
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.core.view import Setting, View
 from kvsim.engine import replay
 from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.metrics import COLUMNS
-from kvsim.record import Record
 from kvsim.recorder.models import describe_model
 from kvsim.runner.decoder import Computed, Decoder
 from kvsim.store.checks import DTYPES, relative_error, tolerance
-from kvsim.trace import Trace
-from kvsim.view import Setting, View
 
 
 @dataclass(frozen=True, eq=False)

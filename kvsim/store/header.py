@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.attention import Formula, Rope
+from kvsim.core.attention import Formula, Rope
 from kvsim.errors import TraceError
 from kvsim.schema import CHUNK, FORMAT_VERSION, LABELS
 from kvsim.store.documents import brief, said

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.interrupts import unbroken
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.documents import brief, said
+from kvsim.store.interrupts import unbroken
 from kvsim.store.place import Folder, check_limit
 from kvsim.store.publication import check_writable
 from kvsim.store.reader import StoredTrace

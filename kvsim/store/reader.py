@@ -29,7 +29,7 @@ _FINITE = ("q", "k", "v", "attn_out", "lse", *DENSE, "o_proj", "residual")
 
 
 class StoredTrace:
-    """The arrays and the header of the trace at `path`, a source for `kvsim.trace.Trace`.
+    """The arrays and the header of the trace at `path`, a source for `kvsim.core.trace.Trace`.
 
     path: a folder, a packed trace, or a URL.
 

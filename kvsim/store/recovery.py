@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.interrupts import unbroken
 from kvsim.schema import CHUNK
 from kvsim.store.draft import (
     TOKENS,
@@ -28,6 +27,7 @@ from kvsim.store.draft import (
 )
 from kvsim.store.group import PARTIAL, Group
 from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
+from kvsim.store.interrupts import unbroken
 from kvsim.store.layout import DIMENSIONS, REQUIRED, read_json
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvsim.attention import attention_weights, causal_attention
+from kvsim.core.attention import attention_weights, causal_attention
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.checks import first_row, relative_error, tolerance

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvsim.errors import KvsimError, TraceError
-from kvsim.interrupts import unbroken
 from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.checks import check_finite, stored_dtype
 from kvsim.store.draft import TokenFile, hidden, recover_command
 from kvsim.store.group import Group
 from kvsim.store.header import ContentDigest, Header
+from kvsim.store.interrupts import unbroken
 from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.publication import check_target, complete, put, write_whole
 

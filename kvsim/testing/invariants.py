@@ -22,16 +22,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsim.composition import Allocator, Even, Plan, Policy, Schedule, Uniform
+from kvsim.analysis.output.error import output_error
+from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule, Uniform
+from kvsim.core.record import Plans, Record, read_records, write_records
+from kvsim.core.view import View
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, suggest
-from kvsim.metrics import output_error
 from kvsim.policies import policy as named
-from kvsim.record import Plans, Record, read_records, write_records
 from kvsim.schema import NEVER
 from kvsim.testing import reference, strategies
 from kvsim.testing.strategies import Case
-from kvsim.view import View
 
 Ints = npt.NDArray[np.int32]
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvsim.attention import Rope
+from kvsim.core.attention import Rope
+from kvsim.core.trace import Trace
 from kvsim.testing import reference
-from kvsim.trace import Trace
 
 T = TypeVar("T")
 

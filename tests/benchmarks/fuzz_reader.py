@@ -32,12 +32,12 @@ import numpy as np
 import torch
 
 from kvsim import Rope, Trace, open_trace
-from kvsim.attention import Formula
 from kvsim.cli import _status
+from kvsim.core.attention import Formula
 from kvsim.errors import TraceError
-from kvsim.samples import sample_trace
 from kvsim.store import TraceWriter, describe, verify
 from kvsim.store.packing import pack
+from kvsim.tiny.sample import sample_trace
 
 SECONDS = 5
 BYTES = 1 << 30

@@ -22,7 +22,8 @@ import torch
 
 import kvsim
 from kvsim import Record, Trace
-from kvsim.metrics import METRICS, output_error
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.registry import METRICS
 
 sys.path.append(str(Path(__file__).parent))
 from replay import Size, arrays, best, fresh, put

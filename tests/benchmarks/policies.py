@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 import kvsim
+from kvsim.core.select import compete, select
 from kvsim.policies import CATALOGUE, names
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS, Segments, normalise
-from kvsim.select import compete, select
 from kvsim.testing.reference import allocation
 
 sys.path.append(str(Path(__file__).parent))

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import kvsim
-from kvsim.metrics import output_error
+from kvsim.analysis.output.error import output_error
 
 BEGIN, END = "<!-- begin benchmark -->", "<!-- end benchmark -->"
 

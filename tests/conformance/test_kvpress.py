@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
-from kvsim.composition import Scorer
+from kvsim.core.policy import Scorer
+from kvsim.core.select import select
+from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
-from kvsim.select import select
 from kvsim.testing import reference
-from kvsim.view import View
 
 pytestmark = pytest.mark.peers
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvsim
-from kvsim.composition import Policy, Scorer, Scores
+from kvsim.core.policy import Policy, Scorer, Scores
+from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.view import View
 
 pytestmark = pytest.mark.peers
 

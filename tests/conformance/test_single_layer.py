@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
-from kvsim.metrics import output_error
+from kvsim.analysis.output.error import output_error
 from kvsim.testing import reference
 
 TOLERANCE = 1e-5

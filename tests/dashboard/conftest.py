@@ -11,7 +11,7 @@ import torch
 import zarr
 
 from kvsim import Rope, Trace
-from kvsim.samples import sample_trace
+from kvsim.tiny.sample import sample_trace
 
 APP = Path(__file__).parents[2] / "apps" / "dashboard" / "app.py"
 

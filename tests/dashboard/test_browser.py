@@ -21,7 +21,7 @@ import torch
 
 import kvsim
 from kvsim import Rope, Trace
-from kvsim.sweeps import sweep
+from kvsim.sweeps.run import sweep
 
 PAGES = ("trace", "retention", "segments", "compare", "layers", "fidelity")
 #: Screenshots for a person to look at go here, where it is set.

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.metrics import METRICS
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import labelled
+from kvsim.analysis.summaries import averages, compare, stages
 from kvsim.plots.summary import front
 from kvsim.report import read_run
-from kvsim.results import labelled
-from kvsim.statistics import averages, compare, stages
-from kvsim.sweeps import sweep
+from kvsim.sweeps.run import sweep
 
 MEASURED = ("output_error", "wipeout", "entries_seen", "retained_iou", "sparsity")
 POLICIES = ("streaming_llm", "tova", "random")

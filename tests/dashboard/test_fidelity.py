@@ -1,4 +1,4 @@
-"""Page *Fidelity* without a browser: shares and differences are those of `kvsim.statistics`."""
+"""Page *Fidelity* without a browser: shares and differences are those of the summaries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.record import Record
+from kvsim.analysis.results import labelled
+from kvsim.analysis.summaries import between_levels, level_shares
+from kvsim.core.record import Record
 from kvsim.report import read_run
-from kvsim.results import labelled
-from kvsim.statistics import between_levels, level_shares
-from kvsim.sweeps import Run, sweep
+from kvsim.sweeps.run import Run, sweep
 
 METRICS = ["wipeout", "output_error", "entries_seen", "sparsity"]
 

@@ -1,4 +1,4 @@
-"""Page *Layers* without a browser: its numbers are those of `kvsim.diagnostics`."""
+"""Page *Layers* without a browser: its numbers are those of `kvsim.analysis`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.diagnostics import diagnose, layer_table, overlap_table, ranking, sparsity_table
+from kvsim.analysis.prompt.layers import overlap_table, sparsity_table
+from kvsim.analysis.prompt.ranking import ranking
+from kvsim.analysis.prompt.tables import diagnose, layer_table
 from kvsim.policies.asl import ASL
 
 TEXTS = ["a", "b\n", " c"]

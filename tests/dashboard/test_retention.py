@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.samples import sample_trace
+from kvsim.tiny.sample import sample_trace
 
 FIRST = {"layer": "1", "head": "2", "budget": "96", "interval": "64"}
 

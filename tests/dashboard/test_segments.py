@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.metrics.segments import ams_segments
-from kvsim.samples import sample_trace
-from kvsim.segmentation import segmented
+from kvsim.analysis.kept.segmentation import segmented
+from kvsim.analysis.kept.segments import ams_segments
+from kvsim.tiny.sample import sample_trace
 
 FIT = {"window": 32, "min_segment": 8, "max_segment": 64, "sink": 4, "recent": 32}
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.diagnostics.heads import head_profile
-from kvsim.samples import sample_trace
+from kvsim.analysis.attention.heads import head_profile
 from kvsim.store.listing import find_runs, find_traces
+from kvsim.tiny.sample import sample_trace
 
 
 def test_traces_of_a_folder_are_listed_by_name(folder):

@@ -11,12 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsim.plots.heads import head_maps, head_masses, removed_heads, training_curves
-from kvsim.tiny import PATH, card, evaluate, train
-from kvsim.tiny.curriculum import collate
-from kvsim.tiny.ledger import check
-from kvsim.tiny.model import build
-from kvsim.tiny.probes import (
+from apps.tiny import card, evaluate, train
+from apps.tiny.curriculum import collate
+from apps.tiny.heads import head_maps, head_masses, removed_heads, training_curves
+from apps.tiny.probes import (
     FIGURES,
     NEEDS,
     ablation,
@@ -27,7 +25,10 @@ from kvsim.tiny.probes import (
     score,
     structure,
 )
-from kvsim.tiny.results import Results, best, digest, heads
+from apps.tiny.results import Results, best, digest, heads
+from kvsim.tiny import PATH
+from kvsim.tiny.ledger import check
+from kvsim.tiny.model import build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import VERBS
 

@@ -10,16 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvsim.tiny import train
-from kvsim.tiny.curriculum import (
-    GUIDED,
-    IGNORE,
-    SHARES,
-    STAGES,
-    collate,
-    draw_batch,
-    draw_mix,
-)
+from apps.tiny import train
+from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_batch, draw_mix
 from kvsim.tiny.model import SHAPES, build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB

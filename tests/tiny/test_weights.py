@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from apps.tiny.evaluate import respond
 from kvsim.tiny import MODELS, PATH
-from kvsim.tiny.evaluate import respond
 from kvsim.tiny.ledger import check
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB

@@ -9,8 +9,8 @@ import frames
 import lines
 import runs
 import shown
+from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
-from kvsim.metrics import METRICS
 from kvsim.plots.summary import front
 from kvsim.schema import LABELS
 

@@ -10,8 +10,8 @@ import frames
 import lines
 import runs
 import shown
+from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
-from kvsim.metrics import METRICS
 
 #: What the levels mean, the strongest first.
 LEVELS = {

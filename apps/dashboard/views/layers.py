@@ -10,9 +10,10 @@ import frames
 import lines
 import ranked
 import shown
-from kvsim.diagnostics import Curve, Diagnosis, layer_table
+from kvsim.analysis.attention.overlap import default_window
+from kvsim.analysis.prompt.ranking import Curve
+from kvsim.analysis.prompt.tables import Diagnosis, layer_table
 from kvsim.errors import KvsimError
-from kvsim.metrics.overlap import default_window
 from kvsim.plots.style import COLOURS
 
 BLUE, RED, GREEN, PINK, ORANGE = COLOURS[:5]

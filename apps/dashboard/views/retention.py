@@ -13,10 +13,10 @@ import chosen
 import drawn
 import shown
 from kvsim import Record
-from kvsim.course import REGION
+from kvsim.analysis.kept.course import REGION
+from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
-from kvsim.metrics import fidelity
 from kvsim.plots.text import STATES, token_html, token_states
 
 #: Tokens of the text that are shown at once.

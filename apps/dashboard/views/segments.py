@@ -14,13 +14,13 @@ import cached
 import chosen
 import drawn
 import shown
-from kvsim.course import head_course, held
+from kvsim.analysis.kept.course import head_course, held
+from kvsim.analysis.kept.segmentation import Segmented, segmented
+from kvsim.analysis.kept.segments import NEAR, ams_segments, noted
+from kvsim.analysis.table import fidelity
+from kvsim.analysis.tiles import SIDE
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.metrics import fidelity
-from kvsim.metrics.segments import NEAR, ams_segments, noted
 from kvsim.plots import mass_curve, save
-from kvsim.segmentation import Segmented, segmented
-from kvsim.tiles import SIDE
 
 #: Entries of all heads at all events up to which a replay keeps what was decided (some 60 bytes
 #: each).

@@ -1,0 +1,1 @@
+"""Training, evaluation and model cards of the shipped models."""

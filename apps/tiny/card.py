@@ -1,0 +1,396 @@
+"""The generated sections of the model card, from a file of measurements.
+
+A section stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Sections about the
+language follow from the language alone, the others from rows that `apps.tiny.evaluate` wrote and
+from the summary of the training beside the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+
+from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
+from apps.tiny.probes import FIGURES, FIRST, LAST
+from apps.tiny.results import Row, best, heads
+from kvsim.analysis.proportion import wilson
+from kvsim.tiny.model import SHAPES
+from kvsim.tiny.tasks import LEVELS, TASKS, prompts
+from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
+
+MISSING = "Not measured for these weights."
+POINTS = 12  # rows of the table of a training curve, at most
+#: A head is called what it does with at least this share of its attention: sink on the first
+#: positions, marks on punctuation, local on the last positions (all three `RESTS`), retrieval on
+#: the position that some word needs.
+RESTS, RETRIEVAL = 1 / 3, 0.5
+
+
+def write(card: Path, rows: Sequence[Row], model: Path) -> None:
+    """Fill the sections of ``card`` from measurements ``rows`` of the weights in ``model``.
+
+    A card need not have every section.
+    """
+    text = card.read_text("utf-8")
+    found = sections(rows, model)
+    own = {name: part for name, part in found.items() if f"<!-- begin {name} -->" in text}
+    card.write_text(fill(text, own), "utf-8")
+
+
+def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
+    """All generated sections by name."""
+    summary = json.loads((model / "training.json").read_text("utf-8"))
+    measured: dict[str, Callable[[Sequence[Row]], str]] = {
+        "accuracy": accuracy,
+        "details": details,
+        "layers": layers,
+        "removed": removed,
+        "attention": attention,
+        "retrieval": retrieval,
+        "curve": curve,
+    }
+    return {
+        "architecture": architecture(model),
+        "language": "\n\n".join(map(_example, VERBS)),
+        "domains": domains(),
+        "levels": levels(),
+        "training": training(summary),
+        "data": data(),
+        "guided": guided(summary["settings"].get("shape", "tiny")),
+        **{name: write(rows) or MISSING for name, write in measured.items()},
+    }
+
+
+def fill(card: str, texts: Mapping[str, str]) -> str:
+    """``card`` with each section's text between its ``begin`` and ``end`` marker."""
+    for name, text in texts.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        before, found, rest = card.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"the card lacks the markers {begin} and {end}")
+        card = f"{before}{begin}\n{text}\n{end}{after}"
+    return card
+
+
+def proportion(hits: int, n: int) -> str:
+    """``hits`` of ``n`` with their interval."""
+    low, high = wilson(hits, n)
+    return f"{hits}/{n} ({100 * low:.0f}-{100 * high:.0f} %)"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# --- the language ---
+
+
+def _example(verb: str) -> str:
+    """A short prompt of one verb, and its response; the facts are the same for all."""
+    lines = {"check": 7, "wait": 10}.get(verb, 4)
+    (sample,) = prompts(
+        1, seed=87, task=verb, facts=4, lines=lines, kinds=3, filler=0.6, report=2, domain="ore"
+    )
+    prompt = _broken(sample.prompt, ("key", "question", "report"))
+    response = _broken(sample.response, ("done",))
+    return f"<!-- not run: a prompt and its response -->\n```text\n{prompt}\n\n{response}\n```"
+
+
+def _broken(text: str, before: Sequence[str], width: int = 96) -> str:
+    """``text`` in lines of at most ``width``, broken after clauses and ``before`` some words."""
+    lines: list[str] = []
+    clause: list[str] = []
+    for word in text.split():
+        clause.append(word)
+        if word not in (".", ",", ";", ":"):
+            continue
+        joined = " ".join(clause)
+        if lines and clause[0] not in before and len(lines[-1]) + 1 + len(joined) <= width:
+            lines[-1] += f" {joined}"
+        else:
+            lines.append(joined)
+        clause = []
+    return "\n".join(lines)
+
+
+def domains() -> str:
+    """The words of each domain."""
+    rows = [
+        [name, " ".join(domain.kinds), " ".join(domain.nouns)] for name, domain in DOMAINS.items()
+    ]
+    return table(["domain", "kinds", "nouns of the filler"], rows)
+
+
+def levels() -> str:
+    """Two tables: what a level means, and how long its sequences are."""
+    number = range(len(LEVELS["walk"]))
+    sizes = []
+    for index in number:
+        size, few = LEVELS["walk"][index], LEVELS["needle"][index]
+        needle = f"{few.facts} facts, {few.kinds} kinds, filler {few.filler:g}"
+        row = [index + 1, size.facts, size.kinds, f"{size.filler:g}", size.cycle, needle]
+        sizes.append([str(cell) for cell in row])
+    head = ["level", "facts", "kinds", "filler", "cycle", "needle instead"]
+    lengths = [
+        [task, *(_length(task, index + 1, LEVELS[task][index].lines) for index in number)]
+        for task in TASKS
+    ]
+    names = [f"level {index + 1}" for index in number]
+    return table(head, sizes) + "\n\n" + table(["task", *names], lengths)
+
+
+def _length(task: str, level: int, lines: int) -> str:
+    samples = prompts(20, seed=2, task=task, level=level)
+    tokens = [sample.tokens for sample in samples]
+    reach = sum(sample.reach for sample in samples) / len(samples)
+    return f"{lines} lines, {min(tokens)}-{max(tokens)} tokens, reach {reach:.0f}"
+
+
+# --- training ---
+
+
+def architecture(model: Path) -> str:
+    """What the model is, from its configuration and the size of its weights."""
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    weights = model / "model.safetensors"
+    with safe_open(weights, "pt") as tensors:
+        found = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no mapping
+    kind = {"F32": "float32", "BF16": "bfloat16"}[found[0].get_dtype()]
+    return (
+        f"A plain Qwen2 decoder of {sum(math.prod(one.get_shape()) for one in found):,} parameters "
+        f"in {kind} ({weights.stat().st_size / 1e6:.1f} MB): {config['num_hidden_layers']} layers, "
+        f"hidden size {config['hidden_size']}, {config['num_attention_heads']} query heads and "
+        f"{config['num_key_value_heads']} KV heads of {config['head_dim']} dimensions, SwiGLU of "
+        f"{config['intermediate_size']}, biases on q, k and v, tied embeddings, RoPE base "
+        f"{config['rope_parameters']['rope_theta']:,.0f}, {config['max_position_embeddings']:,} "
+        f"positions in the configuration. The vocabulary has {len(VOCAB)} words."
+    )
+
+
+def training(summary: Row) -> str:
+    """What the run was that made the weights, from the summary beside them."""
+    progress, settings = summary["progress"], summary["settings"]
+    stages, passed = settings["stages"], progress["passed"]
+    curriculum = passed[-1] if len(passed) == len(stages) else progress["step"]
+    text = (
+        f"{progress['step']:,} steps ({curriculum:,} of them curriculum), "
+        f"{progress['tokens'] / 1e6:.1f} million tokens, {progress['seconds'] / 60:.0f} minutes, "
+        f"seed {settings['seed']}. "
+        f"AdamW, peak {settings['learning_rate']:g} after {settings['warm_up']} steps of warm-up, "
+        f"linear decay over the last {settings['decay']:.0%} of the mix. "
+        f"Batches of {settings['stage_tokens']:,} tokens in the curriculum and "
+        f"{settings['mix_tokens']:,} in the mix, padding included. "
+        f"The losses that exist in training only weigh {settings['extra']:g}, and a tenth of it at "
+        f"the end."
+    )
+    rows = []
+    for index, stage in enumerate(stages):
+        ended = f"{passed[index]:,}" if index < len(passed) else "not reached"
+        spans = [_span(stage[name]) for name in ("facts", "lines", "kinds")]
+        rows.append([str(index), *spans, f"{stage['filler']:g}", ended])
+    head = ["stage", "facts", "lines", "kinds", "filler, at most", "ended at step"]
+    return f"{text}\n\n{table(head, rows)}"
+
+
+def data() -> str:
+    """What the mix is drawn from."""
+    shares = ", ".join(f"{task} {share} %" for task, share in SHARES.items())
+    return (
+        f"Tasks by share: {shares}. The mix has {_span(MIX_FACTS)} facts and {_span(MIX_LINES)} "
+        f"lines, needles {_span(MIX_NEEDLE)} facts with up to {MIX_HAYSTACK:g} sentences of filler "
+        f"before each."
+    )
+
+
+def guided(shape: str) -> str:
+    """Which heads training guides."""
+    said = {
+        "second": "the second of two retrievals",
+        "item": "the next item of a list",
+        "kind": "the kind of a correction",
+        "digit": "the digit of a correction",
+    }
+    heads_ = SHAPES[shape].guided.items()
+    return "\n".join(
+        f"* {said.get(role, role)}: layer {layer}, query head {head}"
+        for role, (layer, head) in heads_
+    )
+
+
+def _span(pair: Sequence[int]) -> str:
+    return f"{pair[0]}-{pair[1]}"
+
+
+def curve(rows: Sequence[Row]) -> str:
+    """A table for each seed: exact chains of development samples over the course of training."""
+    runs = {row["seed"]: row["curve"] for row in rows if row["part"] == "curve"}
+    parts = []
+    for seed, points in sorted(runs.items()):
+        step = -(-len(points) // POINTS)
+        kept = points[::-1][::step][::-1]  # the last one is among them
+        body = [
+            [f"{point['tokens'] / 1e6:.1f}", str(point["stage"])]
+            + [f"{100 * point['exact'][task]:.0f}" for task in TASKS]
+            for point in kept
+        ]
+        parts.append(f"Seed {seed}:\n\n" + table(["million tokens", "stage", *TASKS], body))
+    return "\n\n".join(parts)
+
+
+# --- measurements ---
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """Exact chains for each task and level."""
+    cells = best(rows, "accuracy")
+    if not cells:
+        return ""
+    numbers = sorted({level for _, level in cells})
+
+    def cell(chosen: Sequence[Row]) -> str:
+        n = sum(row["n"] for row in chosen)
+        return proportion(sum(row["chain"] for row in chosen), n) if n else ""
+
+    body = [
+        [task] + [cell([cells[task, level]] if (task, level) in cells else []) for level in numbers]
+        for task in TASKS
+    ]
+    pooled = [cell([row for (_, at), row in cells.items() if at == level]) for level in numbers]
+    return table(["task", *(f"level {n}" for n in numbers)], [*body, ["together", *pooled]])
+
+
+def details(rows: Sequence[Row]) -> str:
+    """Everything else that was measured of the responses, one row for each task and level."""
+    body = [
+        [task, str(level), _span(row["tokens"]), f"{row['reach']:.0f}", str(row["n"])]
+        + [proportion(row[name], row["n"]) for name in ("report", "answer")]
+        + [f"{row['right']:.4f}", _counts(row["errors"])]
+        for (task, level), row in best(rows, "accuracy").items()
+    ]
+    head = ["task", "level", "tokens", "reach", "prompts", "report", "answer", "right words"]
+    return table([*head, "first wrong word"], body) if body else ""
+
+
+def _counts(errors: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in Counter(errors).most_common()) or "none"
+
+
+def layers(rows: Sequence[Row]) -> str:
+    """Exact chains and right words without the attention of one layer, and the smallest loss."""
+    cells = best(rows, "ablation")
+    if not cells:
+        return ""
+    parts = [name for name in next(iter(cells.values()))["removed"] if "head" not in name]
+    loss: dict[str, tuple[float, str]] = {}
+    for (task, _), row in cells.items():
+        found, n = row["removed"], row["n"]
+        for part in parts[1:]:
+            points = 100 * (found["nothing"]["exact"] - found[part]["exact"]) / n
+            loss[part] = min(loss.get(part, (math.inf, "")), (points, task))
+    body = [
+        ["nothing" if part == parts[0] else _part(part)]
+        + [
+            f"{row['removed'][part]['exact']}/{row['n']}, {row['removed'][part]['right']:.3f}"
+            for row in cells.values()
+        ]
+        for part in parts
+    ]
+    head = ["without", *(task for task, _ in cells)]
+    least = "; ".join(f"{_part(p)}: {points:.0f} ({task})" for p, (points, task) in loss.items())
+    return (
+        f"{table(head, body)}\n\nSmallest loss over the tasks, in points of exact chains: {least}."
+    )
+
+
+def _part(name: str) -> str:
+    return name.replace(", mean", " (mean)")
+
+
+def removed(rows: Sequence[Row]) -> str:
+    """Exact chains without one KV head."""
+    cells = best(rows, "ablation")
+    if not cells:
+        return ""
+    parts = [n for n in next(iter(cells.values()))["removed"] if n == "nothing" or "head" in n]
+    body = [
+        [name.replace("nothing", "none").removeprefix("head ")]
+        + [f"{row['removed'][name]['exact']}/{row['n']}" for row in cells.values()]
+        for name in parts
+    ]
+    return table(["removed", *(task for task, _ in cells)], body)
+
+
+# --- heads ---
+
+
+def roles(head: Row) -> list[str]:
+    """What a head is called."""
+    found = ["retrieval"] if max(head["mass"].values(), default=0.0) >= RETRIEVAL else []
+    rests = {"first": "sink", "marks": "marks", "last": "local"}
+    found += [role for name, role in rests.items() if head[name] >= RESTS]
+    return found or ["mixed"]
+
+
+def attention(rows: Sequence[Row]) -> str:
+    """For each head, where its attention rests and what it is called; and which heads are what."""
+    found = heads(rows)
+    if not found:
+        return ""
+    body = []
+    called: dict[int, dict[str, list[str]]] = {}
+    for one in found:
+        shares = [f"{one[name]:.2f}" for name in FIGURES[:-1]]
+        said = [f"{one['effective']:.1f}", ", ".join(roles(one)), _finds(one)]
+        body.append([str(one["layer"]), str(one["head"]), *shares, *said])
+        for role in roles(one):
+            called.setdefault(one["layer"], {}).setdefault(role, []).append(str(one["head"]))
+    first = ["layer", "query head", f"first {FIRST}", "marks", f"last {LAST}", "chain before"]
+    head = [*first, "effective tokens", "role", "retrieves"]
+    means = (
+        f"With at least {RESTS:.2f} of its attention there a head is called a *sink* (on the first "
+        f"{FIRST} positions), *marks* or *local* (on the last {LAST}); it is a *retrieval* head "
+        f"with at least {RETRIEVAL:.2f} on the very position that a word is looked up from, on "
+        "average over such words, and the last column says which words."
+    )
+    lines = [
+        f"* Layer {layer}: "
+        + "; ".join(f"{role} {', '.join(names)}" for role, names in sorted(by_role.items()))
+        for layer, by_role in called.items()
+    ]
+    behind = [one for one in found if one["layer"]]
+    most = ", ".join(
+        f"{max(one[name] for one in behind):.2f} on {where}"
+        for name, where in zip(FIGURES[:3], ("the first", "marks", "the last"), strict=True)
+    )
+    most = f"The largest shares of a head behind layer 0: {most}."
+    return "\n\n".join([means, table(head, body), "\n".join(lines), most])
+
+
+def _finds(head: Row) -> str:
+    found = {name: mass for name, mass in head["mass"].items() if mass >= RETRIEVAL}
+    return "; ".join(f"{name} {mass:.2f}" for name, mass in found.items())
+
+
+def retrieval(rows: Sequence[Row]) -> str:
+    """For each layer and need, the head with the most mass on what is needed."""
+    found = heads(rows)
+    if not found:
+        return ""
+    numbers = sorted({one["layer"] for one in found})
+    body = []
+    for name in found[0]["mass"]:
+        cells = []
+        for number in numbers:
+            same = [one for one in found if one["layer"] == number]
+            top = max(same, key=lambda one: one["mass"][name])
+            cells.append(f"{top['mass'][name]:.2f} (head {top['head']})")
+        body.append([name, *cells])
+    return table(["needed for", *(f"layer {number}" for number in numbers)], body)

@@ -1,0 +1,181 @@
+"""Measure a tiny model: how often it is right, what its layers and heads are needed for.
+
+    python -m apps.tiny.evaluate --results FILE [--tasks walk get] [--levels 1 2] [--n 100]
+    python -m apps.tiny.evaluate --results FILE --logs 0=FILE 1=FILE
+    python -m apps.tiny.evaluate --results FILE --card docs/tiny-model-card.md
+
+The first form measures and adds a line of JSON to the results for each measurement. What is there
+already, of the same weights and as many samples, is not measured again: interrupt it and start it
+again as often as needed. Two processes may share a file if they have different ``--tasks``.
+The second adds the curves of training runs, by seed. The last writes the card from the results, so
+that no number in it is typed, and measures nothing; `docs/heads.py` draws its pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from apps.tiny.card import write
+from apps.tiny.probes import ablation, structure
+from apps.tiny.results import Results, Row, digest
+from kvsim.tiny import PATH
+from kvsim.tiny.ledger import check
+from kvsim.tiny.tasks import LEVELS, TASKS, Sample, prompts
+from kvsim.tiny.vocabulary import SPECIAL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BATCH = 20  # sequences that generate together
+PROBED = 2  # level of the samples that ablation and structure look at
+
+# --- answers ---
+
+
+def respond(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
+) -> list[str]:
+    """The model's own greedy responses to the prompts of ``samples``, with a full cache.
+
+    Samples of about one length go together; their prompts are padded on the left and masked, so
+    positions stay true.
+    """
+    found = [""] * len(samples)
+    order = sorted(range(len(samples)), key=lambda index: samples[index].tokens)
+    for first in range(0, len(order), BATCH):
+        chosen = order[first : first + BATCH]
+        texts = [samples[index].prompt for index in chosen]
+        longest = max(len(samples[index].response.split()) for index in chosen)
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        generate: Any = model.generate  # mypy takes the method for a tensor
+        sequences = generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            do_sample=False,
+            max_new_tokens=longest + 8,  # room to go on where it should have stopped
+        )
+        written = sequences[:, batch["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+        for index, text in zip(chosen, texts, strict=True):
+            found[index] = text
+    return found
+
+
+def first_error(sample: Sample, response: str) -> str | None:
+    """What the first wrong word of ``response`` should have been looked up for.
+
+    None where the response is right, "other" for a word that follows from those before it.
+    """
+    expected, words = sample.response.split(), [w for w in response.split() if w not in SPECIAL[:3]]
+    if words == expected:
+        return None
+    pairs = zip(words, expected, strict=False)
+    agree = [word == other for word, other in pairs]
+    at = sample.prompt_words + (agree.index(False) if False in agree else len(agree))
+    due = {retrieval.at + 1: retrieval.purpose for retrieval in sample.retrievals}
+    return due.get(at, "other")
+
+
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
+) -> Row:
+    """How many chains, reports and answers of ``samples`` are exact, and where others go wrong."""
+    responses = respond(model, tokenizer, samples)
+    pairs = list(zip(samples, responses, strict=True))
+    checks = [check(sample.prompt, response) for sample, response in pairs]
+    errors = Counter(filter(None, (first_error(*pair) for pair in pairs)))
+    tokens = [sample.tokens for sample in samples]
+    return {
+        "chain": sum(one.chain_exact for one in checks),
+        "report": sum(one.report_exact for one in checks),
+        "answer": sum(one.answer_exact for one in checks),
+        "right": round(sum(one.share for one in checks) / len(checks), 5),
+        "errors": dict(errors.most_common()),
+        "tokens": [min(tokens), max(tokens)],
+        "reach": round(sum(sample.reach for sample in samples) / len(samples), 1),
+    }
+
+
+# --- the program ---
+
+#: What is measured, and the seed of its first cell; training, development samples and examples
+#: use other seeds.
+PARTS = {"accuracy": 1000, "ablation": 2000, "structure": 3000}
+
+
+def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _measure(options: argparse.Namespace, results: Results) -> None:
+    """Whatever of the chosen parts, levels and tasks is not in the results."""
+    model, tokenizer = _load(options.model)
+    probes: dict[str, Callable[[Sequence[Sample]], Row]] = {
+        "accuracy": partial(accuracy, model, tokenizer),
+        "ablation": partial(ablation, model),
+        "structure": partial(structure, model),
+    }
+    for part in options.parts:
+        counted = part == "accuracy"
+        n = options.n if counted else options.probed
+        for level in options.levels if counted else [PROBED]:
+            for task in options.tasks:
+                seed = PARTS[part] + 10 * TASKS.index(task) + level
+                cell = {"part": part, "task": task, "level": level, "n": n, "seed": seed}
+                if results.has(**cell):
+                    continue
+                began = time.perf_counter()
+                found = probes[part](prompts(n, seed, task=task, level=level))
+                cell["seconds"] = round(time.perf_counter() - began, 1)
+                results.add(**cell, **found)
+                print(json.dumps(cell), flush=True)
+
+
+def curve(log: Path) -> Row:
+    """The measurements on development samples in the log of a training run."""
+    rows = [json.loads(line) for line in log.read_text("utf-8").splitlines() if line[:1] == "{"]
+    kept = ("step", "tokens", "seconds", "stage", "exact", "right")
+    return {"curve": [{key: row[key] for key in kept} for row in rows if "exact" in row]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure a tiny model, or write its card from what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m apps.tiny.evaluate", description=main.__doc__)
+    parser.add_argument("--results", type=Path, required=True, help="file of measurements")
+    parser.add_argument("--model", type=Path, default=PATH, help="folder; default: the shipped one")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    levels = range(1, 1 + len(LEVELS[TASKS[0]]))
+    parser.add_argument("--levels", nargs="+", type=int, choices=levels, default=levels)
+    parser.add_argument("--n", type=int, default=100, help="samples for each cell of accuracy")
+    parser.add_argument("--probed", type=int, default=32, help="samples of a task for other parts")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--logs", nargs="+", metavar="SEED=FILE", help="add curves of training")
+    parser.add_argument("--card", type=Path, help="Markdown file with markers to write into")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    logging.disable_progress_bar()
+    results = Results(options.results, digest(options.model))
+    for log in options.logs or ():
+        seed, _, file = log.partition("=")
+        results.add(part="curve", seed=int(seed), **curve(Path(file)))
+    if options.card:
+        write(options.card, results.rows(), options.model)
+    if not (options.logs or options.card):
+        _measure(options, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Are queries normal? How each dimension of each head is distributed over the tokens.
+
+Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9: Expected Attention takes queries
+before RoPE to be normal, as linear images of hidden states that are. Effect sizes (`fit`) of every
+dimension, over the rows behind the sinks (skip=4) or all of them (skip=0): the first tokens are
+outliers in most models. What the method needs of it is in `projections`.
+
+States of the residual stream are those that enter each decoder layer, before the norm in front of
+the attention; there are none unless the trace was recorded with `--residual`.
+
+Recorded activations are the model's own: every number is `exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
+from kvsim.analysis.attention.projections import check_rows
+from kvsim.analysis.prompt.tables import task_of
+from kvsim.core.trace import Trace
+from kvsim.core.view import LOGIT_BYTES
+from kvsim.schema import FIDELITY
+
+Floats = NDArray[np.float64]
+
+#: What is sampled: queries before or after RoPE, or the input of each layer.
+States = Literal["query", "rotated_query", "residual"]
+
+_OF_TRACE: dict[str, Any] = {
+    "trace": pl.String,
+    "task": pl.String,
+    "of": pl.String,
+    "skip": pl.Int64,
+    "samples": pl.Int64,
+}
+#: Columns of `normality_table`.
+NORMALITY_COLUMNS: dict[str, Any] = {
+    **_OF_TRACE,
+    "layer": pl.Int64,
+    "head": pl.Int64,
+    "qhead": pl.Int64,
+    "dim": pl.Int64,
+    **dict.fromkeys(EFFECTS, pl.Float64),
+    "modes": pl.Int64,
+    "fidelity": pl.Enum(FIDELITY),
+}
+
+
+@dataclass(frozen=True)
+class Normality:
+    """Effect sizes of every dimension over `samples` rows from `skip` on.
+
+    effects: by name, as in `fit.EFFECTS`; [layer, qhead, dim], and [layer, 1, hidden] of the
+    residual stream. group: query heads of a KV head.
+    """
+
+    trace: str
+    task: str
+    of: States
+    skip: int
+    samples: int
+    group: int
+    effects: dict[str, Floats] = field(repr=False)
+
+
+def states(
+    trace: Trace, layer: int, of: States = "query", *, skip: int = 4, stop: int | None = None
+) -> Tensor:
+    """Samples of one layer, rows skip..stop-1, all by default; float64 [qhead, dim, row].
+
+    [1, hidden, row] of the residual stream, NeedsError where it is not recorded.
+    """
+    rows, one = slice(skip, trace.n_pos if stop is None else stop), slice(layer, layer + 1)
+    found = trace.read("residual" if of == "residual" else "q", one, rows)
+    if of == "query":
+        found = trace.ropes[layer].unrotate(found, trace.positions[rows])
+    by_head: Tensor = found if of == "residual" else found[0]
+    return by_head.mT.double()
+
+
+def state_normality(
+    trace: Trace,
+    of: States = "query",
+    *,
+    skip: int = 4,
+    stop: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Normality:
+    """Effect sizes of every dimension, one layer in memory at a time.
+
+    progress: called with (layers done, layers). Raises PolicyError for fewer than 4 rows, and
+    NeedsError for a residual stream that is not recorded.
+    """
+    stop = trace.n_pos if stop is None else stop
+    check_rows(trace, skip, stop, LEAST_SAMPLES)
+    samples = stop - skip
+    step = max(1, LOGIT_BYTES // (8 * samples))
+    found: dict[str, list[Floats]] = {name: [] for name in EFFECTS}
+    for layer in range(trace.n_layers):
+        drawn = states(trace, layer, of, skip=skip, stop=stop)
+        fits = [fit_normal(part) for part in drawn.flatten(0, 1).split(step)]
+        for name in EFFECTS:
+            whole = torch.cat([getattr(one, name) for one in fits])
+            found[name].append(whole.view(drawn.shape[:2]).numpy())
+        if progress is not None:
+            progress(layer + 1, trace.n_layers)
+    return Normality(
+        trace=trace.name,
+        task=task_of(trace),
+        of=of,
+        skip=skip,
+        samples=samples,
+        group=trace.group,
+        effects={name: np.stack(layers) for name, layers in found.items()},
+    )
+
+
+def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
+    """One row per trace, state, first row, layer, query head and dimension; `NORMALITY_COLUMNS`.
+
+    head and qhead are null for the residual stream.
+    """
+    frames = [pl.DataFrame(schema=NORMALITY_COLUMNS)]
+    for one in found:
+        layer, qhead, dim = (at.ravel() for at in np.indices(one.effects["mean"].shape))
+        columns: dict[str, Any] = {name: values.ravel() for name, values in one.effects.items()}
+        columns |= {"layer": layer, "head": qhead // one.group, "qhead": qhead, "dim": dim}
+        frame = pl.DataFrame(columns).with_columns(pl.selectors.float().fill_nan(None))
+        if one.of == "residual":
+            frame = frame.with_columns(head=None, qhead=None)
+        constant = {name: getattr(one, name) for name in _OF_TRACE} | {"fidelity": "exact"}
+        frames.append(
+            frame.with_columns(**{name: pl.lit(value) for name, value in constant.items()}).select(
+                pl.col(name).cast(kind) for name, kind in NORMALITY_COLUMNS.items()
+            )
+        )
+    return pl.concat(frames)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Densities [..., bins] between edges [..., bins + 1], of samples [..., n].
+
+    Of what lies between two percentiles; a density is a share of all samples per unit.
+    """
+
+    edges: Floats
+    density: Floats
+
+
+def histogram(
+    samples: Tensor, *, bins: int = 50, between: tuple[float, float] = (0.1, 99.9)
+) -> Histogram:
+    """A histogram of each of samples [..., n], as the paper's figures draw them.
+
+    Samples that do not vary are all in the first bin, of which the width is 0 and the density NaN.
+    """
+    flat = samples.flatten(0, -2).numpy()
+    low, high = np.percentile(flat, between, axis=-1)
+    edges = np.linspace(low, high, bins + 1, axis=-1)
+    # the last bin includes its upper edge
+    inside = (flat >= low[:, None]) & (flat <= high[:, None])
+    width = np.diff(edges)
+    with np.errstate(invalid="ignore"):
+        place = (flat - low[:, None]) / (high - low)[:, None] * bins
+    at = np.clip(np.nan_to_num(place), 0, bins - 1).astype(np.int64)
+    counts = np.zeros((len(flat), bins))
+    np.add.at(counts, (np.arange(len(flat))[:, None], at), inside)
+    density = np.full(counts.shape, np.nan)
+    np.divide(counts, flat.shape[-1] * width, out=density, where=width > 0)
+    shape = samples.shape[:-1]
+    return Histogram(edges.reshape(*shape, -1), density.reshape(*shape, -1))
+
+
+def quantiles(samples: Tensor, points: int = 200) -> tuple[Floats, Floats]:
+    """A Q-Q plot: normal quantiles [p], and standardised samples of the same rank [..., p].
+
+    At most `points`, both ends included, evenly spaced in rank.
+    """
+    n = samples.shape[-1]
+    at = torch.linspace(0, n - 1, min(points, n), dtype=torch.float64).round().long()
+    ascending = samples.double().sort(dim=-1).values
+    mean, deviation = (
+        ascending.mean(-1, keepdim=True),
+        ascending.std(-1, correction=0, keepdim=True),
+    )
+    ordered = ((ascending - mean) / deviation)[..., at]
+    return normal_medians(n)[at].numpy(), ordered.numpy()

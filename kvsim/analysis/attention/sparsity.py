@@ -1,0 +1,153 @@
+"""Attention sparsity: how many keys get next to nothing, next to the largest score.
+
+G-KV, arXiv 2512.00504, Fig. 9: the share of keys with a score below p times the maximum, over the
+last 512 tokens of the full cache and over a compressed cache, in a window of the last 16 rows. The
+score of a key is G-KV's (eq. 2): maximum over the group and mean over the rows of the window.
+
+The paper leaves open over which keys the maximum is taken. It says "maximum in a sequence", where
+the first positions (the sink) usually hold it, which all but guarantees a high sparsity; so the
+same share stands beside it without them. Keys inside the window are left out: not every row of the
+window sees them, and their mean would be low for that reason alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvsim.analysis.attention.windows import (
+    WINDOW,
+    log_attention,
+    mean_of_rows,
+    row_blocks,
+    window_scores,
+)
+from kvsim.analysis.kept.retention import SINK
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+
+Floats = NDArray[np.float64]
+
+SHARES = (0.01, 0.05)
+
+#: Keys before the window that are counted in the full cache.
+DOMAIN = 512
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Share of the domain's keys with a score below shares x maximum; [share, H] each.
+
+    sequence: the maximum over every key before the window. behind_sink: the first positions are
+    left out of domain and maximum. domain: the maximum over the domain. NaN without a key.
+    """
+
+    shares: Floats
+    sequence: Floats
+    behind_sink: Floats
+    domain: Floats
+
+
+def attention_sparsity(
+    trace: Trace,
+    layer: int,
+    *,
+    shares: Sequence[float] = SHARES,
+    window: int = WINDOW,
+    domain: int = DOMAIN,
+    sink: int = SINK,
+) -> Sparsity:
+    """Of full attention: the last `window` rows and the `domain` keys before them, fewer if short.
+
+    NaN where the trace is not longer than the window.
+    """
+    start = trace.n_pos - window
+    if start < 1:
+        return _nothing(shares, trace.n_heads)
+    (scores,) = window_scores(trace, layer, [slice(start, trace.n_pos)], start)
+    counted = np.broadcast_to(np.arange(start) >= start - domain, scores.shape)
+    return _sparsity(scores, np.ones_like(counted), counted, shares, sink)
+
+
+def compressed_sparsity(
+    trace: Trace,
+    records: Sequence[Record],
+    device: str = "cpu",
+    *,
+    shares: Sequence[float] = SHARES,
+    window: int = WINDOW,
+    sink: int = SINK,
+) -> list[list[Sparsity]]:
+    """For each record and each of its layers, the sparsity of attention over what rows see.
+
+    The last `window` rows again, those after the prompt alone, each with its attention over the
+    entries that it sees, which sums to 1. The domain, and all that a maximum is taken over, is what
+    the last row still sees of the keys before them: the compressed cache. Scores of the full cache
+    and of all records come from the same rows, so that they can stand side by side; the paper's own
+    window ends at an event.
+
+    NaN for records whose keys were rotated to slots: their attention is another one. The attention
+    of each layer is computed once for all records.
+    """
+    start = max(trace.prompt_len, trace.n_pos - window)
+    found = [
+        [_nothing(shares, record.evicted_at.shape[1])] * len(record.layers) for record in records
+    ]
+    for layer in sorted({layer for record in records for layer in record.layers}):
+        blocks = row_blocks(start, trace.n_pos, window)
+        for _, z in log_attention(trace, layer, blocks, device=device):
+            row = torch.arange(start, trace.n_pos, device=z.device)[:, None]
+            for record, of_layers in zip(records, found, strict=True):
+                if layer not in record.layers or record.positions == "slot":
+                    continue
+                at = record.layers.index(layer)
+                gone = record.gone_after[at]
+                by_head = z if len(gone) == len(z) else z.flatten(0, 1).unsqueeze(1)
+                last = torch.from_numpy(gone).to(z.device)
+                hidden = last[:, None, None] < row  # later positions are -inf already
+                weights = by_head.masked_fill(hidden, -torch.inf).softmax(-1)
+                held = gone[:, :start] >= trace.n_pos - 1
+                scores = mean_of_rows(weights[..., :start])
+                of_layers[at] = _sparsity(scores, held, held, shares, sink)
+    return found
+
+
+def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
+    none = np.full((len(shares), heads), np.nan)
+    return Sparsity(np.asarray(shares), none, none, none)
+
+
+def _sparsity(
+    scores: Floats,
+    known: NDArray[np.bool_],
+    counted: NDArray[np.bool_],
+    shares: Sequence[float],
+    sink: int,
+) -> Sparsity:
+    """Of scores [H, n]; maxima over the keys known [H, n], shares of the keys counted [H, n]."""
+    behind = np.arange(scores.shape[-1]) >= sink
+    return Sparsity(
+        np.asarray(shares),
+        _below(scores, known, counted, shares),
+        _below(scores, known & behind, counted & behind, shares),
+        _below(scores, counted, counted, shares),
+    )
+
+
+def _below(
+    scores: Floats,
+    among: NDArray[np.bool_],
+    counted: NDArray[np.bool_],
+    shares: Sequence[float],
+) -> Floats:
+    """Share of the keys counted that score below each share of the largest among; [share, H]."""
+    peak = np.where(among, scores, 0.0).max(-1, initial=0.0)
+    low = scores < np.asarray(shares)[:, None, None] * peak[:, None]
+    count = counted.sum(-1)
+    out = np.full(low.shape[:2], np.nan)
+    np.divide((low & counted).sum(-1), count, out=out, where=count > 0)
+    return out

@@ -1,0 +1,81 @@
+"""Full attention of a layer in blocks of rows, and the scores of keys in windows of rows.
+
+A layer is read once, and no more than one block of rows by keys stands in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsim.core.attention import sees
+from kvsim.core.trace import Trace
+
+Floats = NDArray[np.float64]
+
+#: Rows of G-KV's observation window.
+WINDOW = 16
+
+
+def row_blocks(start: int, stop: int, width: int) -> list[slice]:
+    """Rows start..stop-1 in blocks of `width`, the last one shorter where they do not divide."""
+    return [slice(a, min(a + width, stop)) for a in range(start, stop, width)]
+
+
+def log_attention(
+    trace: Trace,
+    layer: int,
+    blocks: Sequence[slice],
+    *,
+    keys: int | None = None,
+    device: str = "cpu",
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, log of their full attention [H, G, w, n]) of every block, in the order given.
+
+    keys: positions 0..keys-1 alone; by default all up to the block's last row. A position that the
+    row does not see has -inf. Exact through the log-sum-exp of each row.
+    """
+    if not blocks:
+        return
+    one, formula = slice(layer, layer + 1), trace.formulas[layer]
+    first, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
+    q = trace.read("q", one, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
+    k = trace.read("k", one, slice(0, stop if keys is None else keys))[0].to(device).mT
+    known = trace.read("lse", one)[0] if trace.has("lse") else trace.full(one)[1][0]
+    lse = known[:, first:stop].to(device).unflatten(0, (trace.n_heads, -1))
+    for rows in blocks:
+        own = slice(rows.start - first, rows.stop - first)
+        n = rows.stop if keys is None else keys
+        queries = q[:, :, own] * formula.scale
+        # the rows of a group share their keys: one product per KV head
+        z = (queries.flatten(1, 2) @ k[..., :n]).unflatten(1, queries.shape[1:3])
+        z = formula.capped(z).sub_(lse[:, :, own, None])
+        hides = 0 if formula.window is not None else rows.start  # where something may be hidden
+        if n > hides:
+            row, pos = (
+                torch.arange(*x, device=z.device) for x in ((rows.start, rows.stop), (hides, n))
+            )
+            z[..., hides:].masked_fill_(~sees(row, pos, formula.window), -torch.inf)
+        yield rows, z
+
+
+def window_scores(
+    trace: Trace, layer: int, windows: Sequence[slice], keys: int, *, device: str = "cpu"
+) -> Iterator[Floats]:
+    """For each window of rows the score [H, keys] of the first keys.
+
+    The score of a key is its full attention, maximum over the group and mean over the rows (G-KV,
+    arXiv 2512.00504, eq. 2).
+    """
+    for _, z in log_attention(trace, layer, windows, keys=keys, device=device):
+        yield mean_of_rows(z.exp_())
+
+
+def mean_of_rows(attention: Tensor) -> Floats:
+    """Maximum over the group and mean over the rows of attention [H, G, w, n]; [H, n]."""
+    score: Floats = attention.amax(1).double().mean(1).cpu().numpy()
+    return score

@@ -1,0 +1,1 @@
+"""Kept sets: what stays in the cache, what is lost, and where in the sequence."""

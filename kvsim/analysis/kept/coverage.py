@@ -1,0 +1,165 @@
+"""Where the kept entries lie in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
+
+Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Every function
+takes one layer's `evicted_at` [H, T] and answers for all heads and events at once, in time linear
+in H x T x edges of bins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept.retention import event_rows, histogram, share
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+#: Bins of the curve, and the part of the text that counts as its middle.
+BINS = 20
+MIDDLE = (Fraction(1, 3), Fraction(2, 3))
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Positions and kept entries of one layer at each event, by where in the text they are.
+
+    rows [E]: the rows of the events. positions int [bins, E] and kept int [H, bins, E] by bins of
+    equal width in x; `middle_positions` [E] and `middle_kept` [H, E] of the middle.
+    """
+
+    rows: Ints
+    positions: Ints
+    kept: Ints
+    middle_positions: Ints
+    middle_kept: Ints
+
+    @property
+    def curve(self) -> Floats:
+        """Share of each bin that is kept, NaN for a bin without a position; [H, bins, E]."""
+        return share(self.kept, np.broadcast_to(self.positions, self.kept.shape))
+
+    @property
+    def overall(self) -> Floats:
+        """Share of all positions that is kept; [H, E]. Uniform sets have it everywhere."""
+        kept: Ints = self.kept.sum(1)
+        return kept / (self.rows + 1)
+
+    @property
+    def middle(self) -> Floats:
+        """Share of the middle that is kept; [H, E]."""
+        return share(self.middle_kept, np.broadcast_to(self.middle_positions, self._shape))
+
+    @property
+    def edges(self) -> Floats:
+        """Share of what lies before and behind the middle that is kept; [H, E]."""
+        outside = self.rows + 1 - self.middle_positions
+        kept = self.kept.sum(1) - self.middle_kept
+        return share(kept, np.broadcast_to(outside, self._shape))
+
+    @property
+    def ratio(self) -> Floats:
+        """`middle` / `overall`; [H, E]."""
+        return share(self.middle, self.overall)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.middle_kept.shape
+
+
+def kept_coverage(
+    evicted_at: NDArray[np.int32], bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
+) -> Coverage:
+    """How much of each part of the text a layer keeps: `bins` equal bins, and middle[0] <= x < [1].
+
+    Bins are cut exactly, by whole numbers.
+    """
+    rows = event_rows(evicted_at)
+    cuts = [*(Fraction(i, bins) for i in range(1, bins + 1)), *middle]
+    positions = np.stack([_positions_below(cut, rows) for cut in cuts])
+    kept = np.stack([_kept_below(cut, evicted_at, rows) for cut in cuts], axis=1)
+    return Coverage(
+        rows,
+        np.diff(positions[:bins], axis=0, prepend=0),
+        np.diff(kept[:, :bins], axis=1, prepend=0),
+        positions[-1] - positions[-2],
+        kept[:, -1] - kept[:, -2],
+    )
+
+
+def _positions_below(cut: Fraction, rows: Ints) -> Ints:
+    """Positions with x < cut at each event; [E]."""
+    odd: Ints = (2 * (rows + 1) * cut.numerator - 1) // cut.denominator  # the largest 2 p + 1
+    return (odd + 1) // 2
+
+
+def _kept_below(cut: Fraction, evicted_at: NDArray[np.int32], rows: Ints) -> Ints:
+    """Kept entries with x < cut at each event; [H, E].
+
+    As the text grows, an entry passes the cut once: it counts from there until it leaves.
+    """
+    heads, total = evicted_at.shape
+    length = (2 * np.arange(total) + 1) * cut.denominator // (2 * cut.numerator) + 1
+    since = np.broadcast_to(np.searchsorted(rows + 1, length), evicted_at.shape)
+    until = np.maximum(since, np.searchsorted(rows, evicted_at))
+    shape = heads, len(rows) + 1
+    return (histogram(since, shape) - histogram(until, shape)).cumsum(-1)[:, :-1]
+
+
+@dataclass(frozen=True)
+class RetainedPositions:
+    """Where the entries lie that a layer holds after its last event.
+
+    row: the row of that event. head, relative [n]: head and x in (0, 1) of each entry, by head and
+    position. mean [H]: mean x, 1/2 for uniform sets, NaN for an empty head. tail [H]: share of the
+    entries at the end of the trace that came after the event; they are left out of all else.
+    distance [H]: the largest distance of the distribution of x from that of uniform positions
+    (Kolmogorov-Smirnov), NaN for an empty head.
+    """
+
+    row: int
+    head: Ints
+    relative: Floats
+    mean: Floats
+    tail: Floats
+    distance: Floats
+
+    def older(self, recent: int) -> Floats:
+        """Mean place, 0 to 1, of the entries behind the `recent` last positions; [H].
+
+        Relative to the positions that are left so, and NaN where nothing of them is held.
+        """
+        total = self.row + 1
+        old = total - recent
+        chosen = self.relative * total < old
+        heads = len(self.mean)
+        held = np.bincount(self.head[chosen], minlength=heads)
+        sums = np.bincount(self.head[chosen], self.relative[chosen], minlength=heads)
+        return share(sums * total, held * max(1, old))
+
+
+def retained_positions(evicted_at: NDArray[np.int32]) -> RetainedPositions | None:
+    """The relative positions of what is held after the last event; None without an event.
+
+    G-KV divides by the length of the whole text; here the length is that at the event, so that
+    uniform sets have mean 1/2 however long the tail is.
+    """
+    rows = event_rows(evicted_at)
+    if not len(rows):
+        return None
+    heads, total = evicted_at.shape
+    row = int(rows[-1])
+    head, pos = np.nonzero(evicted_at[:, : row + 1] > row)
+    relative = (pos + 0.5) / (row + 1)
+    held = np.bincount(head, minlength=heads)
+    sums = np.bincount(head, relative, minlength=heads)
+    tail = np.full(heads, total - row - 1)
+    before = np.arange(len(head)) - (held.cumsum() - held)[head]  # entries of the head at lower x
+    below, above = before / held[head], (before + 1) / held[head]
+    distance = np.where(held > 0, 0.0, np.nan)
+    np.maximum.at(distance, head, np.maximum(above - relative, relative - below))
+    mean = share(sums, held)
+    return RetainedPositions(row, head, relative, mean, share(tail, tail + held), distance)

@@ -1,0 +1,286 @@
+"""What stays and what is wiped out: reductions of `evicted_at`, nothing recomputed.
+
+Region wipe-out rate, retained-set IoU and sizes, by absolute position (docs/metrics.md).
+Every function takes one layer's `evicted_at` [H, T] and answers for all heads and events at once,
+in time linear in H x T but for sorting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept import chance
+from kvsim.schema import NEVER
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+#: First and last positions left out of every region, the same for all policies.
+SINK, RECENT = 4, 32
+
+#: Regions of the wipe-out rate: lengths in tokens and survival thresholds.
+LENGTHS = (16, 32, 64, 128)
+THRESHOLDS = (0.0, 0.1)
+
+
+def event_rows(evicted_at: NDArray[np.int32]) -> Ints:
+    """Rows after which at least one entry of the layer left, ascending; [E]."""
+    rows: Ints = np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
+    return rows
+
+
+@dataclass(frozen=True)
+class Wipeout:
+    """Regions of one layer at each event. rows [E]; counts int [H, E] (`regions` int [E]).
+
+    regions: complete regions inside [sink, N - recent), N = row + 1. wiped: those of which no more
+    than `threshold` is left. alive: those above it just before the event; now: those it wiped out.
+    expected [H, E]: what `now` would be on average had the event kept as many entries at random.
+    first [H, E]: whether nothing had left the head before the event.
+    """
+
+    rows: Ints
+    regions: Ints
+    wiped: Ints
+    alive: Ints
+    now: Ints
+    expected: Floats
+    first: NDArray[np.bool_]
+
+    @property
+    def cumulative(self) -> Floats:
+        """Share of the regions wiped out so far, NaN without one; [H, E]."""
+        return share(self.wiped, np.broadcast_to(self.regions, self.wiped.shape))
+
+    @property
+    def hazard(self) -> Floats:
+        """Share of the regions alive before the event that it wiped out; [H, E]."""
+        return share(self.now, self.alive)
+
+    @property
+    def cumulative_chance(self) -> Floats:
+        """What a random choice of the same size gives at the first event of a head; [H, E].
+
+        NaN at later ones: what was wiped out before them depends on every choice until then.
+        """
+        known = share(self.expected, np.broadcast_to(self.regions, self.wiped.shape))
+        return np.where(self.first, known, np.nan)
+
+    @property
+    def hazard_chance(self) -> Floats:
+        """Expected hazard of an event that keeps as many of the same entries at random; [H, E]."""
+        return share(self.expected, self.alive)
+
+
+def wipeout(
+    evicted_at: NDArray[np.int32],
+    length: int = 32,
+    threshold: float = 0.0,
+    sink: int = SINK,
+    recent: int = RECENT,
+    regions: Ints | None = None,
+) -> Wipeout:
+    """Region wipe-out of a layer: regions of `length` positions, `threshold` in [0, 1).
+
+    regions [R, 2]: start and stop of each region, ascending and apart, instead of those of `length`
+    (`kvsim.analysis.steps`). A region dies with the eviction that leaves it floor(threshold x its
+    length) entries, so one sort within regions gives the event of its death.
+    """
+    heads, total = evicted_at.shape
+    spans = _even(total, length) if regions is None else np.asarray(regions, np.int64)
+    spans = spans[spans[:, 0] >= sink]
+    start, stop = spans.T
+    rows = event_rows(evicted_at)
+    died = np.searchsorted(rows, evicted_at)  # the event, n_events for NEVER
+    ordered = _sort_within(died, spans, len(rows))
+    # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
+    left = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
+    death = ordered[:, stop - left - 1]  # [H, R]
+    seen_from = np.searchsorted(rows + 1 - recent, stop)  # event at which the region first counts
+    shape = heads, len(rows) + 1
+    seen_at = np.broadcast_to(seen_from, death.shape)
+    counted = np.bincount(seen_from, minlength=shape[1]).cumsum()[:-1]
+    wiped = histogram(np.maximum(seen_at, death), shape).cumsum(-1)[:, :-1]
+    # counted and not dead before event j: counted by j and not wiped by j - 1
+    before = np.concatenate([np.zeros((heads, 1), np.int64), wiped[:, :-1]], axis=1)
+    late = histogram(np.where(death < seen_at, seen_at, len(rows)), shape)[:, :-1]
+    alive = counted - before[:, : len(rows)] - late
+    now = histogram(np.where(death >= seen_at, death, len(rows)), shape)[:, :-1]
+    dropped = histogram(died, shape)[:, :-1]
+    expected = _expected_now(ordered, spans, left, seen_from, dropped, rows)
+    first = dropped.cumsum(-1) == dropped
+    return Wipeout(rows, counted, wiped, alive, now, expected, first)
+
+
+def _even(total: int, length: int) -> Ints:
+    """Complete regions [k length, (k+1) length) of `total` positions; [R, 2]."""
+    starts = np.arange(total // length, dtype=np.int64) * length
+    return np.stack([starts, starts + length], axis=1)
+
+
+def _sort_within(died: Ints, spans: Ints, n_events: int) -> Ints:
+    """The events [H, T] with those of each region ascending."""
+    # regions and what lies between them, ascending
+    part = np.searchsorted(spans.ravel(), np.arange(died.shape[1]), side="right")
+    key = part * (n_events + 1)
+    out: Ints = np.sort(key + died, axis=-1) - key
+    return out
+
+
+def _expected_now(
+    ordered: Ints, spans: Ints, left: Ints, seen_from: Ints, dropped: Ints, rows: Ints
+) -> Floats:
+    """Regions that each event wipes out on average if it keeps as many entries at random; [H, E].
+
+    ordered [H, T]: events at which entries leave, ascending within regions; left, seen_from [R];
+    dropped [H, E]. Regions alive are counted by how many entries they hold before an event, for the
+    pairs of that number and an event that can wipe them out: no more pairs than entries that leave.
+    """
+    heads, n_events = dropped.shape
+    out = np.zeros((heads, n_events))
+    before = rows + 1 - dropped.cumsum(-1) + dropped  # live entries
+    size = spans[:, 1] - spans[:, 0]
+    for most in np.unique(left):
+        group = np.flatnonzero(left == most)
+        held = np.arange(most + 1, size[group].max() + 1)
+        at, event = np.nonzero(dropped.max(0) >= (held - most)[:, None])
+        if not len(at):
+            continue
+        pair = at * n_events + event  # ascending
+        # a region holds m entries from the event after its m+1-th last leaves until its m-th does
+        number, region = np.nonzero(held[:, None] <= size[group])
+        region = group[region]
+        start, stop = spans[region].T
+        where = stop - held[number]
+        since = np.where(where > start, ordered[:, where - 1] + 1, 0)
+        since = np.maximum(since, seen_from[region])
+        until = np.minimum(ordered[:, where], n_events - 1)
+        first = np.searchsorted(pair, number * n_events + since)
+        last = np.searchsorted(pair, number * n_events + until, side="right")
+        shape = heads, len(pair) + 1
+        holding = histogram(first, shape) - histogram(np.maximum(first, last), shape)
+        count = holding.cumsum(-1)[:, :-1]
+        head, some = np.nonzero(count)
+        here = head, event[some]
+        live = before[here]
+        likely = chance.at_most(int(most), held[at[some]], live, live - dropped[here])
+        np.add.at(out, here, count[head, some] * likely)
+    return out
+
+
+@dataclass(frozen=True)
+class RetainedIoU:
+    """Consecutive retained sets of one layer; rows [E - 1] are those of the first event of a pair.
+
+    iou, survival, chance [H, E - 1]: |K and K'| / |K or K'|; |K and K'| / |K|; the IoU of a random
+    choice of the same size that shares as many entries as expected from K and the entries that came
+    since. survival is the IoU over the positions there at the first event, where K' is part of K;
+    middle [H, E - 1] that over positions [sink, N - recent), N those at the first event, NaN where
+    nothing is kept there. survival_chance [H, E - 1]: what random choice gives for both.
+    """
+
+    rows: Ints
+    iou: Floats
+    survival: Floats
+    middle: Floats
+    chance: Floats
+    survival_chance: Floats
+
+
+def retained_iou(
+    evicted_at: NDArray[np.int32], sink: int = SINK, recent: int = RECENT
+) -> RetainedIoU:
+    """How much of each retained set is still there after the next event that acts."""
+    heads, total = evicted_at.shape
+    rows = event_rows(evicted_at)
+    n_events = len(rows)
+    if n_events < 2:
+        none = np.zeros((heads, 0))
+        return RetainedIoU(rows[:0], none, none, none, none, none)
+    shape = heads, n_events + 1
+    died = np.searchsorted(rows, evicted_at)
+    held = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
+    lost = _left_of(died, np.searchsorted(rows, np.arange(total)), shape)
+    pos = np.arange(sink, max(sink, total - recent))
+    inside = died[:, sink : sink + len(pos)]
+    since = np.searchsorted(rows + 1 - recent, pos + 1)  # the middle holds the position from here
+    entered = np.broadcast_to(since, inside.shape)
+    gone = np.maximum(entered, inside)
+    middle = (histogram(entered, shape) - histogram(gone, shape)).cumsum(-1)[:, : n_events - 1]
+    lost_middle = _left_of(inside, since, shape)
+    first, second = held[:, :-1], held[:, 1:]
+    both = first - lost
+    pool = first + np.diff(rows)
+    expected = first * second / pool
+    return RetainedIoU(
+        rows[:-1],
+        share(both, first + second - both),
+        share(both, first),
+        share(middle - lost_middle, middle),
+        share(expected, first + second - expected),
+        share(second, pool),
+    )
+
+
+def _left_of(died: Ints, since: Ints, shape: tuple[int, int]) -> Ints:
+    """Of what counts from event `since` [m], the entries that leave at event j + 1; [H, E - 1].
+
+    Counted are those that counted at event j already.
+    """
+    counts = histogram(np.where(since < died, died, shape[1] - 1), shape)
+    return counts[:, 1:-1]
+
+
+def entries_seen(evicted_at: NDArray[np.int32], prompt_len: int) -> Floats:
+    """Entries that a row after the prompt sees, mean over those rows; [H], NaN without rows."""
+    heads, total = evicted_at.shape
+    rows = total - prompt_len
+    if not rows:
+        return np.full(heads, np.nan)
+    first = np.maximum(np.arange(total), prompt_len)
+    last = np.minimum(evicted_at, total - 1).astype(np.int64)
+    seen: Floats = np.maximum(last - first + 1, 0).sum(-1) / rows
+    return seen
+
+
+@dataclass(frozen=True)
+class RetentionRatio:
+    """The share of a layer's entries that is still there; [H]. G-KV, arXiv 2512.00504, Fig. 6.
+
+    final: entries held after the last row, of all positions. rows: entries that a row sees, of
+    those before it and its own, mean over the rows after the prompt; NaN without such rows.
+    """
+
+    final: Floats
+    rows: Floats
+
+
+def retention_ratio(evicted_at: NDArray[np.int32], prompt_len: int) -> RetentionRatio:
+    """How much of the full cache a layer uses in the end and on the way."""
+    heads, total = evicted_at.shape
+    final = (evicted_at >= total).mean(-1)
+    if total == prompt_len:
+        return RetentionRatio(final, np.full(heads, np.nan))
+    # an entry counts 1 / (row + 1) for every row that sees it
+    reciprocals = np.concatenate([[0.0], 1.0 / np.arange(1, total + 1)]).cumsum()
+    first = np.maximum(np.arange(total), prompt_len)
+    stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, first)
+    seen = (reciprocals[stop] - reciprocals[first]).sum(-1)
+    return RetentionRatio(final, seen / (total - prompt_len))
+
+
+def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
+    """Counts [H, n] of index [H, m]; shape is (H, n)."""
+    flat = index + np.arange(shape[0])[:, None] * shape[1]
+    counts: Ints = np.bincount(flat.ravel(), minlength=shape[0] * shape[1])
+    return counts.reshape(shape)
+
+
+def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
+    """part / whole, NaN where whole is 0."""
+    out = np.full(part.shape, np.nan)
+    np.divide(part, whole, out=out, where=whole != 0)
+    return out

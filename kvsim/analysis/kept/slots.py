@@ -1,0 +1,111 @@
+"""Regions wiped out in the cache itself: consecutive slots instead of positions of the text.
+
+A slot is the place of an entry among those of its head that are live before an event. What is far
+apart in the text can share a region of slots, so an event that keeps something of every stretch of
+the cache may still wipe out much of the text, and the other way round. All slots are alive before
+an event: there is a hazard and no cumulative rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept import chance
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows, histogram, share
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SlotWipeout:
+    """Regions of slots of one layer at each event. rows [E]; int [H, E] unless said.
+
+    regions: complete regions inside [sink, n - recent), n live entries before the event. wiped:
+    those of which the event leaves no more than `threshold`. likely [H, E]: the probability of that
+    for a region, had the event kept as many entries at random.
+    """
+
+    rows: Ints
+    regions: Ints
+    wiped: Ints
+    likely: Floats
+
+    @property
+    def hazard(self) -> Floats:
+        """Share of the regions that the event wipes out, NaN without one; [H, E]."""
+        return share(self.wiped, self.regions)
+
+    @property
+    def hazard_chance(self) -> Floats:
+        """Expected `hazard` of an event that keeps as many entries at random; [H, E]."""
+        return np.where(self.regions > 0, self.likely, np.nan)
+
+
+@dataclass(frozen=True)
+class LeavingSlots:
+    """What leaves one layer, by slot.
+
+    rows [E]; live, dropped int [H, E]: entries before each event, and those of them that it drops;
+    head, event, slot [n] of every entry that leaves.
+    """
+
+    rows: Ints
+    live: Ints
+    dropped: Ints
+    head: Ints
+    event: Ints
+    slot: Ints
+
+    @classmethod
+    def of(cls, evicted_at: NDArray[np.int32]) -> LeavingSlots:
+        """Of `evicted_at` [H, T]. Time H T log(T) log(E)."""
+        rows = event_rows(evicted_at)
+        died = np.searchsorted(rows, evicted_at).astype(np.int64)
+        dropped = histogram(died, (len(died), len(rows) + 1))[:, :-1]
+        live = rows + 1 - dropped.cumsum(-1) + dropped
+        head, pos = np.nonzero(died < len(rows))
+        slot = pos - _sooner(died)[head, pos]
+        return cls(rows, live, dropped, head, died[head, pos], slot)
+
+    def wipeout(
+        self, length: int = 32, threshold: float = 0.0, sink: int = SINK, recent: int = RECENT
+    ) -> SlotWipeout:
+        """Regions [k length, (k + 1) length) of slots; see `kvsim.analysis.wipeout`."""
+        first = -(-sink // length)
+        stop = np.maximum((self.live - recent) // length, first)
+        region = self.slot // length
+        n_events = len(self.rows)
+        widest = int(stop.max(initial=0)) + 1
+        at = self.head * n_events + self.event
+        counted = (region >= first) & (region < stop[self.head, self.event])
+        # by region: the event above, the region below
+        touched, lost = np.unique(at[counted] * widest + region[counted], return_counts=True)
+        left = int(np.floor(threshold * length + 1e-9))
+        gone = touched[lost >= length - left] // widest
+        wiped = np.bincount(gone, minlength=stop.size).reshape(stop.shape)
+        likely = chance.at_most(left, length, self.live, self.live - self.dropped)
+        return SlotWipeout(self.rows, stop - first, wiped, likely)
+
+
+def _sooner(died: Ints) -> Ints:
+    """For each entry how many before it, of its head, leave at an earlier event; [H, T].
+
+    From the highest bit of the event to the lowest: among entries alike in the higher bits, those
+    before with a 0 leave sooner than one with a 1.
+    """
+    found = np.zeros_like(died)
+    order = np.broadcast_to(np.arange(died.shape[1]), died.shape)
+    for bit in reversed(range(int(died.max(initial=0)).bit_length())):
+        value = np.take_along_axis(died, order, axis=-1) >> bit
+        alike, zero = value >> 1, 1 - (value & 1)
+        zeros = zero.cumsum(-1) - zero  # in front
+        begins = np.diff(alike, axis=-1, prepend=-1) > 0
+        start = np.maximum.accumulate(np.where(begins, zeros, 0), axis=-1)
+        more = np.where(zero, 0, zeros - start)
+        np.put_along_axis(found, order, np.take_along_axis(found, order, axis=-1) + more, axis=-1)
+        order = np.take_along_axis(order, np.argsort(value, axis=-1, kind="stable"), axis=-1)
+    return found

@@ -1,0 +1,181 @@
+"""What recorded text says: how much it repeats itself, and which of its tokens a policy keeps."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.proportion import wilson
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.errors import NeedsError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+#: Lengths of n-grams; the AMS paper names none.
+NGRAMS = (2, 3, 4, 8)
+
+#: Longest period of a loop.
+PERIOD = 64
+
+
+def repetition(tokens: Ints, n: int) -> float:
+    """1 - distinct / all n-grams of the tokens [T]; NaN for fewer than n tokens, never 0 for that.
+
+    The n-gram repetition rate that AMS (arXiv 2605.23200) reports without an n.
+    """
+    if len(tokens) < n:
+        return np.nan
+    grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
+    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+
+
+def max_loop(tokens: Ints, period: int = PERIOD) -> float:
+    """Length in tokens of the longest ending that repeats a period of at most `period` tokens.
+
+    Two whole periods at least; 0 where the text does not end in a loop, NaN for fewer than two
+    tokens.
+    """
+    total = len(tokens)
+    if total < 2:
+        return np.nan
+    longest = 0
+    for p in range(1, min(period, total // 2) + 1):
+        differs = np.flatnonzero(tokens[p:] != tokens[:-p])
+        same = total - p - (int(differs[-1]) + 1 if len(differs) else 0)
+        if same >= p:
+            longest = max(longest, same + p)
+    return float(longest)
+
+
+#: Columns of `retention_lift` and their types.
+LIFT: dict[str, Any] = {
+    "token": pl.String,
+    "count": pl.Int64,
+    "retained": pl.Int64,
+    "rate": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "mean": pl.Float64,
+    "lift": pl.Float64,
+}
+
+
+def retention_lift(
+    trace: Trace,
+    record: Record,
+    layer: int,
+    row: int | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    sink: int = 0,
+    recent: int = 0,
+) -> pl.DataFrame:
+    """How much of each token string a policy keeps, beside what it keeps of everything.
+
+    G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
+    shows frequent tokens; the rate and the lift do not.
+
+    Args:
+        trace: with the text of its tokens.
+        record: of the trace.
+        layer: a trace layer that the record has.
+        row: the cache after the event that follows this row; the layer's last event by default.
+        heads: heads of the record, all by default.
+        sink: first positions left out, which policies keep whatever is in them.
+        recent: last positions up to `row` left out, for the same reason.
+
+    Returns:
+        One row per token string, the largest lift first: token (as recorded and not escaped, but
+        for halves of surrogate pairs, which no column of text can hold), count
+        (positions that hold it), retained (entries kept, over all heads), rate (of the entries),
+        low and high (Wilson's 95 % interval of the rate), mean (the rate of all tokens), lift
+        (rate / mean, null where nothing is kept).
+
+        A position counts once in the interval, with the share of the heads that keep it: heads
+        choose alike, so as independent draws they would make it too narrow. Positions of one
+        string are taken as independent, which neighbours are not.
+
+    Raises:
+        NeedsError: the trace has no text of tokens.
+        IndexError: the row is not in the trace.
+    """
+    text = trace.token_text
+    if text is None:
+        raise NeedsError(
+            f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
+            "with a tokenizer (kvsim capture)"
+        )
+    held = _held(record, layer, row)
+    held = held if heads is None else held[list(heads)]
+    last = max(sink, held.shape[-1] - recent)
+    names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
+    kept = held[:, sink:last].sum(0)  # heads that keep the position
+    count = np.bincount(of, minlength=len(names))
+    retained = np.bincount(of, weights=kept, minlength=len(names)).astype(np.int64)
+    n_heads = len(held)
+    rate = retained / (count * n_heads)
+    mean = retained.sum() / max(1, count.sum() * n_heads)
+    ends = [wilson(hits / n_heads, int(n)) for hits, n in zip(retained, count, strict=True)]
+    low, high = np.array(ends).reshape(-1, 2).T
+    lift = rate / mean if mean > 0 else np.full(len(rate), np.nan)
+    tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
+    columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
+    table = pl.DataFrame(dict(zip(LIFT, columns, strict=True)), schema=LIFT)
+    return table.with_columns(pl.col("lift").fill_nan(None)).sort(
+        ["lift", "count", "token"], descending=[True, True, False], nulls_last=True
+    )
+
+
+def _held(record: Record, layer: int, row: int | None) -> NDArray[np.bool_]:
+    """What the cache of a layer holds after row `row`, by default its last event; [H, N]."""
+    gone = record.gone_after[record.layers.index(layer)]
+    if row is None:
+        rows = event_rows(gone)
+        row = int(rows[-1]) if len(rows) else record.n_pos - 1
+    if not 0 <= row < record.n_pos:
+        raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
+    held: NDArray[np.bool_] = gone[:, : row + 1] > row
+    return held
+
+
+def is_punctuation(text: Iterable[str]) -> NDArray[np.bool_]:
+    """Which of the strings are punctuation and nothing else (Unicode P*), spaces aside."""
+    return np.array([_punctuation(one.strip()) for one in text], dtype=np.bool_)
+
+
+def _punctuation(text: str) -> bool:
+    return bool(text) and all(unicodedata.category(c).startswith("P") for c in text)
+
+
+def punctuation_lift(
+    evicted_at: NDArray[np.int32],
+    marks: NDArray[np.bool_],
+    *,
+    sink: int = SINK,
+    recent: int = RECENT,
+) -> Floats:
+    """Share kept of the marked positions over the share kept of all, after the last event; [H].
+
+    The first `sink` and the last `recent` positions are left out, as from regions. evicted_at
+    [H, T] of one layer; marks [T]. NaN without an event, a mark or anything kept.
+    """
+    rows = event_rows(evicted_at)
+    out = np.full(len(evicted_at), np.nan)
+    if not len(rows):
+        return out
+    last = int(rows[-1])
+    counted = slice(sink, max(sink, last + 1 - recent))
+    held, marked = evicted_at[:, counted] > last, marks[counted]
+    if not marked.any():
+        return out
+    share = held.mean(-1)
+    np.divide(held[:, marked].mean(-1), share, out=out, where=share > 0)
+    return out

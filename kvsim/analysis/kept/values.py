@@ -1,0 +1,76 @@
+"""Values: what a policy keeps beside what the size of the values alone would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept.retention import SINK, event_rows
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NormOverlap:
+    """Of one layer after its last event, [H]; `chance` is that of a random choice of the size."""
+
+    overlap: Floats
+    chance: Floats
+
+
+def value_norm_overlap(
+    evicted_at: NDArray[np.int32], norms: Floats, sink: int = SINK
+) -> NormOverlap:
+    """Share of what each head keeps behind the sinks that the largest values would keep too.
+
+    With c entries kept at positions from `sink` on, after the last event at which the layer evicted
+    anything: those of the c largest norms of the value (the lower position first among equals) that
+    are kept, over c. The first `sink` positions are left out because most policies keep them in any
+    case, and their values are small. Asked by Expected Attention (arXiv 2510.00636), whose score
+    has the norm of the value as a factor.
+
+    evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
+    behind the sinks, or keeps nothing there.
+    """
+    rows = event_rows(evicted_at)
+    heads = len(evicted_at)
+    overlap, chance = np.full(heads, np.nan), np.full(heads, np.nan)
+    if not len(rows):
+        return NormOverlap(overlap, chance)
+    last = int(rows[-1])
+    held = evicted_at[:, sink : last + 1] > last
+    count, n = held.sum(-1), held.shape[-1]
+    order = np.argsort(-norms[:, sink : last + 1], axis=-1, kind="stable")
+    largest = np.arange(n) < count[:, None]
+    both = (np.take_along_axis(held, order, -1) & largest).sum(-1)
+    chosen = (count > 0) & (count < n)
+    np.divide(both, count, out=overlap, where=chosen)
+    np.divide(count, n, out=chance, where=chosen)
+    return NormOverlap(overlap, chance)
+
+
+def value_norm_overlaps(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[list[NormOverlap]]:
+    """For each record the overlap of each of its layers; the values of a layer are read once."""
+    found = [[_nothing(record)] * len(record.layers) for record in records]
+    for layer in sorted({layer for record in records for layer in record.layers}):
+        values = trace.read("v", slice(layer, layer + 1))[0].to(device)
+        norms = values.norm(dim=-1).cpu().numpy()
+        for record, of_layers in zip(records, found, strict=True):
+            if layer in record.layers:
+                at = record.layers.index(layer)
+                gone = record.gone_after[at]
+                by_head = norms.repeat(len(gone) // len(norms), axis=0)
+                of_layers[at] = value_norm_overlap(gone, by_head)
+    return found
+
+
+def _nothing(record: Record) -> NormOverlap:
+    none = np.full(record.evicted_at.shape[1], np.nan)
+    return NormOverlap(none, none)

@@ -1,0 +1,315 @@
+"""How far the attention output moves when rows see only what a Record leaves them.
+
+For a row, with the full attention over everything before it split into what is seen and what was
+evicted, `o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the missing mass times the
+distance between the two means (exact; both factors are kept). Attention over parts merges exactly
+through the log-sum-exp, so a row costs as many products as it sees entries.
+
+Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsim.core.attention import Formula, Rope, attend, merge, with_sinks
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.errors import TraceError
+from kvsim.schema import NEVER
+
+#: Rows of a block. Their own entries form a triangle that is computed apart; the entries before
+#: them need no mask.
+ROWS = 64
+
+# Distance is error / missing mass; below this the mass is rounding noise of two log-sum-exps.
+_LEAST_MISSING = 1e-5
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
+
+    NaN for rows of the prompt that did not go on to the layer: they have no attention there.
+
+    error: |o_full - o_seen| / |o_full| against the output that the model computed.
+    mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
+        has them, which no policy evicts.
+    missing: 1 - mass, without the cancellation.
+    distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
+    rotated: keys were rotated to slots, so the error is no product of the two; distance is NaN.
+    """
+
+    error: NDArray[np.float32]
+    mass: NDArray[np.float32]
+    missing: NDArray[np.float32]
+    rotated: bool = False
+
+    @property
+    def distance(self) -> NDArray[np.float32]:
+        """|o_evicted - o_seen| / |o_full| [layer, qhead, row]."""
+        known = (self.missing >= _LEAST_MISSING) & (not self.rotated)
+        out = np.full_like(self.error, np.nan)
+        np.divide(self.error, self.missing, out=out, where=known)
+        return out
+
+
+def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[OutputError]:
+    """The error of each record's rows, one layer of the trace in memory at a time.
+
+    Records of one trace share what does not depend on the policy. Raises TraceError where a record
+    does not belong to the trace.
+    """
+    for record in records:
+        check_record(trace, record)
+    results = [_empty(trace, record) for record in records]
+    with torch.inference_mode():
+        for layer in sorted({layer for record in records for layer in record.layers}):
+            rows = Layer.read(trace, layer, torch.device(device))
+            for record, result in zip(records, results, strict=True):
+                if layer not in record.layers:
+                    continue
+                at = record.layers.index(layer)
+                last = torch.from_numpy(record.gone_after[at]).to(rows.k.device)
+                own = rows if len(last) == len(rows.k) else rows.per_query_head()
+                error, missing = _layer_error(own, last, slots=result.rotated)
+                present = _went_on(record, at)
+                if not bool(present.all()):
+                    prompt = _prompt_error(own, present, slots=result.rotated)
+                    error[:, : len(present)], missing[:, : len(present)] = prompt
+                result.error[at] = error.cpu().numpy()
+                result.missing[at] = missing.cpu().numpy()
+                result.mass[at] = 1.0 - result.missing[at]
+    return results
+
+
+def _empty(trace: Trace, record: Record) -> OutputError:
+    shape = len(record.layers), trace.n_qheads, trace.n_pos
+    error, mass, missing = (np.empty(shape, np.float32) for _ in range(3))
+    return OutputError(error, mass, missing, rotated=record.positions == "slot")
+
+
+def check_record(trace: Trace, record: Record) -> None:
+    """Raise TraceError where the record was not replayed from the trace, as far as can be told."""
+    known = record.digest and trace.path is not None
+    if (known and record.digest != trace.digest) or record.prompt_len != trace.prompt_len:
+        raise TraceError(
+            f"the record of {record.policy} was replayed from {record.trace} ({record.digest}, "
+            f"prompt {record.prompt_len}), not from {trace.name} ({trace.digest}, prompt "
+            f"{trace.prompt_len}); measure a record on the trace it was replayed from"
+        )
+    heads = trace.n_qheads if record.per_query_head else trace.n_heads
+    found, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
+    if found != expected or max(record.layers, default=0) >= trace.n_layers:
+        raise TraceError(
+            f"the record of {record.policy} has {found} heads and positions, the trace "
+            f"{trace.name} has {expected}; measure a record on the trace it was replayed from"
+        )
+
+
+@dataclass
+class Layer:
+    """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    formula: Formula
+    rope: Rope
+    _own: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, trace: Trace, layer: int, device: torch.device) -> Layer:
+        """Read a layer of a trace."""
+        one = slice(layer, layer + 1)
+        q, k, v = (trace.read(name, one)[0].to(device) for name in ("q", "k", "v"))
+        out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(one))
+        return cls(
+            q.unflatten(0, (len(k), -1)), k, v, out, lse, trace.formulas[layer], trace.ropes[layer]
+        )
+
+    def per_query_head(self) -> Layer:
+        """The same layer with every query head its own KV head."""
+        k, v = (x.repeat_interleave(self.q.shape[1], 0) for x in (self.k, self.v))
+        q, out, lse = (x.flatten(0, 1).unsqueeze(1) for x in (self.q, self.out, self.lse))
+        return replace(self, q=q, k=k, v=v, out=out, lse=lse, _own={})
+
+    def own(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention of rows start..stop-1 over their own entries: no policy changes it."""
+        if (start, stop) not in self._own:
+            k, v = (x[:, None, start:stop] for x in (self.k, self.v))
+            self._own[start, stop] = self.attend(self.q[:, :, start:stop], k, v, causal=True)
+        return self._own[start, stop]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
+        """`attend` by the layer's formula; of part of what a row sees, so without sinks."""
+        return attend(q, k, v, self.formula.scale, softcap=self.formula.softcap, **seen)
+
+    def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """All that rows see, out [H, G, w, d], lse [H, G, w], beside the sinks."""
+        if not self.formula.sinks:
+            return out, lse
+        return with_sinks(out, lse, self.formula.sink(out, len(out)))
+
+
+def _layer_error(layer: Layer, last: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
+    """Error and missing mass of every row of a layer; [qhead, T] each. last int32 [H, T]."""
+    shape = layer.lse.shape
+    error, missing = (layer.lse.new_zeros(shape) for _ in range(2))
+    seen = _by_slot(layer, last) if slots else _by_prefix(layer, last)
+    for start, stop, out, lse in seen:
+        rows = slice(start, stop)
+        error[:, :, rows], missing[:, :, rows] = _moved(layer, rows, out, lse)
+    return error.flatten(0, 1), missing.flatten(0, 1)
+
+
+def _moved(layer: Layer, rows: slice | Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Error and missing mass [H, G, w] of rows whose output is `out`, which is overwritten."""
+    full = layer.out[:, :, rows]
+    size = torch.linalg.vector_norm(full, dim=-1)
+    gap = torch.linalg.vector_norm(out.sub_(full), dim=-1)
+    # an output of exactly 0 that stays 0 has not moved
+    error = torch.where(gap == 0, gap, gap / size)
+    return error, (-torch.expm1(lse - layer.lse[:, :, rows])).clamp_(0.0, 1.0)
+
+
+def _went_on(record: Record, at: int) -> Tensor:
+    """Rows of the prompt that the layer at place `at` of the record went on with, bool [P]."""
+    last = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
+    return last >= torch.arange(record.prompt_len)
+
+
+def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
+    """Error and missing mass [qhead, P] of rows of the prompt that see those present alone.
+
+    NaN for the others. slots: they were at positions 0, 1, 2, ...; the mass is that of their own.
+    """
+    at = present.nonzero()[:, 0].to(layer.k.device)
+    q, k, v = layer.q[:, :, at], layer.k[:, None, at], layer.v[:, None, at]
+    out, lse = layer.whole(*layer.attend(q, k, v, causal=True))
+    if slots:
+        rope, new = layer.rope, torch.arange(len(at), device=at.device)
+        q, k = (rope.rotate(rope.unrotate(x, at), new) for x in (q, k))
+        out, _ = layer.whole(*layer.attend(q, k, v, causal=True))
+    shape = (*layer.lse.shape[:2], len(present))
+    error, missing = (layer.lse.new_full(shape, torch.nan) for _ in range(2))
+    error[:, :, at], missing[:, :, at] = _moved(layer, at, out, lse)
+    return error.flatten(0, 1), missing.flatten(0, 1)
+
+
+Seen = Iterator[tuple[int, int, Tensor, Tensor]]
+
+
+def _by_prefix(layer: Layer, last: Tensor) -> Seen:
+    """(start, stop, out [H, G, w, d], lse [H, G, w]) of blocks of rows after the first event.
+
+    Between two events the entries that rows see only grow: the retained ones, then the new. Blocks
+    of rows go against that growing prefix without a mask, and their own triangle is merged in.
+    Where events are close together, or heads hold different numbers, `_by_mask` answers.
+    """
+    events = [int(e) for e in last.unique() if e != NEVER]
+    pending = 0  # first row of a run of intervals that go by mask, 0 for none
+    for event, stop in pairwise([*events, last.shape[-1] - 1]):
+        held = last[:, : event + 1] > event
+        count = held.sum(-1)
+        if stop - event < ROWS or int(count.min()) != int(count.max()):
+            pending = pending or event + 1
+            continue
+        if pending:
+            yield from _by_mask(layer, last, pending, event + 1)
+            pending = 0
+        slot = held.nonzero()[:, 1].view(len(held), -1)
+        new = torch.arange(event + 1, stop + 1, device=slot.device).expand(len(held), -1)
+        k, v = _take((layer.k, layer.v), torch.cat([slot, new], dim=-1))
+        for start in range(event + 1, stop + 1, ROWS):
+            end = min(start + ROWS, stop + 1)
+            before = slot.shape[-1] + start - event - 1
+            out, lse = _attend_prefix(layer, start, end, k[:, None, :before], v[:, None, :before])
+            yield start, end, *layer.whole(*merge(out, lse, *layer.own(start, end)))
+    if pending:
+        yield from _by_mask(layer, last, pending, last.shape[-1])
+
+
+def _attend_prefix(
+    layer: Layer, start: int, stop: int, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows start..stop-1 over all of k, v [H, 1, n, d]; out [H, G, w, d], lse [H, G, w].
+
+    Without a mask all rows of a group are alike, so they go as one long block of rows of a single
+    head: the kernel's products are larger, and nearer to the rate of the machine.
+    """
+    q = layer.q[:, :, start:stop]
+    out, lse = layer.attend(q.flatten(1, 2).unsqueeze(1), k, v)
+    shape = q.shape[1:3]
+    return out.squeeze(1).unflatten(1, shape), lse.squeeze(1).unflatten(1, shape)
+
+
+def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
+    """The same for any Record, by its definition: row r sees p iff p <= r <= evicted_at[p]."""
+    pos = torch.arange(last.shape[-1], device=last.device)
+    for start in range(first, stop, ROWS):
+        end = min(start + ROWS, stop)
+        at = _marked((pos < end) & (last >= start))  # seen by at least one of the rows
+        row = torch.arange(start, end, device=last.device).unsqueeze(-1)
+        mask = (at.unsqueeze(1) <= row) & (last.gather(1, at).unsqueeze(1) >= row)
+        k, v = _take((layer.k, layer.v), at)
+        out, lse = layer.attend(
+            layer.q[:, :, start:end], k[:, None], v[:, None], mask=mask.unsqueeze(1)
+        )
+        yield start, end, *layer.whole(out, lse)
+
+
+def _by_slot(layer: Layer, last: Tensor) -> Seen:
+    """The same with the output of keys and query rotated to their slot in the cache.
+
+    The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
+    lies on what is seen. Slots change with every event, so nothing is shared between rows; slow,
+    and for presets that re-rotate only.
+    """
+    rope = layer.rope
+    total = last.shape[-1]
+    events = [int(e) for e in last.unique() if e != NEVER]
+    if not events:
+        return
+    pos = torch.arange(total, device=last.device)
+    for row in range(events[0] + 1, total):
+        seen = (pos <= row) & (last >= row)
+        at = _marked(seen)
+        mask = seen.gather(1, at)
+        slot = (mask.cumsum(-1) - 1).clamp_(min=0)
+        k, v = _take((layer.k, layer.v), at)
+        q, shown = layer.q[:, :, row : row + 1], mask[:, None, None]
+        _, lse = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
+        k = rope.rotate(rope.unrotate(k, at), slot)
+        # the row's own entry is the last of each head
+        q = rope.rotate(rope.unrotate(q, pos[row : row + 1]), slot[:, None, -1:])
+        out, _ = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
+        yield row, row + 1, out, lse
+
+
+def _marked(mask: Tensor) -> Tensor:
+    """Positions marked in mask [H, T], ascending; [H, n], heads with fewer padded on the left."""
+    count = mask.sum(-1)
+    longest = int(count.max())
+    if int(count.min()) == longest:
+        return mask.nonzero()[:, 1].view(len(mask), longest)
+    return mask.byte().sort(dim=-1, stable=True).indices[:, mask.shape[-1] - longest :]
+
+
+def _take(stored: tuple[Tensor, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows at[H, n] of both tensors [H, T, d]; [H, n, d] each."""
+    heads, total, dim = stored[0].shape
+    base = torch.arange(heads, device=at.device).mul_(total).unsqueeze(-1)
+    flat = (at + base).flatten()
+    k, v = (x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored)
+    return k, v

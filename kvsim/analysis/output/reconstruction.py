@@ -1,0 +1,164 @@
+"""How far the attention output of a layer moves with the share of the cache that is evicted.
+
+After Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 6. The sequence is cut: at the cut a policy
+evicts once, a share of the entries so far (`ratio`), and rows from the cut on see what is left and
+everything newer. Whatever the trace's prompt is, rows before the cut are the prompt here.
+
+The paper's error is that of the residual stream, which a recorded run does not tell. Here it is
+that of the attention's output before the projection, of all heads as one vector, in the trace's
+own units:
+
+    head_error            |o_full - o_seen|, mean over rows from the cut on
+    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows
+
+The metric `output_error` is the mean of such ratios over single heads, in which a head of short
+outputs counts as much as one of long ones; in the vector it does not. Absolute errors of different
+layers have different units of length; compare them within a layer.
+
+Open loop, but for the first layer; as the error where that layer alone evicts, exact in all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from numpy.typing import NDArray
+
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.table import fidelity
+from kvsim.core.policy import Policy, Schedule
+from kvsim.core.trace import Trace
+from kvsim.engine import check_cell, replay
+from kvsim.engine.source import check_unwindowed
+from kvsim.errors import PolicyError
+from kvsim.schema import FIDELITY
+from kvsim.store.header import Header
+
+#: Shares of the entries that are evicted.
+RATIOS = tuple(i / 10 for i in range(1, 10))
+
+#: Columns of `reconstruction_table`.
+RECONSTRUCTION_COLUMNS: dict[str, Any] = {
+    "trace": pl.String,
+    "task": pl.String,
+    "policy": pl.String,
+    "params": pl.String,
+    "cut": pl.Int64,
+    "rows": pl.Int64,
+    "ratio": pl.Float64,
+    "budget": pl.Int64,
+    "layer": pl.Int64,
+    "head_error": pl.Float64,
+    "relative_head_error": pl.Float64,
+    "fidelity": pl.Enum(FIDELITY),
+}
+
+# 4,096 of 5,120 tokens by default: the paper's sequences have about 5,000.
+_BEFORE = 4 / 5
+
+
+def reconstruction_table(
+    trace: Trace,
+    policies: Sequence[Policy],
+    ratios: Sequence[float] = RATIOS,
+    *,
+    cut: int | None = None,
+    device: str = "cpu",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> pl.DataFrame:
+    """The error of every policy at every ratio, per layer; `RECONSTRUCTION_COLUMNS`.
+
+    cut: rows before the eviction, four fifths of the trace by default. ratios: at least 0 and below
+    1; the budget is what they leave of `cut` entries per head, rounded down, at least 1. A policy's
+    own schedule does not count. progress: called with (cells done, cells, what is being done).
+
+    Raises PolicyError for a cut or a ratio that cannot be, and before any work BudgetError and
+    others where a policy has no rule for a budget (`kvsim.replay`).
+    """
+    cut = int(trace.n_pos * _BEFORE) if cut is None else cut
+    if not 0 < cut < trace.n_pos:
+        raise PolicyError(
+            f"{trace.name}: cut is {cut}; expected 1 to {trace.n_pos - 1}, so that rows come after"
+        )
+    for layer in range(trace.n_layers):
+        check_unwindowed(trace, layer)
+    budgets = {ratio: _left(cut, ratio) for ratio in ratios}
+    ended = _ending_at(trace, cut)
+    once = [replace(one, schedule=Schedule(interval=None)) for one in policies]
+    for one in once:
+        for budget in budgets.values():
+            check_cell(ended, one, budget, None)
+    lengths = _lengths(ended, cut)
+    size = np.sqrt((lengths**2).sum(1))  # [layer, row]
+    frames = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
+    done, total = 0, len(once) * len(budgets)
+    for one in once:
+        records = []
+        for ratio, budget in budgets.items():
+            if progress is not None:
+                progress(done, total, f"{trace.name}: {one.name}, ratio {ratio:g}")
+            records.append(replay(ended, one, budget, device=device))
+            done += 1
+        errors = output_error(ended, records, device)
+        for ratio, record, error in zip(budgets, records, errors, strict=True):
+            moved = np.sqrt(((error.error[:, :, cut:] * lengths) ** 2).sum(1))
+            # an output of exactly 0 that stays 0 has not moved
+            relative = np.divide(moved, size, out=np.zeros_like(moved), where=size > 0)
+            layers = range(trace.n_layers)
+            found = {
+                "layer": layers,
+                "head_error": moved.mean(-1),
+                "relative_head_error": relative.mean(-1),
+                "fidelity": [fidelity(ended, record, "rows", layer) for layer in layers],
+            }
+            constant = {
+                "trace": trace.name,
+                "task": task_of(trace),
+                "policy": one.name,
+                "params": json.dumps(dict(record.params)),
+                "cut": cut,
+                "rows": trace.n_pos - cut,
+                "ratio": ratio,
+                "budget": record.budget,
+            }
+            frames.append(
+                pl.DataFrame(found)
+                .with_columns(**{name: pl.lit(value) for name, value in constant.items()})
+                .select(pl.col(name).cast(kind) for name, kind in RECONSTRUCTION_COLUMNS.items())
+            )
+    return pl.concat(frames)
+
+
+def _left(cut: int, ratio: float) -> int:
+    """Entries per head that a ratio leaves of the first `cut`."""
+    if not 0 <= ratio < 1:
+        raise PolicyError(f"ratio is {ratio}; expected a share of the entries, at least 0, below 1")
+    return max(1, int(cut * (1 - ratio) + 1e-9))
+
+
+def _ending_at(trace: Trace, cut: int) -> Trace:
+    """The same trace with a prompt of `cut` rows; nothing is copied."""
+    header = Header(
+        prompt_len=cut,
+        formulas=trace.formulas,
+        ropes=trace.ropes,
+        layer_ids=trace.layer_ids,
+        name=trace.name,
+        source_dtypes=trace.source_dtypes,
+        meta=trace.meta,
+    )
+    return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
+
+
+def _lengths(trace: Trace, cut: int) -> NDArray[np.float64]:
+    """Length of each head's full output of rows from `cut` on; [layer, qhead, row]."""
+    layers = (trace.full(slice(layer, layer + 1))[0][0, :, cut:] for layer in range(trace.n_layers))
+    found = [torch.linalg.vector_norm(out.double(), dim=-1).numpy() for out in layers]
+    return np.stack(found)

@@ -1,0 +1,1 @@
+"""How the layers of a model rank the tokens of a prompt."""

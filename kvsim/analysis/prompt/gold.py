@@ -1,0 +1,88 @@
+"""Gold tokens: the positions of a prompt that its answer needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.core.trace import Trace
+from kvsim.errors import GoldError, TraceError
+from kvsim.tiny.ledger import LedgerError, read, solve
+
+Ints = NDArray[np.int64]
+
+
+def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:
+    """The positions, ascending and each once; GoldError for one that is not in the prompt."""
+    at = np.unique(np.fromiter(positions, np.int64))
+    if len(at) and not 0 <= at[0] <= at[-1] < trace.prompt_len:
+        wrong = at[0] if at[0] < 0 else at[-1]
+        raise GoldError(
+            f"{trace.name}: gold position {wrong} is not in the prompt; expected 0 to "
+            f"{trace.prompt_len - 1}"
+        )
+    return at
+
+
+def find_text(trace: Trace, text: str) -> Ints:
+    """Positions of all tokens of all occurrences of a text in the prompt.
+
+    An occurrence neither starts nor ends within a word. Tokens that carry no blanks are taken as
+    words: there it starts and ends with a token, and blanks do not matter.
+
+    Raises GoldError where the text does not occur, TraceError where the trace has no token texts.
+    """
+    if trace.token_text is None:
+        raise TraceError(
+            f"{trace.name}: the trace has no token texts to find {text!r} in; give positions"
+        )
+    pieces = trace.token_text[: trace.prompt_len]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    starts = ends - [len(piece) for piece in pieces]
+    if any(character.isspace() for piece in pieces for character in piece):
+        wanted = text.strip()
+        ahead = r"(?<![A-Za-z0-9])" if wanted[:1].isalnum() else ""
+        behind = r"(?![A-Za-z0-9])" if wanted[-1:].isalnum() else ""
+        found = re.finditer(f"(?={ahead}({re.escape(wanted)}){behind})", "".join(pieces))
+        spans = [match.span(1) for match in found]
+    else:
+        wanted = "".join(text.split())
+        found = re.finditer(f"(?=({re.escape(wanted)}))", "".join(pieces))
+        whole = set(starts.tolist()), set(ends.tolist())
+        spans = [m.span(1) for m in found if m.start(1) in whole[0] and m.end(1) in whole[1]]
+    if not wanted or not spans:
+        raise GoldError(
+            f"{trace.name}: {text!r} does not occur in the prompt; expected words of it, as "
+            "`kvsim info` shows them"
+        )
+    inside = np.zeros(len(pieces), dtype=bool)
+    for start, end in spans:
+        inside |= (starts < end) & (ends > start)
+    return np.flatnonzero(inside)
+
+
+def answer_facts(trace: Trace) -> Ints:
+    """Positions of what the answer to a prompt of the shipped model's task is made from.
+
+    Whatever a word of the right response is looked up from in the prompt, with the rest of the
+    statement that holds it: facts (node, successor, kind), entries of the key (kind, digit) and of
+    the agenda, listed nodes and counters; see `kvsim.tiny.ledger`. Raises GoldError for any other
+    prompt.
+    """
+    words = list(trace.token_text or ())[: trace.prompt_len]
+    first = words.index("facts") if "facts" in words else 0
+    prompt = " ".join(words[first:])
+    try:
+        page, retrievals = read(prompt), solve(prompt).retrievals
+    except LedgerError as error:
+        raise GoldError(
+            f"{trace.name}: the prompt is no task of the shipped model ({error}); give gold "
+            "positions or a text"
+        ) from None
+    holds = {at: statement for statement in page.statements() for at in statement}
+    looked_up = {at for one in retrievals for at in one.path if at < page.length}
+    needed = [first + part for at in looked_up for part in holds.get(at, (at,))]
+    return check_positions(trace, needed)

@@ -1,0 +1,112 @@
+"""Attention of layers as tables for a reader who turns knobs: overlap, sparsity, rank patterns.
+
+What `kvsim.analysis` measures of a trace alone, at shares, windows and places that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.attention.sparsity import attention_sparsity
+from kvsim.analysis.prompt.ranking import Ranking
+from kvsim.analysis.registry import mean_known
+from kvsim.core.trace import Trace
+
+#: Shares of the keys that count as top.
+TOPS = tuple(place / 20 for place in range(1, 21))
+
+
+def overlap_table(
+    trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = TOPS
+) -> pl.DataFrame:
+    """Share of the last window's top keys that earlier windows had; a row for each share.
+
+    G-KV (arXiv 2512.00504), Fig. 1; see `window_overlap`, which raises TraceError for
+    a trace too short for four windows.
+
+    Returns:
+        share, then means over heads: `oldest`, `second`, `third` window, `union` of the three,
+        `equal_budget` (as many keys as one set has), `chance` of one set and `chance_union`.
+    """
+    found = window_overlap(trace, layer, window=window, shares=shares)
+    oldest, second, third = found.before
+    return pl.DataFrame(
+        {
+            "share": found.shares,
+            "oldest": oldest,
+            "second": second,
+            "third": third,
+            "union": found.union,
+            "equal_budget": found.equal_budget,
+            "chance": found.chance,
+            "chance_union": found.chance_union,
+        }
+    )
+
+
+def sparsity_table(trace: Trace) -> pl.DataFrame:
+    """Share of the keys that score below p times the maximum, by layer, mean over heads.
+
+    G-KV (arXiv 2512.00504), Fig. 9; see `kvsim.analysis.attention_sparsity`.
+
+    Returns:
+        layer, p, then by the keys that the maximum is taken over: `sequence`, `behind_sink` and
+        `domain`; null where a trace is too short.
+    """
+    rows = []
+    for layer in range(trace.n_layers):
+        found = attention_sparsity(trace, layer)
+        over = {
+            name: mean_known(getattr(found, name)) for name in ("sequence", "behind_sink", "domain")
+        }
+        for place, p in enumerate(found.shares.tolist()):
+            shares = {name: float(values[place]) for name, values in over.items()}
+            rows.append({"layer": layer, "p": p, **shares})
+    return pl.DataFrame(rows).with_columns(pl.selectors.float().fill_nan(None))
+
+
+@dataclass(frozen=True)
+class RankPattern:
+    """How the layers rank some tokens.
+
+    tokens: their positions, in the order of the columns. edges: the first token (its place among
+    them) of each column, and one more, where the last column ends. ranks [L, column]: geometric
+    means of the ranks, 1 the best.
+    """
+
+    tokens: NDArray[np.int64]
+    edges: NDArray[np.int64]
+    ranks: NDArray[np.float64]
+
+
+def rank_pattern(
+    ranking: Ranking, look_back: int, k: int, *, by: str = "rank", columns: int = 1024
+) -> RankPattern:
+    """Ranks of the tokens among the first k in one of the last `look_back` layers.
+
+    After ASL (arXiv 2601.07667), Fig. 4.
+
+    Args:
+        ranking: of a trace.
+        look_back: layers, from the last one.
+        k: tokens that go on beside the window.
+        by: order of the tokens: `rank` in the last layer, or `position`.
+        columns: at most so many; where there are more tokens, neighbours share one.
+    """
+    tokens = ranking.members(ranking.n_layers - 1, look_back, k)
+    if by == "rank":
+        tokens = tokens[np.argsort(ranking.ranks[-1, tokens].numpy(), kind="stable")]
+    width = max(1, -(-len(tokens) // columns))
+    starts = np.arange(0, len(tokens), width)
+    edges = np.append(starts, len(tokens))
+    ranks = np.log(ranking.ranks[:, tokens].numpy().astype(np.float64))
+    if not len(tokens):
+        return RankPattern(tokens, edges, ranks)
+    means = np.add.reduceat(ranks, starts, axis=1) / np.diff(edges)
+    return RankPattern(tokens, edges, np.exp(means))

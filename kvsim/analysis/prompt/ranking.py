@@ -1,0 +1,360 @@
+"""How the layers rank the tokens of a prompt: one pass over a trace, then every question from it.
+
+The pooled scores p and the ranks are those of ASL (`kvsim.policies.asl`, where the formulas are),
+of every layer of the prefill with full attention: as if no layer had selected. Up to the selection
+layer they are what a live run sees; behind it they say what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsim.core.trace import Trace
+from kvsim.core.view import Setting
+from kvsim.engine.depth import Look, recorded
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance, ranks
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+#: In a grid: no layer is selected.
+NEVER_SELECTS = -1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """ASL's test at one budget, in all layers.
+
+    k: tokens beside the window that would go on. first_layer, look_back: the rule as it was
+    applied. variance [L]: V, in squared ranks, NaN before layer look_back - 1. relative [L]: rho,
+    NaN before first_layer. union [L]: tokens that V is a mean over, 0 where it is NaN.
+    """
+
+    rule: Selecting
+    prompt_len: int
+    budget: int
+    k: int
+    first_layer: int
+    look_back: int
+    variance: Floats
+    relative: Floats
+    union: Ints
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.variance)
+
+    @property
+    def tested(self) -> range:
+        """Layers whose rho is compared with tau: behind the last one there is nothing to drop."""
+        return range(self.first_layer, self.n_layers - (not self.rule.restarts))
+
+    @property
+    def fits(self) -> bool:
+        """The prompt is no longer than the budget, so there is no test."""
+        return self.prompt_len <= self.budget
+
+    def selected(self, tau: float | None = None) -> int | None:
+        """The selection layer, at the rule's tau or another one; None where nothing is dropped."""
+        if self.fits:
+            return None
+        settled = self.relative[self.tested] < (self.rule.tau if tau is None else tau)
+        if settled.any():
+            return self.first_layer + int(settled.argmax())
+        return self.n_layers - 1 if self.rule.restarts else None
+
+    def verdict(self, tau: float | None = None) -> str:
+        """The outcome in words."""
+        tau = self.rule.tau if tau is None else tau
+        at, first, tested = self.selected(tau), self.first_layer, self.tested
+        if self.fits:
+            return f"nothing to select: the prompt of {self.prompt_len} tokens fits the budget"
+        if not tested:
+            return f"never selects: layer {first}, the first that is tested, is the last one"
+        least = float(self.relative[tested].min())
+        if at is None and len(tested) == 1:
+            return (
+                f"never selects: layer {first} alone is tested, and there the relative variance "
+                f"is {least:g} by definition"
+            )
+        if at is None:
+            return (
+                f"never selects: the relative variance of layers {first} to {tested[-1]} is "
+                f"{least:.3g} at the least, and tau is {tau:g}"
+            )
+        if not self.relative[at] < tau:
+            return f"no layer is below tau = {tau:g}; the last layer selects, {at}"
+        why = f"relative variance {self.relative[at]:.2f} < {tau:g}"
+        if self.k == 0:
+            why = "the window alone goes on, so no ranks are compared"
+        elif self.variance[first] == 0:
+            of_one = self.look_back == 1
+            why = "ranks of one layer do not vary" if of_one else f"no rank moved up to layer {at}"
+        return f"selects after layer {at} of {self.n_layers}: {why}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Selection layers by first layer and look-back; `NEVER_SELECTS` where there is none.
+
+    layers [first layer, look-back]. used [first layer, look-back]: the look-back that there were
+    layers for.
+    """
+
+    budget: int
+    k: int
+    tau: float
+    n_layers: int
+    first_layers: tuple[int, ...]
+    look_backs: tuple[int, ...]
+    layers: Ints
+    used: Ints
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Pooled scores and ranks of the tokens before the window, in every layer.
+
+    scores [L, m], ranks int64 [L, m], 1 the best; m = prompt_len - window. rule: its window, pool
+    and kernel made the scores; its other parameters are the defaults of what is asked.
+    """
+
+    trace: str
+    prompt_len: int
+    rule: Selecting
+    scores: Tensor = field(repr=False)
+    ranks: Tensor = field(repr=False)
+    _known: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return int(self.ranks.shape[0])
+
+    @property
+    def ranked(self) -> int:
+        """m: tokens before the window."""
+        return int(self.ranks.shape[1])
+
+    def room(self, budget: int) -> int:
+        """k: tokens before the window that go on at a budget, BudgetError below the window."""
+        if budget < self.rule.least_budget:
+            raise BudgetError(
+                f"asl: budget {budget} is below the window of {self.rule.window} rows that goes "
+                "on in any case; give a larger budget or a smaller window"
+            )
+        return min(budget, self.prompt_len) - self.rule.window
+
+    def curve(self, budget: int, rule: Selecting | None = None) -> Curve:
+        """The test in all layers, under another first layer, look-back or tau if `rule` is given.
+
+        Raises BudgetError for a budget below the window, PolicyError for another window.
+        """
+        rule = self._own(rule)
+        k = self.room(budget)
+        first, back = rule.rule(self.n_layers)
+        variance = self.variance(back, k)
+        relative = np.full(self.n_layers, np.nan)
+        base = variance[first]
+        relative[first:] = variance[first:] / base if base > 0 else 0.0
+        return Curve(
+            rule=rule,
+            prompt_len=self.prompt_len,
+            budget=budget,
+            k=k,
+            first_layer=first,
+            look_back=back,
+            variance=variance,
+            relative=relative,
+            union=self.union(back, k),
+        )
+
+    def grid(
+        self,
+        budget: int,
+        first_layers: Sequence[int] | None = None,
+        look_backs: Sequence[int] | None = None,
+        rule: Selecting | None = None,
+    ) -> Grid:
+        """Selection layers over first layers and look-backs.
+
+        By default from layer 1 to the last but one and from 2 to 16 layers: one layer alone has no
+        variance, so that ASL selects at once, and behind the last layer there is nothing to drop.
+        """
+        rule = self._own(rule)
+        total = self.n_layers
+        firsts = tuple(first_layers or range(1, total - 1) or range(total))
+        backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
+        curves = [
+            [self.curve(budget, replace(rule, first_layer=first, look_back=back)) for back in backs]
+            for first in firsts
+        ]
+        at = [one.selected() for row in curves for one in row]
+        found = [NEVER_SELECTS if layer is None else layer for layer in at]
+        shape = (len(firsts), len(backs))
+        used = [one.look_back for row in curves for one in row]
+        return Grid(
+            budget=budget,
+            k=self.room(budget),
+            tau=rule.tau,
+            n_layers=total,
+            first_layers=firsts,
+            look_backs=backs,
+            layers=np.array(found, np.int64).reshape(shape),
+            used=np.array(used, np.int64).reshape(shape),
+        )
+
+    def variance(self, look_back: int, k: int) -> Floats:
+        """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""
+        if (look_back, k) not in self._known:
+            of_layer = np.full(self.n_layers, np.nan)
+            for layer in range(look_back - 1, self.n_layers):
+                of_layer[layer] = rank_variance(self._recent(layer, look_back), k)
+            of_layer.flags.writeable = False
+            self._known[look_back, k] = of_layer
+        return self._known[look_back, k]
+
+    def union(self, look_back: int, k: int) -> Ints:
+        """Tokens among the first k in one of the `look_back` layers up to each layer; [L]."""
+        of_layer = np.zeros(self.n_layers, np.int64)
+        for layer in range(look_back - 1, self.n_layers):
+            of_layer[layer] = int((self._recent(layer, look_back) <= k).any(0).sum())
+        return of_layer
+
+    def members(self, layer: int, look_back: int, k: int) -> Ints:
+        """Positions of these tokens at one layer, ascending."""
+        found: Ints = (self._recent(layer, look_back) <= k).any(0).nonzero()[:, 0].numpy()
+        return found
+
+    def top(self, k: int) -> Bools:
+        """Which tokens are among the first k; [L, m]."""
+        found: Bools = (self.ranks <= k).numpy()
+        return found
+
+    def entropy(self) -> Floats:
+        """Entropy of each layer's scores as a distribution over the tokens, in nats; [L].
+
+        log(m) where the scores are equal; NaN where they are all 0.
+        """
+        scores = self.scores.double()
+        share = scores / scores.sum(-1, keepdim=True)
+        found: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
+        return found
+
+    def jaccard(self, k: int) -> Floats:
+        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
+
+        NaN in the first layer, and where k is 0.
+        """
+        top = self.top(k)
+        both = (top[1:] & top[:-1]).sum(-1)
+        either = (top[1:] | top[:-1]).sum(-1)
+        out = np.full(self.n_layers, np.nan)
+        np.divide(both, either, out=out[1:], where=either > 0)
+        return out
+
+    def jaccard_chance(self, k: int) -> float:
+        """The Jaccard index of two sets of k tokens that share as many as expected, k * k / m."""
+        shared = k * k / self.ranked
+        return shared / (2 * k - shared) if k else float("nan")
+
+    def recall(self, k: int, gold: Sequence[int] | Ints) -> Floats:
+        """Share of the gold positions among each layer's first k tokens or in the window; [L]."""
+        at = np.asarray(gold, np.int64)
+        if not len(at):
+            return np.full(self.n_layers, np.nan)
+        kept = np.ones((self.n_layers, self.prompt_len), dtype=bool)
+        kept[:, : self.ranked] = self.top(k)
+        found: Floats = kept[:, at].mean(-1)
+        return found
+
+    def _recent(self, layer: int, look_back: int) -> Tensor:
+        return self.ranks[layer - look_back + 1 : layer + 1]
+
+    def _own(self, rule: Selecting | None) -> Selecting:
+        """The rule, checked against what the scores were made with."""
+        if rule is None:
+            return self.rule
+        mine, other = (
+            (one.window, one.pool, one.pool_kernel if one.pool else None)
+            for one in (self.rule, rule)
+        )
+        if mine != other:
+            raise PolicyError(
+                f"asl: window, pool and pool_kernel are {other}, the scores were made with {mine}; "
+                "make a ranking for each"
+            )
+        rule.check(self.n_layers)
+        return rule
+
+
+def ranking(
+    trace: Trace,
+    rule: Selecting | None = None,
+    *,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> Ranking:
+    """Rank the tokens before the window in every layer, one layer in memory at a time.
+
+    rule: ASL's parameters, as `kvsim.policy("asl", window=16).propagation` or `ASL(window=16)`; its
+    defaults if none are given. progress: called with (layers done, layers).
+
+    Raises PolicyError where the prompt is no longer than the window, or layers are missing.
+    """
+    rule = ASL() if rule is None else rule
+    rule.check(trace.n_layers)
+    if trace.prompt_len <= rule.window:
+        raise PolicyError(
+            f"{trace.name}: the prompt has {trace.prompt_len} tokens, and the window "
+            f"{rule.window} rows, so no token is left to rank; give a smaller window"
+        )
+    look = _look(trace, device)
+    found = []
+    with torch.no_grad():
+        for layer in range(trace.n_layers):
+            scores = pooled_scores(look(layer, None), rule.window, rule.pool, rule.pool_kernel)
+            found.append((scores[0].cpu(), ranks(scores)[0].cpu()))
+            if progress is not None:
+                progress(layer + 1, trace.n_layers)
+    by_layer, ranked = (torch.stack(part) for part in zip(*found, strict=True))
+    return Ranking(trace.name, trace.prompt_len, rule, by_layer, ranked)
+
+
+def window_attention(
+    trace: Trace, window: int = 32, *, columns: int = 1024, device: str = "cpu"
+) -> Floats:
+    """Attention of the last `window` rows of the prompt, mean over the query heads; [L, w, c].
+
+    Neighbouring positions are pooled by their maximum until there are at most `columns`.
+    """
+    look = _look(trace, device)
+    factor = -(-trace.prompt_len // columns)
+    found = []
+    with torch.no_grad():
+        for layer in range(trace.n_layers):
+            seen = look(layer, None).attn(window)[0].mean((0, 1)).double().cpu()  # [w, n]
+            padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % factor))
+            found.append(padded.unflatten(-1, (-1, factor)).amax(-1).numpy())
+    return np.stack(found)
+
+
+def _look(trace: Trace, device: str) -> Look:
+    """Layers at the end of the prefill as a replay shows them to ASL."""
+    if not trace.whole:
+        raise PolicyError(
+            f"{trace.name}: the trace has layers {list(trace.layer_ids)}; expected 0, 1, 2, ... to "
+            "the model's last, because ranks are compared from layer to layer"
+        )
+    n = trace.prompt_len
+    setting = Setting(budget=n, prompt_len=n, interval=None, prefill=True, n_layers=trace.n_layers)
+    return recorded(trace, setting, torch.device(device))

@@ -1,0 +1,268 @@
+"""The diagnostics of one or many traces as tables: per layer, per trace, per selection layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from kvsim.analysis.prompt.gold import check_positions
+from kvsim.analysis.prompt.ranking import Curve, Ranking
+from kvsim.core.trace import Trace
+from kvsim.policies.asl import Selecting
+from kvsim.schema import FIDELITY
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_LABEL = pl.Enum(FIDELITY)
+
+_OF_TRACE: dict[str, Any] = {
+    "trace": pl.String,
+    "task": pl.String,
+    "budget": pl.Int64,
+    "share": pl.String,
+    "k": pl.Int64,
+}
+#: Columns of `layer_table`.
+LAYER_COLUMNS: dict[str, Any] = {
+    **_OF_TRACE,
+    "layer": pl.Int64,
+    "variance": pl.Float64,
+    "relative_variance": pl.Float64,
+    "selected": pl.Boolean,
+    "union": pl.Int64,
+    "entropy": pl.Float64,
+    "entropy_uniform": pl.Float64,
+    "jaccard": pl.Float64,
+    "jaccard_chance": pl.Float64,
+    "gold_recall": pl.Float64,
+    "fidelity": _LABEL,
+}
+#: Columns of `selection_table`.
+SELECTION_COLUMNS: dict[str, Any] = {
+    **_OF_TRACE,
+    "prompt_len": pl.Int64,
+    "n_layers": pl.Int64,
+    "first_layer": pl.Int64,
+    "look_back": pl.Int64,
+    "tau": pl.Float64,
+    "layer": pl.Int64,
+    "relative_variance": pl.Float64,
+    "gold_tokens": pl.Int64,
+    "first_full_recall": pl.Int64,
+    "layer_regret": pl.Int64,
+    "gold_recall": pl.Float64,
+    "verdict": pl.String,
+    "remark": pl.String,
+    "fidelity": _LABEL,
+}
+#: Columns of `distribution`.
+DISTRIBUTION_COLUMNS: dict[str, Any] = {
+    "task": pl.String,
+    "budget": pl.String,
+    "layer": pl.Int64,
+    "traces": pl.Int64,
+    "of": pl.Int64,
+    "mean_layer": pl.Float64,
+    "fidelity": _LABEL,
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One trace at one budget.
+
+    task: what traces are grouped by. gold: positions, None if not known. share: the budget as a
+    share of the trace, if it was asked for as one.
+    """
+
+    ranking: Ranking
+    curve: Curve
+    task: str = ""
+    gold: Ints | None = None
+    share: str | None = None
+
+    @property
+    def trace(self) -> str:
+        """The trace's name."""
+        return self.ranking.trace
+
+    @property
+    def asked(self) -> str:
+        """The budget as it was asked for."""
+        return self.share or str(self.curve.budget)
+
+    @property
+    def layer(self) -> int | None:
+        """The selection layer."""
+        return self.curve.selected()
+
+    @property
+    def remark(self) -> str:
+        """What a reader should know about the rule at this size; empty for nothing."""
+        curve = self.curve
+        return curve.rule.remark(curve.n_layers, curve.prompt_len, curve.budget)
+
+    @cached_property
+    def entropy(self) -> Floats:
+        """As `Ranking.entropy`."""
+        return self.ranking.entropy()
+
+    @cached_property
+    def jaccard(self) -> Floats:
+        """As `Ranking.jaccard`, of this budget's sets."""
+        return self.ranking.jaccard(self.curve.k)
+
+    @property
+    def jaccard_chance(self) -> float:
+        """What two random sets of this size have in common."""
+        return self.ranking.jaccard_chance(self.curve.k)
+
+    @cached_property
+    def recall(self) -> Floats | None:
+        """As `Ranking.recall`; None without gold."""
+        return None if self.gold is None else self.ranking.recall(self.curve.k, self.gold)
+
+    @property
+    def first_full_recall(self) -> int | None:
+        """The first layer whose set holds every gold token; None where none does."""
+        if self.recall is None or not (self.recall == 1.0).any():
+            return None
+        return int((self.recall == 1.0).argmax())
+
+    @property
+    def layer_regret(self) -> int | None:
+        """Selection layer minus first layer with full recall: layers too late, or too early."""
+        if self.layer is None or self.first_full_recall is None:
+            return None
+        return self.layer - self.first_full_recall
+
+    def of_trace(self) -> dict[str, Any]:
+        """The first columns of a table."""
+        return {
+            "trace": self.trace,
+            "task": self.task,
+            "budget": self.curve.budget,
+            "share": self.share,
+            "k": self.curve.k,
+        }
+
+
+def diagnose(
+    trace: Trace,
+    ranking: Ranking,
+    budget: int,
+    *,
+    gold: Iterable[int] | None = None,
+    share: str | None = None,
+    rule: Selecting | None = None,
+) -> Diagnosis:
+    """One trace at one budget, from its ranking; no array of the trace is read again.
+
+    gold: positions in the prompt, GoldError for others. rule: with another tau, first layer or
+    look-back than the ranking's; see `Ranking.curve`.
+    """
+    at = None if gold is None else check_positions(trace, gold)
+    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), at, share)
+
+
+def task_of(trace: Trace) -> str:
+    """What traces are grouped by: the label `task`, else the first part of the name.
+
+    The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
+    task `walk`, `p12` of `p`.
+    """
+    known = str(trace.labels.get("task", ""))
+    return known or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
+
+
+def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+    """One row per trace, budget and layer; `LAYER_COLUMNS`.
+
+    variance in squared ranks; relative_variance to that of the first layer that is tested; union:
+    tokens that both are a mean over; entropy in nats, beside that of equal scores; jaccard with the
+    layer before, beside chance; gold_recall: share of the gold tokens in the layer's set.
+    """
+    frames = []
+    for one in diagnoses:
+        curve, layers = one.curve, np.arange(one.curve.n_layers)
+        columns: dict[str, Any] = {
+            "layer": layers,
+            "variance": curve.variance,
+            "relative_variance": curve.relative,
+            "selected": layers == (-1 if one.layer is None else one.layer),
+            "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
+            "entropy": one.entropy,
+            "entropy_uniform": np.full(len(layers), np.log(one.ranking.ranked)),
+            "jaccard": one.jaccard,
+            "jaccard_chance": np.where(layers > 0, one.jaccard_chance, np.nan),
+            "gold_recall": np.full(len(layers), np.nan) if one.recall is None else one.recall,
+        }
+        found = pl.DataFrame(columns).with_columns(pl.selectors.float().fill_nan(None))
+        frames.append(
+            found.with_columns(
+                fidelity=pl.lit("exact"),
+                **{name: pl.lit(value) for name, value in one.of_trace().items()},
+            ).select(pl.col(name).cast(kind) for name, kind in LAYER_COLUMNS.items())
+        )
+    return pl.concat([pl.DataFrame(schema=LAYER_COLUMNS), *frames])
+
+
+def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+    """One row per trace and budget; `SELECTION_COLUMNS`.
+
+    layer: the selection layer, null where nothing is dropped (verdict says why).
+    relative_variance and gold_recall are those of this layer. layer_regret: layers between it and
+    the first with full recall, negative where it comes before.
+    """
+    rows = []
+    for one in diagnoses:
+        curve, at = one.curve, one.layer
+        recall = None if one.recall is None or at is None else float(one.recall[at])
+        rows.append(
+            {
+                **one.of_trace(),
+                "prompt_len": curve.prompt_len,
+                "n_layers": curve.n_layers,
+                "first_layer": curve.first_layer,
+                "look_back": curve.look_back,
+                "tau": curve.rule.tau,
+                "layer": at,
+                "relative_variance": None if at is None else float(curve.relative[at]),
+                "gold_tokens": None if one.gold is None else len(one.gold),
+                "first_full_recall": one.first_full_recall,
+                "layer_regret": one.layer_regret,
+                "gold_recall": recall,
+                "verdict": curve.verdict(),
+                "remark": one.remark,
+                "fidelity": "exact",
+            }
+        )
+    return pl.DataFrame(rows, schema=SELECTION_COLUMNS)
+
+
+def distribution(selections: pl.DataFrame) -> pl.DataFrame:
+    """How often each layer is selected, of a `selection_table`; `DISTRIBUTION_COLUMNS`.
+
+    One row per task, budget as it was asked for, and selection layer, null for never; traces: how
+    many select there; of: all traces of the task; mean_layer: over those that select.
+    """
+    keys = ["task", "asked"]
+    asked = selections.select(pl.coalesce("share", pl.col("budget").cast(pl.String))).to_series()
+    in_order = pl.Enum(asked.unique(maintain_order=True))
+    return (
+        selections.with_columns(asked=asked.cast(in_order))
+        .with_columns(of=pl.len().over(keys), mean_layer=pl.col("layer").mean().over(keys))
+        .group_by(*keys, "layer", "of", "mean_layer", "fidelity")
+        .agg(traces=pl.len())
+        .sort("task", "asked", "layer", nulls_last=True)
+        .rename({"asked": "budget"})
+        .select(pl.col(name).cast(kind) for name, kind in DISTRIBUTION_COLUMNS.items())
+    )

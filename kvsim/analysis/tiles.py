@@ -1,0 +1,148 @@
+"""Large arrays as pictures of bounded size: pooled attention, and what each event left.
+
+A tile has at most `SIDE` cells to a side whatever the length of the trace, so that what a browser
+is sent does not grow with it. Where several rows or positions share a cell it shows their maximum:
+a single large weight or a single entry that stays is not averaged away.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.core.attention import sees
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+
+#: Cells to a side of a tile, at most.
+SIDE = 1024
+#: Rows of attention that are computed at once.
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A picture of rows and positions.
+
+    values: [cell row, cell column]. rows, positions: the first row or position of each cell, and
+    one more number, where the last one ends.
+    """
+
+    values: NDArray[np.float32] | NDArray[np.uint8]
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a cell stands for more than one row and one position."""
+        return self.values.shape != (len(_span(self.rows)), len(_span(self.positions)))
+
+
+def attention_tile(
+    trace: Trace, layer: int, qhead: int, rows: range, positions: range, side: int = SIDE
+) -> Tile:
+    """Full attention of one query head, the maximum in each cell; float32.
+
+    Args:
+        trace: any.
+        layer: place of the layer in the trace.
+        qhead: query head.
+        rows: a window of rows, without gaps.
+        positions: a window of positions, without gaps.
+        side: cells to a side, at most.
+
+    Raises:
+        IndexError: a window is empty or reaches out of the trace.
+    """
+    for name, window in (("rows", rows), ("positions", positions)):
+        if not window or window.start < 0 or window.stop > trace.n_pos:
+            raise IndexError(
+                f"{name} are {window.start} to {window.stop}; expected a window within 0 to "
+                f"{trace.n_pos}"
+            )
+    one, head = slice(layer, layer + 1), qhead // trace.group
+    formula = trace.formulas[layer]
+    keys = trace.read("k", one, slice(positions.start, positions.stop))[0, head].float()
+    lse = _lse(trace, one)[qhead, rows.start : rows.stop].float()
+    down, across = (math.ceil(len(window) / side) for window in (rows, positions))
+    at = torch.arange(positions.start, positions.stop)
+    cells = []
+    step = max(down, _BLOCK // down * down)
+    for first in range(0, len(rows), step):
+        chosen = slice(rows.start + first, min(rows.start + first + step, rows.stop))
+        q = trace.read("q", one, chosen)[0, qhead].float() * formula.scale
+        here = torch.arange(chosen.start, chosen.stop)
+        z = formula.capped(q @ keys.mT).sub_(lse[first : first + len(q), None])
+        weights = z.exp_().masked_fill_(~sees(here, at, formula.window), 0.0)
+        cells.append(_pool(weights, down, across))
+    return Tile(torch.cat(cells).numpy(), _edges(rows, down), _edges(positions, across))
+
+
+#: What an entry can be in a tile of retention; the order of the codes.
+STATES = ("not yet there", "retained", "dropped", "in a region of which nothing is left")
+_FUTURE, _HELD, _DROPPED, _WIPED = range(4)
+# Which code stands for several, ascending: an entry that stays must not vanish beside dropped ones.
+_STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _HELD], dtype=np.uint8)
+
+
+def retention_tile(
+    record: Record, layer: int, head: int, region: int = 32, side: int = SIDE
+) -> Tile:
+    """What a head holds of every position after each event; uint8 codes of `STATES`.
+
+    Args:
+        record: of any policy.
+        layer: place of the layer among the record's layers.
+        head: on the record's head axis.
+        region: positions of a region; which regions count is as in the metric `wipeout`.
+        side: cells to a side, at most. Of events that share a cell row the last one is shown.
+
+    `rows` are events, the rows after which something leaves the layer, without an end.
+    """
+    gone = record.gone_after[layer]
+    events = event_rows(gone)
+    down = max(1, math.ceil(len(events) / side))
+    shown = events[::-1][::down][::-1]
+    codes = np.full((len(shown), record.n_pos), _FUTURE, dtype=np.uint8)
+    first = -(-SINK // region) * region
+    for place, row in enumerate(shown):
+        held = gone[head] > row
+        codes[place, : row + 1] = np.where(held[: row + 1], _HELD, _DROPPED)
+        stop = max(first, (row + 1 - RECENT) // region * region)
+        empty = ~held[first:stop].reshape(-1, region).any(1)
+        codes[place, first:stop][np.repeat(empty, region)] = _WIPED
+    across = math.ceil(record.n_pos / side)
+    ranked = torch.from_numpy(np.argsort(_STRENGTH).astype(np.uint8)[codes])
+    pooled = _STRENGTH[_pool(ranked, 1, across).numpy()] if len(shown) else codes[:, ::across]
+    return Tile(pooled, shown, _edges(range(record.n_pos), across))
+
+
+def _lse(trace: Trace, layer: slice) -> torch.Tensor:
+    """Log-sum-exp [qhead, pos] of full attention."""
+    if trace.has("lse"):
+        return trace.read("lse", layer)[0]
+    return trace.full(layer)[1][0]
+
+
+def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:
+    """The maximum of blocks of `down` rows and `across` columns; values are not negative."""
+    if (down, across) == (1, 1):
+        return values
+    rows, columns = values.shape
+    pad = (0, -columns % across, 0, -rows % down)
+    whole = torch.nn.functional.pad(values, pad)
+    most: torch.Tensor = whole.unflatten(0, (-1, down)).unflatten(2, (-1, across)).amax((1, 3))
+    return most
+
+
+def _edges(window: range, by: int) -> NDArray[np.int64]:
+    return np.append(np.arange(window.start, window.stop, by), window.stop)
+
+
+def _span(edges: NDArray[np.int64]) -> range:
+    return range(int(edges[0]), int(edges[-1]))

@@ -1,0 +1,1 @@
+"""The vocabulary in code: attention, Trace, View, the pieces of a policy, Record."""

@@ -1,0 +1,372 @@
+"""What a policy may know at one event: the live entries, recent queries, attention received.
+
+Nothing later than the event's row and nothing already evicted can be reached through a View.
+
+Shape letters: L layers of the block, H KV heads, G query heads of a group, w rows of a window,
+n entries (left-padded where heads hold different numbers), d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvsim.core.attention import Formula, Rope, softmax
+
+Group = Literal["mean", "max", "sum"]
+
+#: Bytes of logits that a View holds at once where it can work in blocks of rows.
+LOGIT_BYTES = 16 << 20
+
+
+class Source(Protocol):
+    """Where a View reads from: keys, values and queries of a block of layers at positions.
+
+    The layers of a block compute by one formula and turn by one rotary embedding.
+    """
+
+    @property
+    def rope(self) -> Rope:
+        """The model's rotary embedding."""
+
+    @property
+    def formula(self) -> Formula:
+        """What the layers compute."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the whole sequence, those after the event included."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Where in the text each row is, which RoPE turned it by; int [T]."""
+
+    @property
+    def keys(self) -> Tensor:
+        """[L, H, T, d], after RoPE."""
+
+    @property
+    def values(self) -> Tensor:
+        """[L, H, T, d]."""
+
+    @property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head, [L, H, G, d, D]; NeedsError without one."""
+
+    def queries(self, start: int, stop: int) -> Tensor:
+        """[L, H, G, stop - start, d], after RoPE."""
+
+    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention output [L, H, G, stop - start, d] and log-sum-exp of these rows, full cache."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same over the events of a replay.
+
+    interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
+    windowed: layers whose sliding window hides something; they are not replayed. protected: entries
+    of a head that are kept in any case, once they exist. longest: those that it holds before an
+    event at most, if every layer gets the budget.
+    """
+
+    budget: int
+    prompt_len: int
+    interval: int | None
+    prefill: bool
+    n_layers: int
+    clairvoyant: bool = False
+    protected: int = 0
+    longest: int = 0
+    windowed: tuple[int, ...] = ()
+
+
+class Entries:
+    """The cache as a table whose rows are entries, in position order: `pos` and named columns.
+
+    pos [L, H, n] absolute positions, -1 on pads. live [L, H, n] is False on pads, which are on the
+    left. Columns [L, H, n] are what a policy carries with each entry.
+    """
+
+    def __init__(self, layers: int, heads: int, columns: Mapping[str, float], like: Tensor) -> None:
+        self._initial = dict(columns)
+        self.pos = torch.empty(layers, heads, 0, dtype=torch.long, device=like.device)
+        self.live = torch.empty(layers, heads, 0, dtype=torch.bool, device=like.device)
+        self.columns = {name: like.new_empty(layers, heads, 0) for name in columns}
+        self.whole = True  # no entry has left yet: slot == position
+
+    def append(self, start: int, stop: int) -> None:
+        """Add the entries of positions start..stop-1 to every head."""
+        shape = (*self.pos.shape[:2], stop - start)
+        new = torch.arange(start, stop, device=self.pos.device).expand(shape)
+        self.pos = torch.cat([self.pos, new], dim=-1)
+        self.live = torch.cat([self.live, self.live.new_ones(shape)], dim=-1)
+        for name, value in self._initial.items():
+            column = self.columns[name]
+            self.columns[name] = torch.cat([column, column.new_full(shape, value)], dim=-1)
+
+    def compress(self, keep: Tensor) -> None:
+        """Keep the entries marked in keep [L, H, n]; pads go to the left again."""
+        count = keep.sum(-1)
+        longest = int(count.max())
+        if bool((count == longest).all()):
+            slot = keep.nonzero()[:, 2].view(*keep.shape[:2], longest)
+        else:  # a stable sort of the mask moves what stays to the right, in order
+            slot = keep.byte().sort(dim=-1, stable=True).indices[..., keep.shape[-1] - longest :]
+        self.live = keep.gather(-1, slot)
+        self.pos = self.pos.gather(-1, slot).masked_fill_(~self.live, -1)
+        self.columns = {name: c.gather(-1, slot) for name, c in self.columns.items()}
+        self.whole = False
+
+    @property
+    def count(self) -> Tensor:
+        """Live entries of each head, int [L, H]."""
+        return self.live.sum(-1)
+
+
+class View:
+    """What a policy may know right after row `row` has attended."""
+
+    def __init__(
+        self,
+        source: Source,
+        entries: Entries,
+        setting: Setting,
+        *,
+        row: int,
+        since: Tensor,
+        layers: Tensor,
+    ) -> None:
+        self._source, self._entries, self._since = source, entries, since
+        self._gathered: dict[str, Tensor] = {}
+        self._windows: dict[int, Tensor] = {}
+        #: what stays the same over the events
+        self.setting = setting
+        #: the row after which the event fires; nothing later is visible
+        self.row = row
+        #: index of each layer of the block in the trace, int [L]
+        self.layers = layers
+        #: entries that each head keeps when the layer's budget is shared equally, int [L, 1]
+        self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.setting.prompt_len
+
+    @property
+    def interval(self) -> int | None:
+        """Rows between decode-time events, None where only the prefill event fires."""
+        return self.setting.interval
+
+    @property
+    def is_prompt(self) -> bool:
+        """True at the event that ends the prefill."""
+        return self.row == self.setting.prompt_len - 1
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the trace."""
+        return self.setting.n_layers
+
+    @property
+    def next_position(self) -> int:
+        """Where in the text the next row is; `row + 1`, unless some rows were not propagated."""
+        return int(self._source.positions[self.row]) + 1
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the whole trace, for clairvoyant scorers alone."""
+        self._look(self._source.n_rows)
+        return self._source.n_rows
+
+    def __getitem__(self, column: str) -> Tensor:
+        """A column that the policy carries with each entry, [L, H, n]."""
+        return self._entries.columns[column]
+
+    @property
+    def pos(self) -> Tensor:
+        """Absolute position of each entry, ascending, -1 on pads; int [L, H, n].
+
+        In layers that go on with some rows of the prompt alone, places among these rows.
+        """
+        return self._entries.pos
+
+    @property
+    def live(self) -> Tensor:
+        """False on pads; bool [L, H, n]."""
+        return self._entries.live
+
+    @property
+    def count(self) -> Tensor:
+        """Live entries of each head; int [L, H]."""
+        return self._entries.count
+
+    @property
+    def slot(self) -> Tensor:
+        """Place of each entry among the live ones of its head, negative on pads; int [L, H, n]."""
+        n = self.pos.shape[-1]
+        return torch.arange(n, device=self.pos.device) - (n - self.count).unsqueeze(-1)
+
+    @property
+    def rope(self) -> Rope:
+        """The model's rotary embedding."""
+        return self._source.rope
+
+    @property
+    def formula(self) -> Formula:
+        """What the layers compute from queries, keys and values."""
+        return self._source.formula
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return self._source.formula.scale
+
+    @property
+    def o_proj(self) -> Tensor:
+        """Output projection of each query head, D the hidden size; [L, H, G, d, D]."""
+        return self._source.o_proj
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the entries after RoPE, 0 on pads; [L, H, n, d]."""
+        return self._gather("keys", self._source.keys)
+
+    @property
+    def values(self) -> Tensor:
+        """Values of the entries, 0 on pads; [L, H, n, d]."""
+        return self._gather("values", self._source.values)
+
+    def _gather(self, name: str, stored: Tensor) -> Tensor:
+        if name not in self._gathered:
+            self._gathered[name] = gather(stored, self._entries)
+        return self._gathered[name]
+
+    def first(self, last: int) -> int:
+        """The first of the `last` most recent rows, 0 at the earliest."""
+        return max(0, self.row + 1 - last)
+
+    def queries(self, last: int) -> Tensor:
+        """Queries of the `last` most recent rows after RoPE; [L, H, G, w, d]."""
+        return self._source.queries(self.first(last), self.row + 1)
+
+    def unrotated(self, last: int) -> Tensor:
+        """The same queries before RoPE."""
+        return self.unrotated_span(self.first(last), self.row + 1)
+
+    def span(self, start: int, stop: int) -> Tensor:
+        """Queries of rows start..stop-1 after RoPE; later than the event for the clairvoyant."""
+        self._look(stop)
+        return self._source.queries(start, stop)
+
+    def unrotated_span(self, start: int, stop: int) -> Tensor:
+        """The same before RoPE."""
+        return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
+
+    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
+        self._look(stop)
+        return self._source.full(start, stop)
+
+    def _look(self, stop: int) -> None:
+        if stop > self.row + 1 and not self.setting.clairvoyant:
+            raise ValueError(
+                f"a scorer asks for row {stop - 1} at the event after row {self.row}; only one "
+                "that declares itself clairvoyant may look ahead"
+            )
+
+    def logits(self, last: int) -> Tensor:
+        """Scaled logits of the `last` most recent rows, -inf where a row sees nothing."""
+        return self._logits(self.first(last), self.row + 1)[0]
+
+    def attn(self, last: int, group: Group | None = None) -> Tensor:
+        """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
+
+        Each row is at its own position and sees the live entries up to it; its weights sum to 1
+        over them, less the share of a sink where the model has those, and are 0 elsewhere.
+        With `group` the query heads are reduced: [L, H, w, n].
+        Memoised per event; a larger window answers a smaller one.
+        """
+        for size, known in self._windows.items():
+            if size >= last:
+                return reduce_group(known[..., max(0, known.shape[-2] - last) :, :], group)
+        self._windows[last] = self.rows(self.first(last), self.row + 1)
+        return reduce_group(self._windows[last], group)
+
+    def received(self) -> Tensor:
+        """Attention each entry received since the last event that acted on its layer; [L, H, n].
+
+        Summed over those rows and over the query heads of the group. Between two acting events
+        nothing leaves, so each row saw exactly the live entries up to its own position.
+        """
+        first = int(self._since.min()) + 1
+        if first == self.row:
+            return self.attn(1, group="sum")[..., 0, :]
+        example = self.keys
+        layers, heads, n = example.shape[:3]
+        per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
+        step = max(1, LOGIT_BYTES // (per_row * example.element_size()))
+        total = example.new_zeros(layers, heads, n)
+        for start in range(first, self.row + 1, step):
+            stop = min(start + step, self.row + 1)
+            seen = n - (
+                self.row + 1 - stop
+            )  # the rows' own entries are the last slots of each head
+            attention = self.rows(start, stop, seen).sum(2)  # [L, H, w, seen]
+            if int(self._since.max()) >= start:  # some layers acted later than others
+                counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
+                attention = attention * counted[:, None, :, None]
+            total[..., :seen] += attention.sum(2)
+        return total
+
+    def rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
+        """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen].
+
+        Not memoised: for many rows, a block at a time.
+        """
+        if stop > self.row + 1:
+            self._look(stop)
+        z, hidden = self._logits(start, stop, seen)
+        sinks = self.formula.sink(z, z.shape[1]) if self.formula.sinks else None
+        out = softmax(z, sinks)
+        blind = hidden.all(-1)  # a row older than every live entry sees nothing
+        if bool(blind.any()):
+            out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)
+        return out
+
+    def _logits(self, start: int, stop: int, seen: int | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [L, H, G, w, seen], and where they are hidden from the rows, [L, H, w, seen]."""
+        q, k = self._source.queries(start, stop), self.keys[..., :seen, :]
+        z = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
+        z = self.formula.capped(z.mul_(self.formula.scale))
+        rows = torch.arange(start, stop, device=z.device).unsqueeze(-1)
+        pos, live = self.pos[..., :seen], self.live[..., :seen]
+        hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)
+        return z.masked_fill_(hidden.unsqueeze(2), -torch.inf), hidden
+
+
+def gather(stored: Tensor, entries: Entries) -> Tensor:
+    """Rows of stored [L, H, T, d] at the entries' positions, 0 on pads; [L, H, n, d]."""
+    layers, heads, total, dim = stored.shape
+    n = entries.pos.shape[-1]
+    if entries.whole:
+        return stored[:, :, :n]
+    # one flat index: an order of magnitude faster than gather with an expanded one
+    base = torch.arange(layers * heads, device=stored.device).mul_(total).view(layers, heads, 1)
+    index = (entries.pos.clamp(min=0) + base).flatten()
+    out = stored.reshape(-1, dim).index_select(0, index).view(layers, heads, n, dim)
+    return out if bool(entries.live.all()) else out.masked_fill_(~entries.live.unsqueeze(-1), 0.0)
+
+
+def reduce_group(attention: Tensor, group: Group | None) -> Tensor:
+    """Attention [L, H, G, w, n] with its query heads reduced to [L, H, w, n], or as it is."""
+    if group is None:
+        return attention
+    if group == "max":
+        return attention.amax(2)
+    return attention.mean(2) if group == "mean" else attention.sum(2)

@@ -1,0 +1,5 @@
+"""Policies times budgets times traces."""
+
+from kvsim.sweeps.run import SUMMARY, Failure, Run, check_output, resolve_budget, summarise, sweep
+
+__all__ = ["SUMMARY", "Failure", "Run", "check_output", "resolve_budget", "summarise", "sweep"]

@@ -1,0 +1,128 @@
+"""Bursts of dropped entries against plain loops, every arrangement, and cases done by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvsim.analysis.kept.bursts import dense_share, dropped_bursts
+from kvsim.analysis.kept.retention import event_rows
+from kvsim.schema import NEVER
+from kvsim.testing.strategies import evictions
+
+
+def runs_of(flags):
+    """Lengths of the runs of True."""
+    return [len(list(group)) for flag, group in itertools.groupby(flags) if flag]
+
+
+def expected_runs(last, row, kind):
+    """(entries looked at, runs of dropped ones) of one head after `row`, from the definition."""
+    if kind == "cumulative":
+        return row + 1, runs_of([last[p] <= row for p in range(row + 1)])
+    live = [p for p in range(row + 1) if last[p] >= row]
+    return len(live), runs_of([last[p] == row for p in live])
+
+
+TIED = np.array([[5, 3, 3, NEVER, 5, 5, NEVER, NEVER]] * 2, np.int32)
+
+
+@settings(deadline=None)
+@given(evictions(), st.sampled_from(["cumulative", "round"]))
+@example(TIED, "cumulative")
+@example(TIED, "round")
+def test_bursts_equal_a_loop_over_positions(last, kind):
+    """Every number of every head at every event, in the text and within a round."""
+    found = dropped_bursts(last, kind, lengths=(2, 5))
+
+    assert found.rows.tolist() == event_rows(last).tolist()
+    for j, row in enumerate(found.rows.tolist()):
+        for head in range(len(last)):
+            total, runs = expected_runs(last[head], row, kind)
+            at = head, j
+            assert found.total[at] == total
+            assert found.dropped[at] == sum(runs)
+            assert found.runs[at] == len(runs)
+            assert found.longest[at] == max(runs, default=0)
+            percentile = np.percentile(runs, 95, method="inverted_cdf") if runs else 0
+            assert found.p95[at] == percentile
+            np.testing.assert_equal(found.mean[at], np.mean(runs) if runs else np.nan)
+            assert found.per_1000[at] == pytest.approx(1000 * len(runs) / total)
+            for i, least in enumerate((2, 5)):
+                inside = sum(length for length in runs if length >= least)
+                assert found.inside[i][at] == inside
+                share = inside / sum(runs) if runs else np.nan
+                np.testing.assert_equal(found.shares[i][at], share)
+
+
+@settings(deadline=None)
+@given(evictions(), st.integers(1, 9), st.sampled_from([0.3, 0.5, 0.95, 1.0]))
+def test_dense_windows_equal_a_loop_over_windows(last, window, density):
+    """Positions in any window of which enough is dropped, whatever its length in binary."""
+    found = dense_share(last, window, density)
+
+    for j, row in enumerate(event_rows(last).tolist()):
+        for head in range(len(last)):
+            dropped = last[head, : row + 1] <= row
+            covered = np.zeros(row + 1, bool)
+            for start in range(row + 2 - window):
+                here = slice(start, start + window)
+                if dropped[here].sum() >= density * window - 1e-9:
+                    covered[here] = True
+            assert found[head, j] == pytest.approx(covered.mean())
+
+
+def test_one_hole_in_the_text_is_one_burst():
+    """Sinks and a window leave a single run, dense wherever a window of 64 fits into it."""
+    last = np.full((1, 1000), NEVER, np.int32)
+    last[0, 4:904] = 999
+
+    found = dropped_bursts(last)
+
+    assert (found.runs, found.longest, found.p95, found.mean) == (1, 900, 900, 900)
+    assert (found.shares == 1).all()
+    assert found.per_1000 == 1
+    # a dense window may hold 3 entries that stay
+    assert dense_share(last) == 906 / 1000
+
+
+@pytest.mark.parametrize(("total", "kept"), [(9, 0), (9, 1), (9, 4), (9, 8), (1, 0)])
+def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
+    """Number and mean of runs and shares in long ones, over every choice of what is kept."""
+    choices = list(itertools.combinations(range(total), kept))
+    last = np.full((len(choices), total), total - 1, np.int32)
+    for one, choice in zip(last, choices, strict=True):
+        one[list(choice)] = NEVER
+
+    found = dropped_bursts(last, lengths=(1, 2, 4, 9))
+
+    for name in ("mean", "per_1000", "shares"):
+        chance = getattr(found, f"{name}_chance")
+        everywhere = getattr(found, name).mean(-2, keepdims=True)
+        np.testing.assert_allclose(chance, np.broadcast_to(everywhere, chance.shape), rtol=1e-12)
+
+
+def test_chance_is_known_for_long_texts():
+    """Against whole numbers of any size, where factorials leave the range of floats."""
+    last = np.full((1, 20000), 19999, np.int32)
+    last[0, :100] = NEVER
+
+    found = dropped_bursts(last, lengths=(128,))
+
+    ways = math.comb(20000, 100)
+    gap = [math.comb(20000 - length - 1, 99) for length in range(128, 19901)]
+    inside = sum(length * n for length, n in enumerate(gap, 128)) * 101
+    assert found.shares_chance[0, 0, 0] == pytest.approx(inside / ways / 19900, rel=1e-8)
+    assert found.mean_chance[0, 0] == pytest.approx(20001 / 101)
+
+
+def test_without_an_event_there_is_nothing_to_count():
+    """Shapes stay those of no events, and so does a text shorter than a window."""
+    last = np.full((2, 9), NEVER, np.int32)
+
+    assert dropped_bursts(last).runs.shape == (2, 0)
+    assert dropped_bursts(last).shares_chance.shape == (4, 2, 0)
+    assert dense_share(last).shape == (2, 0)

@@ -1,0 +1,147 @@
+"""Where kept entries lie and how many there are, against plain loops and closed forms."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
+from kvsim.analysis.kept.retention import event_rows, retention_ratio
+from kvsim.schema import NEVER
+from kvsim.testing import strategies
+from kvsim.testing.strategies import evictions
+
+THIRDS = Fraction(1, 3), Fraction(2, 3)
+HALVES = Fraction(1, 4), Fraction(3, 4)
+
+
+@given(evictions(), st.integers(1, 25), st.sampled_from([THIRDS, HALVES]))
+@example(np.array([[5, 3, 3, NEVER, 5, 5, NEVER]], np.int32), 3, THIRDS)
+def test_coverage_equals_a_loop_over_positions(last, bins, middle):
+    """Positions and kept entries of every bin, the middle and the edges, by x = (p + 1/2) / N."""
+    found = kept_coverage(last, bins, middle)
+
+    assert found.rows.tolist() == event_rows(last).tolist()
+    for j, row in enumerate(found.rows.tolist()):
+        x = [Fraction(2 * p + 1, 2 * (row + 1)) for p in range(row + 1)]
+        bin_of = np.array([int(bins * one) for one in x])
+        mid = np.array([middle[0] <= one < middle[1] for one in x])
+        assert found.positions[:, j].tolist() == [(bin_of == b).sum() for b in range(bins)]
+        assert found.middle_positions[j] == mid.sum()
+        for head in range(len(last)):
+            kept = last[head, : row + 1] > row
+            expected = [(kept & (bin_of == b)).sum() for b in range(bins)]
+            assert found.kept[head, :, j].tolist() == expected
+            assert found.middle_kept[head, j] == (kept & mid).sum()
+            some = [kept[part].mean() if part.any() else np.nan for part in (mid, ~mid)]
+            ratio = some[0] / kept.mean() if kept.any() else np.nan
+            got = (found.middle[head, j], found.edges[head, j], found.ratio[head, j])
+            np.testing.assert_allclose(got, (*some, ratio))
+            assert found.overall[head, j] == pytest.approx(kept.mean())
+
+
+@given(evictions())
+def test_coverage_of_the_bins_sums_to_what_is_kept(last):
+    """Sum of coverage x positions = |K|, and the positions of all bins are the text."""
+    found = kept_coverage(last)
+
+    sums = np.nansum(found.curve * found.positions, axis=1)
+    held = np.array([(last[:, : row + 1] > row).sum(-1) for row in found.rows]).reshape(-1, 2).T
+    np.testing.assert_allclose(sums, held)
+    np.testing.assert_array_equal(found.positions.sum(0), found.rows + 1)
+
+
+def test_sinks_and_a_window_cover_the_edges_alone():
+    """StreamingLLM keeps nothing in the middle third, a random set the same share everywhere."""
+    case = strategies.make_case("normal", heads=8, n=3000, prompt_len=3000)
+    trace = case.trace()
+    held = {
+        name: kept_coverage(kvsim.replay(trace, kvsim.policy(name), budget=600).evicted_at[0])
+        for name in ("streaming_llm", "random")
+    }
+
+    for found in held.values():
+        np.testing.assert_allclose(found.overall, 0.2)
+    assert (held["streaming_llm"].middle == 0).all()
+    np.testing.assert_allclose(held["streaming_llm"].edges, 600 / 2000)
+    np.testing.assert_allclose(held["streaming_llm"].curve[0, 16:, 0], [146 / 150, 1, 1, 1])
+    # 8 heads x 150 positions of a bin: five standard errors
+    np.testing.assert_allclose(held["random"].curve[..., 0].mean(0), 0.2, atol=5 * 0.4 / 1200**0.5)
+    np.testing.assert_allclose(held["random"].ratio.mean(), 1, atol=0.1)
+
+
+@given(evictions())
+def test_retained_positions_equal_a_loop_over_entries(last):
+    """Relative positions, their mean and the share of the tail after the last event."""
+    found = retained_positions(last)
+
+    rows = event_rows(last)
+    if not len(rows):
+        assert found is None
+        return
+    assert found.row == rows[-1]
+    for head in range(len(last)):
+        held = [p for p in range(found.row + 1) if last[head, p] > found.row]
+        x = [(p + 0.5) / (found.row + 1) for p in held]
+        tail = last.shape[1] - found.row - 1
+        np.testing.assert_allclose(found.relative[found.head == head], x)
+        np.testing.assert_allclose(found.mean[head], np.mean(x) if x else np.nan)
+        expected = tail / (tail + len(x)) if tail + len(x) else np.nan
+        np.testing.assert_equal(found.tail[head], expected)
+
+
+@given(evictions(), st.integers(0, 30))
+def test_distance_and_older_places_equal_loops(last, recent):
+    """The two-sided Kolmogorov distance at each entry, and places behind the recent positions."""
+    found = retained_positions(last)
+    if found is None:
+        return
+    old = found.row + 1 - recent
+    older = found.older(recent)
+    for head in range(len(last)):
+        x = sorted(found.relative[found.head == head])
+        n = len(x)
+        steps = [max((i + 1) / n - at, at - i / n) for i, at in enumerate(x)]
+        np.testing.assert_allclose(found.distance[head], max(steps) if steps else np.nan)
+        held = [p for p in range(old) if last[head, p] > found.row]
+        mean = np.mean([(p + 0.5) / old for p in held]) if held else np.nan
+        np.testing.assert_allclose(older[head], mean)
+
+
+def test_positions_have_closed_forms():
+    """Uniform sets have mean 1/2 exactly, sinks and a window nearly 1 - budget / 2 N.
+
+    A window of a tenth is nine tenths away from uniform; of 100 positions behind which 50 are left
+    out it holds the last 50, with mean place 1 - 25 / 950 of what remains.
+    """
+    every_third = np.full((1, 300), 299, np.int32)
+    every_third[0, 1::3] = NEVER
+    window = np.full((1, 1000), 999, np.int32)
+    window[0, -100:] = NEVER
+
+    assert retained_positions(every_third).mean == pytest.approx(0.5)
+    assert retained_positions(window).mean == pytest.approx(1 - 100 / 2000)
+    assert retained_positions(window).distance == pytest.approx(0.9, abs=1e-3)
+    assert retained_positions(every_third).distance < 0.01
+    assert retained_positions(window).older(50) == pytest.approx(1 - 25 / 950)
+
+
+@given(evictions(), st.data())
+def test_the_retention_ratio_equals_a_loop_over_rows(last, data):
+    """What is held after the last row, and what each row sees of those before it."""
+    total = last.shape[1]
+    prompt_len = data.draw(st.integers(1, total))
+
+    found = retention_ratio(last, prompt_len)
+
+    for head in range(len(last)):
+        seen = [
+            sum(p <= row <= last[head, p] for p in range(total)) / (row + 1)
+            for row in range(prompt_len, total)
+        ]
+        held = sum(last[head, p] > total - 1 for p in range(total))
+        assert found.final[head] == pytest.approx(held / total)
+        np.testing.assert_allclose(found.rows[head], np.mean(seen) if seen else np.nan)

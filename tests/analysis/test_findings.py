@@ -1,0 +1,499 @@
+"""What a trace says before any policy evicts: loops from the definitions, replay, closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.attention.expectation import STEPS
+from kvsim.analysis.attention.fit import normal_ks
+from kvsim.analysis.findings import FINDINGS, TAUS, Analysis, findings
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import averages
+from kvsim.analysis.table import COLUMNS
+from kvsim.errors import PolicyError
+from kvsim.policies.asl import ASL
+from kvsim.testing.strategies import cases
+
+KEY = ("metric", "variant", "layer", "head", "qhead")
+
+
+def values(table):
+    """The value of each row by its name, variant and place."""
+    rows = table.select(*KEY, "value").rows()
+    assert len(rows) == len({row[:-1] for row in rows})
+    return {row[:-1]: row[-1] for row in rows}
+
+
+def settling(layers, n=120, *, speed=1.4, seed=0, name="settling", **more):
+    """A trace of which the queries and keys approach the same ones from layer to layer."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    depth = torch.arange(layers) / max(1, layers - 1)
+    near = torch.sin((depth * speed).clamp(max=1) * torch.pi / 2)[:, None, None, None]
+    far = (1 - near**2).sqrt()
+    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
+    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
+    v = normal(layers, 2, n, 8)
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(2 * q, k, v, prompt_len=n - 4, rope=rope, name=name, **more)
+
+
+# ------------------------------------------------------------------------ loops, as one writes them
+
+
+def turn(inv_freq, p, dim):
+    """The matrix that turns a vector at position p; pair i is (i, i + dim / 2)."""
+    out = np.eye(dim)
+    for i, f in enumerate(inv_freq):
+        j = i + dim // 2
+        out[i, i] = out[j, j] = math.cos(f * p)
+        out[i, j], out[j, i] = -math.sin(f * p), math.sin(f * p)
+    return out
+
+
+def rank_correlation(a, b):
+    """Pearson correlation of the ranks, equal numbers at the mean of theirs."""
+    ranked = [
+        [sum(y < x for y in one) + sum(y == x for y in one) / 2 for x in one] for one in (a, b)
+    ]
+    return float(np.corrcoef(*ranked)[0, 1])
+
+
+def attention(case, layer, qhead):
+    """Weights [row, pos], 0 for what is later than the row."""
+    q, k = case.q[layer, qhead], case.k[layer, qhead // case.shape[2]]
+    out = np.zeros((case.n, case.n))
+    for row in range(case.n):
+        raw = [math.exp(case.scale * (q[row] @ k[pos])) for pos in range(row + 1)]
+        out[row, : row + 1] = np.array(raw) / sum(raw)
+    return out
+
+
+def naive_expectation(case, layer, qhead, weights):
+    """Attention on the prompt's keys: the response's, and what is expected of the prompt's moments.
+
+    Each query of the prompt is turned back, and forward by the mean of the turns ahead.
+    """
+    dim, n, cut = case.shape[-1], case.n, case.prompt_len
+    turns = [turn(case.rope.inv_freq, p, dim) for p in range(n)]
+    ahead = sum(turns[cut:]) / (n - cut)
+    past = np.stack([ahead @ turns[p].T @ case.q[layer, qhead, p] for p in range(4, cut)])
+    mu, spread = past.mean(0), np.cov(past.T, ddof=0)
+    keys = case.k[layer, qhead // case.shape[2], 4:cut]
+    expected = [case.scale * mu @ x + case.scale**2 / 2 * x @ spread @ x for x in keys]
+    observed = [weights[cut:, pos].mean() for pos in range(4, cut)]
+    return rank_correlation(expected, observed)
+
+
+def naive_gap(case, layer, skip):
+    """|median over heads and keys| of what log mean exp lacks, less what normal samples lack."""
+    dim, n = case.shape[-1], case.n
+    ahead = sum(turn(case.rope.inv_freq, n + j, dim) for j in range(512)) / 512
+    z = [NormalDist().inv_cdf((i + 0.5) / (n - skip)) for i in range(n - skip)]
+    found = []
+    for qhead in range(case.q.shape[1]):
+        rows = range(skip, n)
+        past = [turn(case.rope.inv_freq, p, dim).T @ case.q[layer, qhead, p] for p in rows]
+        for pos in rows:
+            key = ahead.T @ case.k[layer, qhead // case.shape[2], pos]
+            x = np.array([case.scale * one @ key for one in past])
+            gap = math.log(np.exp(x).mean()) - x.mean() - x.var() / 2
+            deviation = x.std()
+            normal = math.log(np.mean([math.exp(deviation * one) for one in z]))
+            found.append(gap - (normal - deviation**2 / 2))
+    return abs(float(np.median(found)))
+
+
+def naive_distance(case, layer, qhead):
+    """Largest difference of the distribution functions, mean over dimensions."""
+    dim, rows = case.shape[-1], range(4, case.n)
+    past = [turn(case.rope.inv_freq, p, dim).T @ case.q[layer, qhead, p] for p in rows]
+    found = []
+    for x in np.stack(past).T:
+        normal = NormalDist(x.mean(), x.std())
+        steps = [(i / len(x), (i + 1) / len(x), normal.cdf(y)) for i, y in enumerate(sorted(x))]
+        found.append(max(max(abs(low - at), abs(high - at)) for low, high, at in steps))
+    return sum(found) / dim
+
+
+def naive_decline(case, head, weights):
+    """Windows of 16 rows after the prompt: their number beside their largest score of its keys."""
+    group, cut = case.shape[2], case.prompt_len
+    largest = []
+    for start in range(cut, case.n - 15, 16):
+        scores = []
+        for pos in range(cut):
+            rows = range(start, start + 16)
+            of_group = [[weights[head * group + g][row, pos] for g in range(group)] for row in rows]
+            scores.append(sum(map(max, of_group)) / 16)
+        largest.append(max(scores))
+    return rank_correlation(largest, range(len(largest)))
+
+
+def naive_scores(case, weights, window):
+    """ASL's scores of one layer, pooled over three neighbours; [m]."""
+    m = case.prompt_len - window
+    out = [0.0] * m
+    for of_head in weights:
+        votes = [of_head[m : case.prompt_len, pos].sum() for pos in range(m)]
+        for pos in range(m):
+            out[pos] += sum(votes[max(0, pos - 1) : pos + 2]) / 3
+    return out
+
+
+def naive_variances(scores, back, k):
+    """(V, tokens) of each layer; None before there are `back` layers."""
+    ranked = [
+        [1 + sum(y > x or (y == x and j < i) for j, y in enumerate(one)) for i, x in enumerate(one)]
+        for one in scores
+    ]
+    found = [None] * (back - 1)
+    for layer in range(back - 1, len(scores)):
+        tokens = zip(*ranked[layer - back + 1 : layer + 1], strict=True)
+        spread = [float(np.var(one)) for one in tokens if min(one) <= k]
+        found.append((sum(spread) / len(spread), len(spread)))
+    return found
+
+
+def naive(case, ks, window):
+    """Every finding but the steps of the expectation, by `KEY`."""
+    layers, heads, group, n, _ = case.shape
+    first = layers // 3
+    back = first + 1
+    out, scores = {}, []
+    for layer in range(layers):
+        weights = [attention(case, layer, qhead) for qhead in range(heads * group)]
+        scores.append(naive_scores(case, weights, window))
+        share = [x / sum(scores[-1]) for x in scores[-1]]
+        out["layer_entropy", "", layer, None, None] = -sum(x * math.log(x) for x in share)
+        for skip in (0, 4):
+            out["projection_gap", f"skip={skip}", layer, None, None] = naive_gap(case, layer, skip)
+        for qhead in range(heads * group):
+            at = ("", layer, None, qhead)
+            out["expectation", *at] = naive_expectation(case, layer, qhead, weights[qhead])
+            out["normal_distance", *at] = naive_distance(case, layer, qhead)
+        if n - case.prompt_len >= 32:
+            for head in range(heads):
+                found = naive_decline(case, head, weights)
+                out["score_decline", "", layer, head, None] = found
+    for k in ks:
+        variances = naive_variances(scores, back, k)
+        for layer in range(back - 1, layers):
+            at = (f"k={k}", layer, None, None)
+            out["rank_variance", *at], tokens = variances[layer]
+            out["rank_union", *at] = tokens / k
+            base = variances[first][0]
+            out["rank_relative", *at] = variances[layer][0] / base if base else 0.0
+        for tau in TAUS:
+            rho = [
+                out["rank_relative", f"k={k}", layer, None, None] for layer in range(first, layers)
+            ]
+            at = [first + i for i, x in enumerate(rho[:-1]) if x < tau]
+            at = at[0] if at else None
+            out["selection_layer", f"k={k},tau={tau:g}", None, None, None] = at
+    return out
+
+
+@settings(max_examples=10)
+@given(case=cases(kinds=("normal",), min_n=20, max_n=50, max_heads=2), data=st.data())
+def test_every_finding_equals_its_definition(case, data):
+    """All rows there are, and no other, in traces of up to three layers and 14 query heads."""
+    cut = data.draw(st.integers(10, case.n - 2))
+    case = replace(case, prompt_len=cut)
+    window = data.draw(st.integers(1, 4))
+    ks = (1, data.draw(st.integers(2, cut - window - 1)))
+
+    found = findings(case.trace(), ks=ks, rule=ASL(window=window, pool_kernel=3))
+    expected = naive(case, ks, window)
+
+    other = pl.col("metric").eq("expectation_steps") | pl.col("variant").str.contains(
+        "layer=|back="
+    )
+    got = values(found.filter(~other))
+    assert set(got) == set(expected)
+    for key, value in expected.items():
+        # the gap of normal samples is interpolated between 256 deviations
+        near = 2e-3 if key[0] == "projection_gap" else 1e-6
+        assert got[key] == (None if value is None else pytest.approx(value, abs=near)), key
+
+
+# ----------------------------------------------------------------------------------- the same again
+
+
+def test_steps_are_those_of_expected_attention():
+    """The Spearman correlations of `expected_and_observed` behind the prompt; the last is alone."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    found = kvsim.analysis.expected_and_observed(trace, trace.prompt_len)
+    got = values(findings(trace, ["expectation_steps", "expectation"]))
+
+    for (step, name), layer, qhead in itertools.product(enumerate(STEPS), range(3), range(8)):
+        value = got["expectation_steps", name, layer, None, qhead]
+        assert value == found.spearman[step, layer, qhead]
+        if name == FINDINGS["expectation_steps"].main:
+            assert got["expectation", "", layer, None, qhead] == value
+
+
+@pytest.mark.parametrize(
+    ("layers", "others"),
+    [
+        (3, {}),
+        (12, {"look_back=2": 2, "first_layer=2": 2, "first_layer=6": 6}),
+        (24, {"look_back=2": 2, "look_back=4": 4, "look_back=9": 9, "first_layer=12": 12}),
+    ],
+)
+def test_the_selection_layer_is_where_replay_selects(layers, others):
+    """At every threshold, look-back and first layer, and none where it never does."""
+    trace = settling(layers)
+    got = values(findings(trace, ["selection_layer"], ks=(40,), rule=ASL(window=8)))
+    at = {key[1]: value for key, value in got.items()}
+    names = {f"k=40,tau={tau:g}": {"tau": tau} for tau in TAUS}
+    names |= {f"k=40,tau=0.3,{name}": {name[: name.index("=")]: x} for name, x in others.items()}
+
+    assert set(names) <= set(at)
+    for name, parameters in names.items():
+        policy = kvsim.policy("asl", window=8, **parameters)
+        assert at[name] == kvsim.replay(trace, policy, 48).selection.layer, name
+    assert (set(at.values()) == {None}) == (layers == 3)
+
+
+def test_variants_name_what_departs_from_the_rule():
+    """Thresholds at each k; at ASL's own a quarter, half, double the look-back, other layers."""
+    rules = ("look_back=2", "look_back=4", "look_back=10", "first_layer=4", "first_layer=14")
+    own = [f"tau={tau:g}" for tau in TAUS] + [f"tau=0.3,{rule}" for rule in rules]
+    variants = findings(settling(28), ["selection_layer"], rule=ASL(window=8))["variant"]
+    assert variants.to_list() == [f"k={k},{name}" for k in ("10%", "25%", "50%") for name in own]
+    given = findings(
+        settling(6), ["selection_layer"], ks=(3,), rule=ASL(tau=0.25, window=8, look_back=2)
+    )
+    assert given["variant"].to_list() == [
+        *(f"k=3,tau={tau:g}" for tau in (*TAUS, 0.25)),
+        *("k=3,tau=0.25,look_back=3", "k=3,tau=0.25,first_layer=1", "k=3,tau=0.25,first_layer=3"),
+    ]
+
+
+def test_a_smaller_threshold_selects_no_earlier():
+    """And where it never does, no smaller one does."""
+    got = values(findings(settling(24), ["selection_layer"], rule=ASL(window=8)))
+    for k in ("10%", "25%", "50%"):
+        at = [got["selection_layer", f"k={k},tau={tau:g}", None, None, None] for tau in TAUS]
+        late = [math.inf if x is None else x for x in at]
+        assert late == sorted(late, reverse=True)
+    assert {got["selection_layer", f"k=10%,tau={tau:g}", None, None, None] for tau in TAUS} != {
+        None
+    }
+
+
+def test_layers_that_rank_alike_have_no_variance_and_a_union_of_k():
+    """One layer three times: V is 0, so ASL selects at once, and one set is the union."""
+    one = settling(1, n=60)
+    q, k, v = (x.repeat(6, 1, 1, 1) for x in (one.q, one.k, one.v))
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=56, rope=one.rope)
+    found = findings(trace, ks=(12,), rule=ASL(window=8))
+
+    for name, value in (("rank_variance", 0.0), ("rank_relative", 0.0), ("rank_union", 1.0)):
+        part = found.filter(metric=name)
+        assert part["layer"].to_list() == [2, 3, 4, 5]
+        assert part["value"].to_list() == [value] * 4
+    assert found.filter(metric="selection_layer", variant="k=12,tau=0.3")["value"].item() == 2
+
+
+def test_chance_of_a_union_is_what_random_rankings_have():
+    """Of three layers with 5 of 20 tokens each, over 2,000 draws."""
+    rng = np.random.default_rng(0)
+    drawn = [
+        len(set().union(*(rng.choice(20, 5, replace=False).tolist() for _ in range(3)))) / 5
+        for _ in range(2_000)
+    ]
+    # 20 of 28 tokens lie before the window; layer 2 of 6 is the first, so three are compared
+    trace = settling(6, n=32)
+    found = findings(trace, ["rank_union"], ks=(5,), rule=ASL(window=8))
+
+    assert found["chance"].to_list() == pytest.approx([np.mean(drawn)] * 4, abs=0.02)
+    assert found.filter(pl.col("metric") != "rank_union").is_empty()
+
+
+def test_normal_samples_are_no_farther_from_normal_than_chance():
+    """Chance falls with the root of their number, and queries that are normal have it."""
+    assert normal_ks(400) == pytest.approx(normal_ks(100) / 2, rel=0.1)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((1, 16, 404, 8))
+    k = rng.standard_normal((1, 16, 404, 8))
+    still = kvsim.Rope((0.0,) * 4)
+    found = findings(
+        kvsim.Trace.from_arrays(q, k, k, prompt_len=300, rope=still), ["normal_distance"]
+    )
+
+    assert found.height == 16
+    assert found["value"].mean() == pytest.approx(normal_ks(400), rel=0.05)
+    assert set(found["chance"]) == {normal_ks(400)}
+
+
+def test_attention_that_thins_out_declines_and_more_of_it_rises():
+    """A constant query beside more and more equal keys; one that looks harder at the prompt."""
+    still = kvsim.Rope((0.0, 0.0))
+    q = np.ones((1, 2, 120, 4))
+    k = np.zeros((1, 2, 120, 4))
+    k[:, 0, :40] = 1.0  # one head prefers the prompt
+    thin = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=still)
+    q = q * np.linspace(0, 1, 120)[:, None]
+    k[:, :, 0] = 4.0
+    rises = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=still)
+
+    assert findings(thin, ["score_decline"])["value"].to_list() == [-1, -1]
+    assert findings(rises, ["score_decline"])["value"].to_list() == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------- the Table
+
+
+def test_rows_are_those_of_a_table():
+    """Columns as `kvsim.measure` gives them, labels of the prompt, no policy, all exact."""
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    found = findings(sample)
+    both = pl.concat([kvsim.measure(sample, kvsim.replay(sample, kvsim.policy("tova"), 64)), found])
+
+    assert dict(found.schema) == {
+        name: pl.DataFrame(schema=COLUMNS)[name].dtype for name in COLUMNS
+    }
+    empty = ("policy", "params", "budget", "share", "interval", "prefill", "event")
+    assert found.select(empty).null_count().row(0) == (found.height,) * len(empty)
+    assert found.select("trace", "task", "domain", "level", "fidelity").unique().row(0) == (
+        *("sample", "check", "paint", "2"),
+        "exact",
+    )
+    assert found["metric"].unique(maintain_order=True).to_list() == list(FINDINGS)
+    for name, what in FINDINGS.items():
+        part = found.filter(metric=name)
+        assert part["unit"].unique().to_list() == [what.unit]
+        assert what.main in part["variant"].to_list()
+        assert part["layer"].is_null().all() == (name == "selection_layer")
+    assert found.filter(pl.col("metric") != "selection_layer")["value"].is_not_null().all()
+    mean = averages(both).filter(metric="expectation").to_dicts()
+    assert len(mean) == 1
+    assert mean[0]["mean"] == found.filter(metric="expectation")["value"].mean()
+
+
+def test_what_never_selects_is_counted_and_not_zero():
+    """Of two traces one selects: one of two, at the layer of the one."""
+    tables = [
+        findings(settling(24, speed=speed, name=name), ["selection_layer"], rule=ASL(window=8))
+        for name, speed in (("random", 0.0), ("settling", 1.4))
+    ]
+    at = values(tables[1])["selection_layer", "k=25%,tau=0.6", None, None, None]
+    (row,) = averages(pl.concat(tables)).filter(variant="k=25%,tau=0.6").to_dicts()
+
+    assert (row["mean"], row["n"], row["of"]) == (at, 1, 2)
+
+
+def test_names_are_no_metrics_and_say_what_they_are():
+    """One Table holds both; each has a summary, a unit and a source, and none is better."""
+    assert set(FINDINGS).isdisjoint(METRICS)
+    for what in FINDINGS.values():
+        assert what.summary
+        assert what.unit
+        assert what.source
+        assert what.better is None
+
+
+def test_some_findings_are_made_alone_and_the_rest_is_not():
+    """In the order asked for; each analysis once, and only if something needs it."""
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    seen = []
+    analysis = Analysis(sample)
+    found = analysis.findings(["rank_union", "layer_entropy"], lambda *at: seen.append(at))
+
+    assert found["metric"].unique(maintain_order=True).to_list() == ["rank_union", "layer_entropy"]
+    assert seen == [(0, 2, "sample: rank_union"), (1, 2, "sample: layer_entropy")]
+    assert {"ranking"} == set(vars(analysis)) - {"trace", "ks", "rule", "device"}
+    assert analysis.ranking is analysis.ranking
+    assert findings(sample, ["layer_entropy"]).equals(found.filter(metric="layer_entropy"))
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt_len", "missing"),
+    [
+        (1, 1, set(FINDINGS)),
+        (2, 1, set(FINDINGS) - {"projection_gap"}),
+        (40, 40, {"expectation", "expectation_steps", "score_decline"}),
+        (40, 5, set(FINDINGS) - {"projection_gap", "normal_distance", "score_decline"}),
+        (71, 40, {"score_decline"}),
+        (72, 40, set()),
+        (72, 32, {*(name for name in FINDINGS if name.startswith("rank")), "layer_entropy",
+                  "selection_layer"}),
+    ],
+)  # fmt: skip
+def test_what_a_trace_is_too_short_for_has_no_rows(n, prompt_len, missing):
+    """A prompt behind the sinks, rows after it, two windows, more tokens than ASL's window."""
+    whole = settling(3, n=80)
+    q, k, v = (x[:, :, :n] for x in (whole.q, whole.k, whole.v))
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=prompt_len, rope=whole.rope)
+
+    assert set(FINDINGS) - set(findings(trace)["metric"]) == missing
+
+
+def test_some_layers_of_a_model_are_not_ranked():
+    """Ranks are compared from layer to layer; the rest goes by the trace's own layers."""
+    whole = settling(3)
+    some = kvsim.Trace.from_arrays(
+        whole.q, whole.k, whole.v, prompt_len=60, rope=whole.rope, layer_ids=(0, 4, 8)
+    )
+    found = findings(some)
+    assert set(found["metric"]) == {
+        *("expectation", "expectation_steps", "projection_gap", "normal_distance", "score_decline"),
+    }
+    assert set(found["layer"]) == {0, 1, 2}
+
+
+def test_a_prompt_that_fits_is_asked_and_does_not_select():
+    """No test of its ranks, so no curve, at a k of all tokens or more."""
+    found = findings(settling(12), ks=("100%", 4_000, "50%"), rule=ASL(window=8))
+
+    assert set(found.filter(metric="rank_relative")["variant"]) == {"k=50%"}
+    fits = found.filter(pl.col("variant").str.starts_with("k=100%,"))
+    assert fits.height >= len(TAUS)
+    assert fits["value"].is_null().all()
+
+
+def test_heads_without_a_correlation_are_null():
+    """Keys that are all alike have no ranks, and dimensions that do not vary no distance."""
+    q, k = np.ones((1, 2, 80, 4)), np.zeros((1, 2, 80, 4))
+    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=kvsim.Rope((0.0, 0.0)))
+    found = findings(trace)
+
+    for name in ("expectation", "expectation_steps", "normal_distance"):
+        part = found.filter(metric=name)
+        assert part.height
+        assert part["value"].is_null().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"names": ["expectaton"]}, "unknown finding 'expectaton'; did you mean 'expectation'?"),
+        ({"ks": ("5",  "0%")}, r"k is '0%'; expected tokens \(128\) or a share"),
+        ({"ks": ("120%",)}, "k is '120%'"),
+        ({"ks": (0,)}, "k is 0; expected"),
+        ({"ks": ("all",), "names": ["expectation"]}, "k is 'all'"),
+        ({"ks": (2.5,)}, "k is 2.5"),
+        ({"ks": ("-3",)}, "k is '-3'"),
+        ({"rule": ASL(first_layer=9)}, "layer is 9"),
+    ],
+)  # fmt: skip
+def test_refusals(arguments, says):
+    """What was found and what was expected, before anything is computed."""
+    with pytest.raises(PolicyError, match=says):
+        findings(settling(3), **arguments)

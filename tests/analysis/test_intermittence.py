@@ -1,0 +1,140 @@
+"""Gaps of attention against loops over windows, and chance against every order of the windows."""
+
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsim.analysis.attention.intermittence import _orders, attention_gaps
+from kvsim.errors import TraceError
+from kvsim.testing.strategies import cases, make_case
+
+
+def tops(case, layer, start, width, share):
+    """For each KV head and window, the set of keys in its top."""
+    out = []
+    for head in range(case.shape[1]):
+        own = range(head * case.shape[2], (head + 1) * case.shape[2])
+        of_head = []
+        for first in range(start, case.n - width + 1, width):
+            scores = np.zeros(start)
+            for row in range(first, first + width):
+                best = np.zeros(start)
+                for i in own:
+                    z = case.scale * (case.k[layer, head, : row + 1] @ case.q[layer, i, row])
+                    e = np.exp(z - z.max())
+                    best = np.maximum(best, (e / e.sum())[:start])
+                scores += best / width
+            order = sorted(range(start), key=lambda p: (-scores[p], p))
+            of_head.append(set(order[: max(1, round(share * start))]))
+        out.append(of_head)
+    return out
+
+
+def gaps(windows, n_keys):
+    """Counts of returns by gap, keys in any top, keys that came back after a gap."""
+    counts = [0] * (len(windows) - 1)
+    keys = back = 0
+    for key in range(n_keys):
+        at = [i for i, top in enumerate(windows) if key in top]
+        found = [b - a - 1 for a, b in pairwise(at)]
+        keys += bool(at)
+        back += any(gap > 0 for gap in found)
+        for gap in found:
+            counts[gap] += 1
+    return counts, keys, back
+
+
+@settings(max_examples=40)
+@given(
+    case=cases(kinds=("normal", "sharp", "sink"), min_n=4, max_n=40),
+    width=st.integers(1, 4),
+    share=st.sampled_from((0.1, 0.5)),
+    data=st.data(),
+)
+def test_gaps_equal_loops_over_windows(case, width, share, data):
+    """Counts of every gap and key, every layer and head."""
+    if case.n < 2 * width + 1:
+        width = 1
+    start = data.draw(st.integers(1, case.n - 2 * width))
+    for layer in range(case.shape[0]):
+        found = attention_gaps(case.trace(), layer, start=start, window=width, share=share)
+        for head, windows in enumerate(tops(case, layer, start, width, share)):
+            counts, keys, back = gaps(windows, start)
+            assert found.gaps[head].tolist() == counts
+            assert (found.keys[head], found.back[head]) == (keys, back)
+            total = sum(counts)
+            mean = sum(g * n for g, n in enumerate(counts)) / total if total else np.nan
+            after = sum(counts[1:]) / total if total else np.nan
+            got = found.mean_gap[head], found.after_gap[head], found.keys_back[head]
+            assert got == pytest.approx((mean, after, back / keys), nan_ok=True)
+
+
+@settings(max_examples=15)
+@given(
+    case=cases(kinds=("normal", "sharp"), min_n=16, max_n=30, max_layers=1),
+    count=st.integers(2, 5),
+)
+def test_chance_is_the_mean_over_every_order(case, count):
+    """Counts and shares, with all orders of up to five windows tried."""
+    width = 2
+    start = case.n - count * width
+    found = attention_gaps(case.trace(), 0, start=start, window=width, share=0.3)
+
+    for head, windows in enumerate(tops(case, 0, start, width, 0.3)):
+        every = [gaps(order, start) for order in permutations(windows)]
+        counts = np.mean([one[0] for one in every], axis=0)
+        np.testing.assert_allclose(found.chance_gaps[head], counts)
+        assert found.chance_back[head] == pytest.approx(np.mean([one[2] for one in every]))
+
+
+def test_chance_has_closed_forms():
+    """Of m tops in W windows: a gap of (W - m) / (m + 1) on average, none at all with m / W."""
+    for windows in (2, 3, 9, 40):
+        returns, broken = _orders(windows)
+        for m in range(2, windows + 1):
+            assert returns[m].sum() == pytest.approx(m - 1)
+            mean = (returns[m] @ np.arange(windows - 1)) / (m - 1)
+            assert mean == pytest.approx((windows - m) / (m + 1))
+            assert returns[m, 0] == pytest.approx((m - 1) * m / windows)
+        assert broken[windows] == 0
+        assert (returns[:2] == 0).all()
+
+
+def test_a_key_wanted_in_every_other_window():
+    """Every return of it comes after one window without it; other keys are never wanted."""
+    case = make_case("normal", n=120, prompt_len=40, dim=4)
+    case.k[:] = 0.0
+    case.k[:, :, 7, 0] = 10.0
+    case.k[:, :, 9, 1] = 10.0
+    case.q[:] = 0.0
+    even = np.arange(120) // 10 % 2 == 0
+    case.q[..., 0], case.q[..., 1] = np.where(even, 5.0, 0.0), np.where(even, 0.0, 5.0)
+
+    found = attention_gaps(case.trace(), 0, start=40, window=10, share=1 / 40)
+
+    assert found.gaps[0].tolist() == [0, 6, 0, 0, 0, 0, 0]
+    assert found.mean_gap == pytest.approx([1.0])
+    assert found.after_gap == pytest.approx([1.0])
+    assert found.keys_back == pytest.approx([1.0])
+    assert found.chance_mean_gap == pytest.approx([(8 - 4) / 5])
+
+
+def test_steady_attention_has_no_gap():
+    """Where every row ranks the keys alike the same ones are the top of every window."""
+    case = make_case("normal", n=100, prompt_len=50)
+    case.q[:], case.k[:] = 1.0, -0.05 * np.arange(100)[:, None]
+
+    found = attention_gaps(case.trace(), 0)
+
+    assert found.mean_gap == pytest.approx([0.0])
+    assert found.chance_mean_gap == pytest.approx([0.0])
+    assert found.keys_back == pytest.approx([0.0])
+
+
+def test_a_trace_without_two_windows_is_refused():
+    """The message says what did not fit."""
+    with pytest.raises(TraceError, match="two windows of 16 rows from row 40 on do not fit"):
+        attention_gaps(make_case("normal", n=60, prompt_len=40).trace(), 0, window=16)

@@ -1,0 +1,119 @@
+"""What results of a Table are called, and which of several is the main one."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.results import Result, differing, labelled, labels, main, results
+from kvsim.analysis.table import COLUMNS
+from kvsim.core.policy import Protection
+from kvsim.errors import PolicyError
+
+HOSTILE = "<script>|`*&\n"
+
+
+def result(policy="mine", interval=None, prefill=True, **params):
+    """A result of made-up parameters."""
+    return Result(policy, json.dumps(params, sort_keys=True), interval, prefill)
+
+
+def frame(*found):
+    """A Table with a row for each result."""
+    rows = [dict.fromkeys(COLUMNS) | vars(one) | {"trace": "t", "value": 1.0} for one in found]
+    rows = [{name: row[name] for name in COLUMNS} for row in rows]
+    return pl.DataFrame(rows, schema=COLUMNS)
+
+
+def test_ablations_are_called_by_what_they_change():
+    """The one that most others differ from in one parameter keeps the plain name."""
+    found = [result(a=2, b=1), result(a=1, b=1), result(a=1, b=2), result(a=1, b=1, c=0.5)]
+
+    assert main(found) == found[1]
+    assert list(labels(found).values()) == ["mine (a=2)", "mine", "mine (b=2)", "mine (c=0.5)"]
+    assert differing(found[0], found[2]) == {"a", "b"}
+
+
+def test_of_two_the_default_is_the_main_one():
+    """Whichever comes first in the Table; what is protected is said in words."""
+    plain, changed = (
+        result(one.name, **one.params)
+        for one in (kvsim.policy("ams"), kvsim.policy("ams", credit=False))
+    )
+    kept = kvsim.policy("tova", protect=Protection(4, 8))
+    protected = result("tova", **kept.params)
+    tova = result("tova", **kvsim.policy("tova").params)
+
+    assert main([changed, plain]) == plain
+    assert labels([changed, plain])[changed] == "ams (credit=False)"
+    assert labels([protected, tova])[protected] == "tova (protect=recent 8 sink 4)"
+
+
+def test_schedules_are_named_where_they_tell_results_apart():
+    """And only there: what parameters tell apart needs no more."""
+    found = [result(interval=16, prefill=False), result(), result(interval=32, a=1)]
+
+    assert list(labels(found).values()) == [
+        "mine (after: every 16 rows)",
+        "mine (after: the prompt)",
+        "mine (a=1)",
+    ]
+
+
+@given(
+    st.lists(
+        st.builds(
+            result,
+            policy=st.sampled_from(["one", "two", HOSTILE]),
+            interval=st.sampled_from([None, 1, 16]),
+            prefill=st.booleans(),
+            a=st.sampled_from([1, 2, None, HOSTILE]),
+            b=st.sampled_from([True, 0.5]),
+        ),
+        unique=True,
+        max_size=8,
+    )
+)
+def test_labels_tell_all_results_apart(found):
+    """Each has one of its own that begins with the policy; a Table keeps its other columns."""
+    called = labels(found)
+    table = frame(*found)
+    shown = labelled(table)
+
+    assert len(set(called.values())) == len(found)
+    assert all(label.startswith(one.policy) for one, label in called.items())
+    assert shown["policy"].to_list() == [called[one] for one in found]
+    assert shown.drop("policy").equals(table.drop("policy"))
+    assert list(results(table).values()) == found
+
+
+def test_a_table_without_policies_has_no_results():
+    """Rows of a trace stay as they are."""
+    table = frame(Result(None, None, None, None))
+
+    assert results(table) == {}
+    assert labelled(table).equals(table)
+
+
+def test_what_cannot_be_called_is_refused():
+    """Parameters that kvsim did not write, and a policy with the name of another's variant."""
+    for text in ("{", "[1]", "null", "", None):
+        with pytest.raises(PolicyError, match="expected a JSON object"):
+            results(frame(Result("mine", text, None, prefill=True)))
+    with pytest.raises(PolicyError, match=r"called mine \(a=1\)"):
+        labels([result(), result(a=1), result("mine (a=1)")])
+
+
+def test_no_code_is_run_that_a_table_names(tmp_path, monkeypatch):
+    """A policy of the user's own is a name here and nothing to import."""
+    (tmp_path / "evil_policy.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("evil_policy:make", "ams+evil_policy:make"):
+        assert labels([result(name), result(name, a=1)])[result(name, a=1)] == f"{name} (a=1)"
+    assert "evil_policy" not in sys.modules

@@ -1,0 +1,540 @@
+"""Metrics against closed forms and naive loops; tables and fidelity."""
+
+import itertools
+import json
+from fractions import Fraction
+from math import comb
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.kept.regions import steps
+from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, wipeout
+from kvsim.analysis.output import error as output_module
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.table import COLUMNS, fidelity
+from kvsim.errors import PolicyError, TraceError
+from kvsim.schema import NEVER
+from kvsim.testing import reference
+from kvsim.testing.strategies import evictions
+
+
+def make_trace(
+    layers=2, heads=2, group=2, tokens=60, dim=8, prompt=20, dtype=torch.float64, meta=None
+):
+    """A random trace whose attention is uneven."""
+    torch.manual_seed(0)
+    return kvsim.Trace.from_arrays(
+        torch.randn(layers, heads * group, tokens, dim, dtype=dtype) * 2,
+        torch.randn(layers, heads, tokens, dim, dtype=dtype),
+        torch.randn(layers, heads, tokens, dim, dtype=dtype),
+        prompt_len=prompt,
+        rope=kvsim.Rope.default(dim),
+        meta=meta,
+    )
+
+
+# --- output error ---
+
+
+@pytest.mark.parametrize(
+    ("name", "interval"), [("tova", 1), ("h2o", 1), ("snapkv", None), ("random", 7), ("tova", 80)]
+)
+def test_output_error_and_mass_equal_a_loop_over_rows(name, interval, monkeypatch):
+    """Prefix blocks, masks and what lies between agree with float64 loops, factors included."""
+    trace = make_trace(tokens=150, prompt=40)
+    params = {"window": 8} if name == "snapkv" else {}
+    record = kvsim.replay(trace, kvsim.policy(name, **params), budget=16, interval=interval)
+    monkeypatch.setattr(output_module, "ROWS", 16)
+
+    (found,) = output_error(trace, [record])
+
+    expected = reference.outputs(trace.q, trace.k, trace.v, record.evicted_at)
+    np.testing.assert_allclose(found.error, expected.relative_error, atol=1e-6)
+    np.testing.assert_allclose(found.mass, expected.retained_mass, atol=1e-6)
+    np.testing.assert_allclose(found.missing, expected.missing_mass, atol=1e-6)
+    far = found.missing > 1e-3
+    np.testing.assert_allclose(found.distance[far], expected.distance[far], rtol=1e-4)
+
+
+def test_prefix_blocks_and_the_mask_give_the_same(monkeypatch):
+    """The fast way equals the definition at every size of a block of rows, in float32."""
+    trace = make_trace(tokens=300, prompt=50, dtype=torch.float32)
+    record = kvsim.replay(trace, kvsim.policy("snapkv", window=8), budget=20, interval=100)
+    results = []
+    for rows in (1000, 64, 7):  # 1000 rows: every interval is shorter, so all goes by mask
+        monkeypatch.setattr(output_module, "ROWS", rows)
+        results.append(output_error(trace, [record])[0])
+
+    for other in results[1:]:
+        np.testing.assert_allclose(other.error, results[0].error, atol=2e-6)
+        np.testing.assert_allclose(other.mass, results[0].mass, atol=2e-6)
+
+
+def test_the_error_is_measured_against_what_the_model_computed():
+    """A recorded output that is off by a known amount shows in the error of the full cache."""
+    trace = make_trace(dtype=torch.float32)
+    moved = kvsim.Trace.from_arrays(
+        trace.q,
+        trace.k,
+        trace.v,
+        prompt_len=20,
+        rope=trace.rope,
+        attn_out=trace.attn_out * 1.25,
+        lse=trace.lse,
+    )
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=58)
+
+    (found,) = output_error(moved, [record])
+
+    # only the row after the single event sees less; there 0.2 is the model's, the rest eviction's
+    assert (found.error[..., :59] == 0).all()
+    (same,) = output_error(trace, [record])
+    assert (abs(found.error - same.error)[..., -1] <= 0.2 + 1e-6).all()
+    assert (found.error[..., -1] > 0).all()
+
+
+def test_the_full_cache_has_no_error_and_all_mass():
+    """Exactly zero and one."""
+    trace = make_trace()
+
+    (found,) = output_error(trace, [kvsim.replay(trace, kvsim.policy("full"), budget=5)])
+
+    assert (found.error == 0).all()
+    assert (found.mass == 1).all()
+    assert np.isnan(found.distance).all()
+
+
+def test_retained_mass_never_exceeds_one_by_more_than_rounding():
+    """The clamp at 1 hides less than 1e-5: what is seen cannot weigh more than everything."""
+    trace = make_trace(tokens=400, prompt=50, dtype=torch.float32)
+    record = kvsim.replay(trace, kvsim.policy("h2o"), budget=60)
+    layer = output_module.Layer.read(trace, 0, torch.device("cpu"))
+    last = torch.from_numpy(record.evicted_at[0])
+
+    excess = max(
+        float((lse - layer.lse[:, :, start:stop]).max().expm1())
+        for start, stop, _, lse in output_module._by_prefix(layer, last)
+    )
+
+    assert excess < 1e-5
+
+
+def test_slots_rotate_keys_and_query_to_their_place_in_the_cache():
+    """streaming_llm@original equals a loop that rebuilds the cache from unrotated keys."""
+    trace = make_trace(layers=1, heads=1, group=2, tokens=24, prompt=6)
+    record = kvsim.replay(trace, kvsim.policy("streaming_llm@original", sink=2), budget=8)
+
+    (found,) = output_error(trace, [record])
+
+    rope, pos = trace.rope, torch.arange(24)
+    plain_q, plain_k = rope.unrotate(trace.q[0], pos), rope.unrotate(trace.k[0, 0], pos)
+    for row in range(24):
+        at = torch.from_numpy(record.kept(row)[0, 0]).nonzero()[:, 0]
+        slot = torch.arange(len(at))
+        k = rope.rotate(plain_k[at], slot)
+        for head in range(2):
+            q = rope.rotate(plain_q[head, row : row + 1], slot[-1:])[0]
+            out = (k @ q * trace.scale).softmax(0) @ trace.v[0, 0, at]
+            full = trace.attn_out[0, head, row]
+            expected = float((out - full).norm() / full.norm())
+            assert found.error[0, head, row] == pytest.approx(expected, abs=1e-6)
+    (absolute,) = output_error(trace, [kvsim.replay(trace, kvsim.policy("streaming_llm"), 8)])
+    assert (abs(absolute.error - found.error) > 1e-4).any()
+
+
+def test_a_record_of_another_stored_trace_is_refused_by_every_metric(tmp_path):
+    """Traces of one shape are told apart by their digest."""
+    paths = [make_trace(layers=n).save(tmp_path / f"{n}.zarr") for n in (1, 2)]
+    one, other = (kvsim.open_trace(path) for path in paths)
+    record = kvsim.replay(one, kvsim.policy("tova"), budget=8)
+
+    with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
+        kvsim.measure(other, record, ["wipeout"])
+    with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
+        kvsim.measure(make_trace(tokens=61), record, ["entries_seen"])
+
+
+def test_a_record_of_another_trace_is_refused():
+    """The message says which shapes met."""
+    record = kvsim.replay(make_trace(tokens=60), kvsim.policy("tova"), budget=8)
+
+    with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
+        output_error(make_trace(tokens=61), [record])
+
+
+# --- kept sets ---
+
+
+def test_wipe_out_of_streaming_llm_has_a_closed_form():
+    """A region is wiped out iff it lies in [4, N - (budget - 4))."""
+    trace = make_trace(layers=1, tokens=400, prompt=100)
+    budget, length = 64, 16
+    record = kvsim.replay(trace, kvsim.policy("streaming_llm"), budget=budget, interval=50)
+
+    found = wipeout(record.evicted_at[0], length)
+
+    for j, row in enumerate(found.rows):
+        n = row + 1
+        starts = [s for s in range(16, n, length) if s + length <= n - 32]
+        gone = [s for s in starts if s >= 4 and s + length <= n - (budget - 4)]
+        assert found.regions[j] == len(starts)
+        assert (found.wiped[:, j] == len(gone)).all()
+
+
+def test_wipe_out_of_a_random_policy_follows_the_hypergeometric_law():
+    """P(region wiped out) = C(T - length, budget) / C(T, budget), within four standard errors."""
+    trace = make_trace(layers=1, heads=1, group=1, tokens=1040, prompt=1040, dim=4)
+    budget, length = 260, 4
+    shares = []
+    for seed in range(20):
+        record = kvsim.replay(trace, kvsim.policy("random", seed=seed), budget=budget)
+        shares.append(wipeout(record.evicted_at[0], length).cumulative[0, 0])
+
+    expected = comb(1040 - length, budget) / comb(1040, budget)
+
+    regions = (1040 - 32) // length - 1
+    error = np.sqrt(expected * (1 - expected) / (20 * regions))
+    assert abs(np.mean(shares) - expected) < 4 * error
+
+
+@pytest.mark.parametrize(("length", "threshold"), [(16, 0.0), (32, 0.1), (128, 0.1)])
+def test_chance_of_a_wipe_out_is_hypergeometric(length, threshold):
+    """At the first event, sum of C(length, s) C(N - length, K - s) / C(N, K), in whole numbers."""
+    total, kept = 5000, 700
+    last = np.full((1, total), total - 1, np.int32)
+    last[0, ::7] = NEVER
+    last[0, 700 * 7 :: 7] = total - 1
+
+    found = wipeout(last, length, threshold)
+
+    few = range(int(threshold * length) + 1)
+    ways = sum(comb(length, s) * comb(total - length, kept - s) for s in few)
+    chance = float(Fraction(ways, comb(total, kept)))
+    assert found.hazard_chance[0, 0] == pytest.approx(chance, rel=1e-9)
+    assert found.cumulative_chance[0, 0] == pytest.approx(chance, rel=1e-9)
+
+
+@st.composite
+def regions_of(draw, total):
+    """Regions [R, 2] of any lengths, some touching, some apart."""
+    cuts = draw(st.lists(st.integers(0, total), max_size=12, unique=True).map(sorted))
+    spans = list(itertools.pairwise(cuts))
+    chosen = [span for span in spans if draw(st.integers(0, 3))]
+    return np.array(chosen, np.int64).reshape(-1, 2)
+
+
+@given(evictions(), st.data(), st.sampled_from([0.0, 0.1, 0.34, 0.5]), st.integers(0, 5))
+def test_wipe_out_of_any_regions_equals_a_loop(last, data, threshold, recent):
+    """Counts, and what chance would wipe out of the same entries, by the definition."""
+    spans = data.draw(regions_of(last.shape[1]))
+
+    found = wipeout(last, threshold=threshold, sink=2, recent=recent, regions=spans)
+
+    for j, row in enumerate(event_rows(last).tolist()):
+        inside = [(a, b) for a, b in spans.tolist() if a >= 2 and b <= row + 1 - recent]
+        assert found.regions[j] == len(inside)
+        for head, leaves in enumerate(last):
+            live, kept = (leaves[: row + 1] >= row).sum(), (leaves[: row + 1] > row).sum()
+            wiped = alive = now = expected = 0
+            for a, b in inside:
+                few = int(threshold * (b - a) + 1e-9)
+                before, after = (leaves[a:b] >= row).sum(), (leaves[a:b] > row).sum()
+                wiped += after <= few
+                alive += before > few
+                now += before > few >= after
+                if before > few:
+                    ways = [
+                        comb(before, s) * comb(live - before, kept - s)
+                        for s in range(min(few, kept) + 1)
+                    ]
+                    expected += sum(ways) / comb(live, kept)
+            at = head, j
+            assert (found.wiped[at], found.alive[at], found.now[at]) == (wiped, alive, now)
+            assert found.expected[at] == pytest.approx(expected, abs=1e-9)
+            assert found.first[at] == (leaves >= row).all()
+            known = found.first[at] and inside
+            chance = expected / len(inside) if known else np.nan
+            np.testing.assert_allclose(found.cumulative_chance[at], chance, atol=1e-9)
+
+
+def test_a_random_policy_wipes_out_what_chance_says_at_every_event():
+    """The mean over many heads of the hazard and of its chance agree, first and later events."""
+    trace = make_trace(layers=1, heads=64, group=1, tokens=600, prompt=200, dim=4)
+    record = kvsim.replay(trace, kvsim.policy("random"), budget=100, interval=50)
+
+    found = wipeout(record.evicted_at[0], 8, recent=0)
+
+    assert np.isfinite(found.cumulative_chance).any(0).tolist() == [True] + [False] * 8
+    by_chance = found.expected.sum(0)
+    assert (by_chance > 5).all()
+    # counts of rare, hardly dependent losses: within five standard errors of a Poisson number
+    assert (abs(found.now.sum(0) - by_chance) < 5 * np.sqrt(by_chance)).all()
+
+
+def test_steps_end_at_newlines_or_else_at_sentences():
+    """Short ones are joined with the next, and what has no end is none."""
+    lines = ["a"] * 9 + [".\n\n"] + ["b", "\n"] + ["c"] * 8 + ["\n", "d", "d"]
+    sentences = ["a"] * 7 + [";"] + ["b"] * 3 + [" ."] + ["c"] * 9 + ["?", "d"]
+
+    assert steps(lines, 0).tolist() == [[0, 10], [10, 21]]
+    assert steps(lines, 0, least=2).tolist() == [[0, 10], [10, 12], [12, 21]]
+    assert steps(sentences, 0).tolist() == [[0, 8], [8, 22]]
+    assert steps(sentences, 0, least=1).tolist() == [[0, 8], [8, 12], [12, 22]]
+    # a newline in the prompt alone says nothing about the response
+    assert steps(["\n", *sentences], 1, least=1).tolist() == [[0, 9], [9, 13], [13, 23]]
+    assert steps(["a"] * 20, 5).shape == (0, 2)
+
+
+def test_wipe_out_grows_with_the_threshold_and_with_time():
+    """At threshold 0 the wiped regions only become more; a higher threshold never wipes fewer."""
+    trace = make_trace(tokens=300, prompt=60)
+    last = kvsim.replay(trace, kvsim.policy("h2o"), budget=40, interval=20).evicted_at[0]
+
+    found = [wipeout(last, 16, threshold) for threshold in (0.0, 0.1, 0.25, 0.5)]
+
+    assert (np.diff(found[0].wiped, axis=-1) >= 0).all()
+    for low, high in itertools.pairwise(found):
+        assert (low.wiped <= high.wiped).all()
+
+
+def test_iou_and_survival_obey_their_identity():
+    """J = s / (2 - s) for constant budgets, and the null is budget / (budget + 2 interval)."""
+    trace = make_trace(tokens=300, prompt=60)
+    last = kvsim.replay(trace, kvsim.policy("tova"), budget=40, interval=20).evicted_at[0]
+
+    found = retained_iou(last)
+
+    np.testing.assert_allclose(found.iou, found.survival / (2 - found.survival))
+    np.testing.assert_allclose(found.chance, 40 / (40 + 2 * 20))
+
+
+@given(evictions(), st.integers(0, 5), st.integers(0, 9))
+def test_iou_over_part_of_the_text_equals_a_loop(last, sink, recent):
+    """Over the positions there before, and over their middle; chance keeps any of them alike."""
+    found = retained_iou(last, sink, recent)
+
+    for j, (row, then) in enumerate(itertools.pairwise(event_rows(last).tolist())):
+        for head, leaves in enumerate(last):
+            held = {p for p in range(row + 1) if leaves[p] > row}
+            held_then = {p for p in range(then + 1) if leaves[p] > then}
+            part = held & set(range(sink, row + 1 - recent))
+            both = len(part & held_then) / len(part) if part else np.nan
+            np.testing.assert_allclose(found.middle[head, j], both)
+            old = held_then & set(range(row + 1))
+            survival = len(held & old) / len(held | old) if held else np.nan
+            np.testing.assert_allclose(found.survival[head, j], survival)
+            chance = len(held_then) / (len(held) + then - row)
+            assert found.survival_chance[head, j] == pytest.approx(chance)
+
+
+def test_survival_under_streaming_llm_has_a_closed_form():
+    """(sinks + what of the window is still in it) / budget, and nothing of the middle."""
+    trace = make_trace(layers=1, tokens=400, prompt=100)
+    for budget, interval in ((64, 50), (64, 80), (40, 7)):
+        last = kvsim.replay(
+            trace, kvsim.policy("streaming_llm"), budget=budget, interval=interval
+        ).evicted_at[0]
+
+        found = retained_iou(last, recent=budget)
+
+        np.testing.assert_allclose(found.survival, (4 + max(0, budget - 4 - interval)) / budget)
+        assert np.isnan(found.middle).all()
+
+
+def test_random_eviction_has_the_iou_of_chance():
+    """The null printed beside the value is what a random policy really shows."""
+    trace = make_trace(layers=1, heads=8, group=1, tokens=2000, prompt=100, dim=4)
+    last = kvsim.replay(trace, kvsim.policy("random"), budget=100, interval=50).evicted_at[0]
+
+    found = retained_iou(last)
+
+    assert found.iou.mean() == pytest.approx(found.chance.mean(), abs=0.01)
+
+
+def test_fewer_than_two_events_have_no_iou():
+    """Nothing to compare is no zero."""
+    assert retained_iou(np.full((2, 9), NEVER, dtype=np.int32)).iou.shape == (2, 0)
+
+
+def test_entries_seen_count_what_rows_see():
+    """The mean over rows after the prompt of the entries in kept."""
+    trace = make_trace()
+    for name, interval in (("tova", 7), ("full", None), ("random", 1)):
+        record = kvsim.replay(trace, kvsim.policy(name), budget=11, interval=interval)
+
+        counts = np.mean([record.kept(row).sum(-1) for row in range(20, 60)], axis=0)
+
+        for layer in range(2):
+            np.testing.assert_allclose(entries_seen(record.evicted_at[layer], 20), counts[layer])
+
+
+def test_kept_set_metrics_equal_loops_over_regions_and_events():
+    """Counts of every region length, threshold and event, and IoU of every pair of events."""
+    trace = make_trace(tokens=120, prompt=30)
+    for name, interval in (("h2o", 9), ("random", 1), ("streaming_llm", 13)):
+        record = kvsim.replay(trace, kvsim.policy(name), budget=14, interval=interval)
+        last = record.evicted_at
+        for length, threshold in ((4, 0.0), (8, 0.1), (10, 0.3)):
+            found = wipeout(last[0], length, threshold, recent=8)
+            for j, row in enumerate(found.rows):
+                expected = reference.wipeout(
+                    last, 0, 1, int(row), length=length, threshold=threshold, recent=8
+                )
+                got = (found.regions[j], found.wiped[1, j], found.alive[1, j], found.now[1, j])
+                assert got == (
+                    expected.regions,
+                    expected.wiped,
+                    expected.alive_before,
+                    expected.wiped_now,
+                )
+        pairs = retained_iou(last[0])
+        for j, (row, then) in enumerate(zip(record.events, record.events[1:], strict=False)):
+            one = reference.retained_iou(last, 0, 1, row, then)
+            assert pairs.iou[1, j] == pytest.approx(one.iou)
+            assert pairs.survival[1, j] == pytest.approx(one.survival)
+            assert pairs.chance[1, j] == pytest.approx(one.random_iou)
+
+
+# --- window overlap ---
+
+
+def test_window_overlap_equals_loops_over_keys():
+    """All shares, the union and the equal-budget version, of every layer."""
+    trace = make_trace(tokens=120)
+    for layer in range(2):
+        found = window_overlap(trace, layer, window=12)
+        for i, share in enumerate(found.shares):
+            expected = reference.window_overlap(
+                trace.q, trace.k, layer, window=12, share=float(share)
+            )
+            np.testing.assert_allclose(found.before[:, i], expected.before)
+            assert found.union[i] == pytest.approx(expected.union)
+            assert found.union_size[i] == pytest.approx(expected.union_size)
+            assert found.equal_budget[i] == pytest.approx(expected.equal_budget)
+            assert found.chance[i] == pytest.approx(expected.chance)
+            assert found.chance_union[i] == pytest.approx(expected.chance_union)
+
+
+def test_windows_that_leave_no_keys_are_refused():
+    """The message says how long the trace is."""
+    with pytest.raises(TraceError, match="60 rows: four windows of 15 leave no keys"):
+        window_overlap(make_trace(), 0, window=15)
+
+
+# --- tables ---
+
+
+def test_a_table_is_tidy_and_carries_its_origin():
+    """One row per value, with policy, parameters, budget, schedule, unit and fidelity."""
+    bare = make_trace()
+    text = {"token_text": ["a", "."] * 30, "tokens": np.arange(60) % 7}
+    trace = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, prompt_len=20, rope=bare.rope, **text)
+    record = kvsim.replay(trace, kvsim.policy("snapkv", window=4), budget=9, interval=10)
+
+    table = kvsim.measure(trace, record)
+
+    assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
+    on_request = {name for name, one in METRICS.items() if one.beside_oracle}
+    decided = {"quota_share", "suffix_mass"}  # of policies with segments
+    assert set(table["metric"]) == set(METRICS) - on_request - decided
+    assert on_request == {"regret"}
+    of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
+    measured = table.filter(~pl.col("metric").is_in(of_trace))
+    assert set(measured["policy"]) == {"snapkv"}
+    assert json.loads(measured["params"][0])["window"] == 4
+    assert set(measured["budget"]) == {9}
+    assert set(measured["interval"]) == {10}
+    error = table.filter(pl.col("metric") == "output_error")
+    assert error.select("layer", "qhead").rows() == [(i, j) for i in range(2) for j in range(4)]
+    assert error["unit"].unique().to_list() == ["relative"]
+
+
+def test_a_table_carries_what_the_prompt_says_of_itself():
+    """Labels of the trace stand in every row, as text; what there is not is null."""
+    trace = make_trace(meta={"labels": {"task": "walk", "level": 2, "length": 9}})
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=9)
+
+    table = kvsim.measure(trace, record, ["entries_seen", "window_overlap"])
+    bare = kvsim.measure(make_trace(), record, ["entries_seen"])
+
+    assert table.select("task", "domain", "level").unique().rows() == [("walk", None, "2")]
+    assert bare.select("task", "domain", "level").unique().rows() == [(None, None, None)]
+
+
+def test_a_table_lists_events_on_request_and_their_summary_otherwise():
+    """Cumulative rates are summarised by the last event, the others by their mean."""
+    trace = make_trace(tokens=200, prompt=50)
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=15)
+    names = ["wipeout", "wipeout_hazard", "retained_iou"]
+
+    each = kvsim.measure(trace, record, names, events=True)
+    short = kvsim.measure(trace, record, names)
+
+    where = ["metric", "variant", "layer", "head"]
+    mean = each.group_by(where).agg(pl.col("value").mean(), last=pl.col("value").last())
+    both = short.join(mean, on=where, suffix="_each").filter(pl.col("value").is_not_null())
+    assert len(both) > 30
+    for row in both.iter_rows(named=True):
+        expected = row["last"] if row["metric"] == "wipeout" else row["value_each"]
+        assert row["value"] == pytest.approx(expected)
+    assert set(each.filter(pl.col("metric") == "wipeout")["event"]) == set(record.events)
+
+
+def test_many_records_share_one_table_and_one_overlap():
+    """Properties of the trace are not repeated for every record."""
+    trace = make_trace()
+    records = [kvsim.replay(trace, kvsim.policy("tova"), budget=b) for b in (8, 16)]
+
+    table = kvsim.measure(trace, records)
+
+    alone = kvsim.measure(trace, records[1], ["output_error"])
+    together = table.filter((pl.col("metric") == "output_error") & (pl.col("budget") == 16))
+    np.testing.assert_allclose(together["value"], alone["value"], rtol=1e-6)
+    overlap = table.filter(pl.col("metric") == "window_overlap")
+    assert overlap["policy"].is_null().all()
+    assert not overlap.select("layer", "variant").is_duplicated().any()
+
+
+def test_records_per_query_head_count_query_heads():
+    """What is kept per query head stands in the column of query heads."""
+    trace = make_trace()
+    record = kvsim.replay(trace, kvsim.policy("snapkv@original", window=4), budget=9, interval=9)
+
+    table = kvsim.measure(trace, record, ["entries_seen", "output_error"])
+
+    assert table["head"].is_null().all()
+    assert set(table["qhead"]) == {0, 1, 2, 3}
+
+
+def test_an_unknown_metric_is_refused_with_a_suggestion():
+    """Before anything is computed."""
+    trace = make_trace()
+
+    with pytest.raises(PolicyError, match=r"unknown metric 'output_eror'; did you mean 'output_e"):
+        kvsim.measure(trace, kvsim.replay(trace, kvsim.policy("tova"), 8), ["output_eror"])
+
+
+def test_fidelity_says_what_a_live_run_would_give_too():
+    """Exact for the first layer, a layer alone, sets of the prefill event and the trace itself."""
+    trace = make_trace()
+    running = kvsim.replay(trace, kvsim.policy("tova"), budget=8)
+    once = kvsim.replay(trace, kvsim.policy("snapkv", window=4), budget=8)
+    alone = kvsim.replay(trace, kvsim.policy("tova"), budget=8, layers=[1])
+    full = kvsim.replay(trace, kvsim.policy("full"), budget=8)
+
+    assert fidelity(trace, running, "rows", 0) == "exact"
+    assert fidelity(trace, running, "rows", 1) == "open"
+    assert fidelity(trace, running, "sets", 1) == "open"
+    assert fidelity(trace, running, "trace", 1) == "exact"
+    assert fidelity(trace, once, "sets", 1) == "exact"
+    assert fidelity(trace, once, "rows", 1) == "open"
+    assert fidelity(trace, alone, "rows", 1) == "exact"
+    assert fidelity(trace, full, "rows", 1) == "exact"

@@ -1,0 +1,241 @@
+"""Mass on wiped regions and top-k recall against loops, and how often metrics read a trace."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.attention import windows
+from kvsim.analysis.kept.retention import wipeout
+from kvsim.analysis.output.recall import attended
+from kvsim.analysis.registry import METRICS
+from kvsim.core.record import Record
+from kvsim.schema import NEVER
+from kvsim.testing.strategies import cases, make_case
+
+
+def weights(case, layer, qhead):
+    """Full attention [row, pos] of a query head, by its definition."""
+    out = np.zeros((case.n, case.n))
+    q, k = case.q[layer, qhead], case.k[layer, qhead // case.shape[2]]
+    for row in range(case.n):
+        z = np.array([case.scale * float(q[row] @ k[pos]) for pos in range(row + 1)])
+        e = np.exp(z - z.max())
+        out[row, : row + 1] = e / e.sum()
+    return out
+
+
+def some_record(case, seed, *, per_query_head=False, layers=None):
+    """A record in which entries leave at random after some of the rows from the prompt's end on."""
+    rng = np.random.default_rng(seed)
+    layers = tuple(range(case.shape[0])) if layers is None else layers
+    heads = case.q.shape[1] if per_query_head else case.shape[1]
+    rows = np.arange(case.prompt_len - 1, case.n)
+    rows = np.sort(
+        rng.choice(rows, size=int(rng.integers(0, min(len(rows), 6) + 1)), replace=False)
+    )
+    choices = np.append(rows, NEVER)
+    first = np.searchsorted(rows, np.arange(case.n))
+    at = rng.integers(first, len(choices), size=(len(layers), heads, case.n))
+    at = np.where(rng.random(at.shape) < rng.choice([0.1, 0.6]), len(rows), at)
+    return Record(
+        choices[at].astype(np.int32),
+        policy="some",
+        params={},
+        budget=4,
+        interval=None,
+        prefill=True,
+        prompt_len=case.prompt_len,
+        layers=layers,
+        per_query_head=per_query_head,
+    )
+
+
+KINDS = ("normal", "sharp", "sink")
+SIZES = {"lengths": (4, 8), "thresholds": (0.0, 0.3), "top": 3, "sink": 2, "recent": 3}
+
+
+@settings(max_examples=40)
+@given(
+    case=cases(kinds=KINDS, max_n=40), seed=st.integers(0, 2**20), rows=st.sampled_from((1, 5, 64))
+)
+def test_lost_mass_and_recall_equal_loops(case, seed, rows):
+    """Several records at once, per KV head and per query head, some with other layers."""
+    back = tuple(reversed(range(case.shape[0])))
+    records = [
+        some_record(case, seed),
+        some_record(case, seed + 1, per_query_head=True),
+        some_record(case, seed + 2, layers=back),
+        some_record(case, seed + 3, layers=back[:1]),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvsim.analysis.output.recall._ROWS", rows)
+        found = attended(case.trace(), records, **SIZES)
+
+    for record, one in zip(records, found, strict=True):
+        for at, layer in enumerate(record.layers):
+            full = [weights(case, layer, i) for i in range(case.q.shape[1])]
+            check_recall(case, record.evicted_at[at], full, one.recall[at], one.seen[at])
+            check_lost(case, record.evicted_at[at], full, one.events[at], one.wiped[at])
+
+
+def check_recall(case, last, full, recall, seen):
+    """Every row after the prompt, entry by entry."""
+    per_head = len(full) // len(last)
+    for i, attention in enumerate(full):
+        for row in range(case.prompt_len, case.n):
+            order = sorted(range(row + 1), key=lambda p: -attention[row, p])
+            best = order[: SIZES["top"]]
+            kept = [p for p in best if last[i // per_head, p] >= row]
+            place = row - case.prompt_len
+            assert recall[i, place] == pytest.approx(len(kept) / len(best))
+            alive = sum(1 for p in range(row + 1) if last[i // per_head, p] >= row)
+            assert seen[i // per_head, place] == pytest.approx(alive / (row + 1))
+
+
+def check_lost(case, last, full, events, wiped):
+    """Every event, head, length and threshold."""
+    per_head = len(full) // len(last)
+    assert events.tolist() == sorted({int(r) for r in last.ravel()} - {NEVER})
+    assert set(wiped) == {(x, t) for x in SIZES["lengths"] for t in SIZES["thresholds"]}
+    for (length, threshold), shares in wiped.items():
+        for head in range(len(last)):
+            own = full[head * per_head : (head + 1) * per_head]
+            for j, row in enumerate(events):
+                lost = whole = 0.0
+                for start in range(0, case.n, length):
+                    if start < SIZES["sink"] or start + length > row + 1 - SIZES["recent"]:
+                        continue
+                    region = range(start, start + length)
+                    mass = sum(
+                        a[later, p] for a in own for later in range(row + 1, case.n) for p in region
+                    )
+                    left = sum(1 for p in region if last[head, p] > row) / length
+                    whole += mass
+                    lost += mass * (left <= threshold)
+                expected = lost / whole if whole else np.nan
+                assert shares[head, j] == pytest.approx(expected, nan_ok=True, abs=1e-9)
+
+
+def test_even_attention_gives_the_rate_of_regions():
+    """Where all keys are alike every region gets the same mass, so that mass and count agree."""
+    case = make_case("zero_keys", heads=2, group=2, n=300, prompt_len=60)
+    record = kvsim.replay(case.trace(), kvsim.policy("random"), budget=40, interval=20)
+
+    (found,) = attended(case.trace(), [record])
+
+    for (length, threshold), shares in found.wiped[0].items():
+        rate = wipeout(record.evicted_at[0], length, threshold).cumulative
+        known = found.events[0] < 299  # after the last row nobody attends
+        np.testing.assert_allclose(shares[:, known], rate[:, known], atol=1e-12)
+
+
+def test_the_full_cache_recalls_everything():
+    """Exactly one, and there is no event."""
+    case = make_case("sharp", n=80, group=2, prompt_len=20)
+    record = kvsim.replay(case.trace(), kvsim.policy("full"), budget=5)
+
+    (found,) = attended(case.trace(), [record])
+
+    assert (found.recall == 1).all()
+    assert (found.seen == 1).all()
+    assert found.wiped[0][32, 0.0].shape == (1, 0)
+
+
+def test_a_trace_without_a_response_has_no_rows():
+    """Nothing is walked, and metrics have no value rather than zero."""
+    case = make_case("normal", n=40, prompt_len=40)
+    record = kvsim.replay(case.trace(), kvsim.policy("tova"), budget=8, prefill=True)
+
+    (found,) = attended(case.trace(), [record])
+    table = kvsim.measure(case.trace(), record, ["wipeout_mass", "topk_recall"])
+
+    assert found.recall.shape == (1, 1, 0)
+    assert np.isnan(found.wiped[0][16, 0.0]).all()
+    assert table["value"].null_count() == len(table)
+
+
+# --- how often metrics read a trace ---
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts of arrays read from any trace, by name."""
+    counts = Counter()
+    read = kvsim.Trace.read
+
+    def counted(self, name, *args, **kwargs):
+        counts[name] += 1
+        return read(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(kvsim.Trace, "read", counted)
+    return counts
+
+
+def replayed():
+    """A stored-like trace, its attention already known, with records of six policies."""
+    case = make_case("sharp", layers=2, heads=2, group=2, n=200, prompt_len=80)
+    trace = case.trace()
+    made = kvsim.Trace.from_arrays(
+        case.q,
+        case.k,
+        case.v,
+        prompt_len=80,
+        rope=trace.rope,
+        attn_out=trace.attn_out,
+        lse=trace.lse,
+        token_text=[".", "a"] * 100,
+        tokens=np.arange(200) % 7,
+    )
+    names = ("tova", "snapkv", "h2o", "random", "streaming_llm", "knorm")
+    records = [kvsim.replay(made, kvsim.policy(x), budget=40, interval=20) for x in names]
+    return made, records
+
+
+def test_set_metrics_read_no_attention(reads):
+    """They come from the record; two also look values or keys up, once a layer for all records."""
+    trace, records = replayed()
+    reads.clear()
+
+    kvsim.measure(trace, records, [name for name, one in METRICS.items() if one.kind == "sets"])
+
+    assert reads == {"v": 2, "k": 2}
+
+
+def test_attention_metrics_read_a_trace_once_for_all_records(reads):
+    """As often for six records as for one, whatever the metric."""
+    trace, records = replayed()
+    for name in (name for name, one in METRICS.items() if not one.beside_oracle):
+        reads.clear()
+        kvsim.measure(trace, records[:1], [name])
+        alone = dict(reads)
+        reads.clear()
+        kvsim.measure(trace, records, [name])
+
+        assert reads == alone, name
+
+
+def test_two_metrics_of_one_walk_share_it(monkeypatch):
+    """Lost mass and recall walk once together, gaps and returns too."""
+    trace, records = replayed()
+    calls = Counter()
+
+    def counted(where):
+        log_attention = windows.log_attention
+
+        def call(*args, **kwargs):
+            calls[where] += 1
+            return log_attention(*args, **kwargs)
+
+        monkeypatch.setattr(f"kvsim.analysis.{where}.log_attention", call)
+
+    counted("recall")
+    counted("windows")
+    kvsim.measure(
+        trace, records, ["wipeout_mass", "topk_recall", "attention_gap", "attention_return"]
+    )
+
+    assert calls == {"recall": 2, "windows": 2}  # one walk for each of two layers

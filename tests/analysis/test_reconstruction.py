@@ -1,0 +1,136 @@
+"""Error of a layer's output against the share that is evicted once: a naive loop, known cases."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.testing.strategies import cases
+
+POLICIES = ("expected_attention", "knorm", "streaming_llm", "adakv+tova", "h2o")
+
+
+def naive(case, kept, cut):
+    """Mean over rows from the cut on of |o_full - o_seen| and of its ratio to |o_full|; [L, 2].
+
+    kept bool [layer, head, cut].
+    """
+    layers, heads, group, n, dim = case.shape
+    out = np.zeros((layers, 2))
+    for layer in range(layers):
+        absolute, relative = [], []
+        for row in range(cut, n):
+            full, seen = np.zeros((2, heads * group, dim))
+            for qhead in range(heads * group):
+                head = qhead // group
+                for of, held in ((full, [True] * cut), (seen, kept[layer, head])):
+                    at = [p for p in range(row + 1) if p >= cut or held[p]]
+                    z = np.array(
+                        [
+                            case.scale * case.q[layer, qhead, row] @ case.k[layer, head, p]
+                            for p in at
+                        ]
+                    )
+                    weights = np.exp(z - z.max())
+                    of[qhead] = sum(
+                        w * case.v[layer, head, p] for w, p in zip(weights, at, strict=True)
+                    )
+                    of[qhead] /= weights.sum()
+            moved, size = np.sqrt(((full - seen) ** 2).sum()), np.sqrt((full**2).sum())
+            absolute.append(moved)
+            relative.append(moved / size if size else 0.0)
+        out[layer] = np.mean(absolute), np.mean(relative)
+    return out
+
+
+@given(
+    case=cases(kinds=("normal", "sharp", "sink", "zero_values"), min_n=10, max_n=20),
+    name=st.sampled_from(POLICIES),
+    data=st.data(),
+)
+def test_errors_equal_the_definition(case, name, data):
+    """All heads as one vector, whatever the trace's prompt and the policy's own schedule are."""
+    cut = data.draw(st.integers(8, case.n - 1))
+    ratio = data.draw(st.sampled_from((0.0, 0.1, 0.25, 0.4)))
+    made = kvsim.policy(name)
+
+    table = reconstruction_table(case.trace(), [made], [ratio], cut=cut)
+
+    ended = kvsim.Trace.from_arrays(
+        case.q, case.k, case.v, prompt_len=cut, rope=case.rope, scale=case.scale
+    )
+    # the policy as it is, on a trace that ends its prompt there: its first event
+    once = kvsim.replay(ended, made, int(cut * (1 - ratio) + 1e-9), interval=100, prefill=True)
+    kept = once.evicted_at[..., :cut] >= cut
+    expected = naive(case, kept, cut)
+
+    assert table["layer"].to_list() == list(range(case.shape[0]))
+    assert table["budget"].unique().item() == once.budget
+    np.testing.assert_allclose(table["head_error"], expected[:, 0], atol=1e-6)
+    np.testing.assert_allclose(table["relative_head_error"], expected[:, 1], atol=1e-6)
+
+
+def test_heads_together_are_not_the_mean_of_heads():
+    """A short output that moves by its whole length is nothing beside a long one that stays."""
+    q, k = np.zeros((1, 2, 10, 2)), np.zeros((1, 2, 10, 2))
+    v = np.zeros((1, 2, 10, 2))
+    v[0, 0, :, 0] = 100.0  # every entry the same: nothing is lost
+    v[0, 1, :8, 1] = 1.0  # what is evicted counts, and what is left is 0
+    k[0, :, 8:] = 0.0
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=5, rope=kvsim.Rope((0.0,)))
+
+    table = reconstruction_table(trace, [kvsim.policy("streaming_llm", sink=0)], [0.5], cut=8)
+
+    # rows 8 and 9 see 8 ones of 9 and 10 entries, then 4 of 5 and 6
+    moved = [8 / 9 - 4 / 5, 8 / 10 - 4 / 6]
+    whole = [np.hypot(100, 8 / 9), np.hypot(100, 8 / 10)]
+    assert table["head_error"].item() == pytest.approx(np.mean(moved), rel=1e-5)
+    assert table["relative_head_error"].item() == pytest.approx(
+        np.mean(np.divide(moved, whole)), rel=1e-5
+    )
+
+
+def test_the_table_has_every_policy_ratio_and_layer():
+    """On the sample: nine ratios, labels of fidelity, nothing moves where nothing leaves."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    said = []
+
+    table = reconstruction_table(
+        trace,
+        [kvsim.policy(name) for name in ("knorm", "full")],
+        progress=lambda *step: said.append(step),
+    )
+
+    assert table.height == 2 * 9 * 3
+    assert table["cut"].unique().item() == 377
+    assert table["rows"].unique().item() == 95
+    assert table["ratio"].unique(maintain_order=True).to_list() == list(RATIOS)
+    knorm, full = (table.filter(policy=name) for name in ("knorm", "full"))
+    assert (full["head_error"] == 0).all()
+    assert (full["fidelity"] == "exact").all()
+    assert (knorm.filter(layer=0)["fidelity"] == "exact").all()
+    assert (knorm.filter(pl.col("layer") > 0)["fidelity"] == "open").all()
+    assert (knorm["head_error"] > 0).all()
+    assert knorm["budget"].unique(maintain_order=True).to_list() == [
+        377 - -(-377 * i // 10) for i in range(1, 10)
+    ]
+    assert said[0] == (0, 18, "sample: knorm, ratio 0.1")
+    assert len(said) == 18
+
+
+def test_what_cannot_be_is_refused_before_any_work():
+    """A cut without rows behind it, ratios that leave nothing, budgets without a rule."""
+    trace, made = kvsim.open_trace(kvsim.sample_trace()), kvsim.policy("knorm")
+
+    for cut in (0, 472):
+        with pytest.raises(PolicyError, match=f"cut is {cut}; expected 1 to 471"):
+            reconstruction_table(trace, [made], cut=cut)
+    for ratio in (1.0, -0.1):
+        with pytest.raises(PolicyError, match=f"ratio is {ratio}; expected a share"):
+            reconstruction_table(trace, [made], [ratio])
+    with pytest.raises(BudgetError):
+        reconstruction_table(trace, [made, kvsim.policy("snapkv")], [0.5, 0.99])

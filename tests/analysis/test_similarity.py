@@ -1,0 +1,73 @@
+"""How alike kept keys are, against loops over pairs."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.kept.similarity import key_similarity
+from kvsim.schema import NEVER
+from kvsim.testing.strategies import make_case
+
+
+def cosines(keys, chosen):
+    """The cosine of every pair of the chosen positions; a zero key is like no other."""
+    size = np.linalg.norm
+    for i, j in combinations(chosen, 2):
+        both = size(keys[i]) * size(keys[j])
+        yield float(keys[i] @ keys[j]) / both if both else 0.0
+
+
+@given(seed=st.integers(0, 2**20), stay=st.sampled_from((0.05, 0.5, 1.0)))
+def test_it_equals_a_loop_over_pairs(seed, stay):
+    """Ragged heads, zero keys, heads with one key or none; chance is over all pairs there."""
+    rng = np.random.default_rng(seed)
+    rows = np.array([9, 17, NEVER])
+    at = rng.integers(np.searchsorted(rows, np.arange(24)), 3, size=(3, 24))
+    gone = rows[np.where(rng.random(at.shape) < stay, 2, at)].astype(np.int32)
+    keys = rng.integers(-1, 2, size=(3, 24, 2)).astype(float)
+
+    found = key_similarity(gone, keys)
+
+    known = [int(x) for x in gone.ravel() if x != NEVER]
+    for head in range(3):
+        mean = chance = np.nan
+        if known:
+            there = range(max(known) + 1)
+            kept = [p for p in there if gone[head, p] > max(known)]
+            each, random = (list(cosines(keys[head], some)) for some in (kept, there))
+            mean, chance = (np.mean(some) if some else np.nan for some in (each, random))
+        assert found.mean[head] == pytest.approx(mean, nan_ok=True, abs=1e-12)
+        assert found.chance[head] == pytest.approx(chance, nan_ok=True, abs=1e-12)
+
+
+def test_it_has_closed_forms():
+    """Equal keys have 1, opposite ones -1, and of both kinds alike nearly 0."""
+    keys = np.repeat([[[1.0, 0.0], [-3.0, 0.0]]], 10, axis=1).reshape(1, 20, 2)
+    for kept, expected in ((range(5), 1.0), ((0, 15), -1.0)):
+        gone = np.full((1, 20), 19, np.int32)
+        gone[0, list(kept)] = NEVER
+
+        found = key_similarity(gone, keys)
+
+        assert found.mean[0] == pytest.approx(expected)
+        # 90 pairs of each kind are equal, 100 opposite
+        assert found.chance[0] == pytest.approx((90 - 100) / 190)
+
+
+def test_the_metric_reads_each_heads_own_keys():
+    """Per KV head and per query head, whose group shares the keys."""
+    case = make_case("normal", layers=2, heads=2, group=2, n=60, prompt_len=40)
+    trace = case.trace()
+    for name in ("snapkv", "snapkv@original"):
+        record = kvsim.replay(trace, kvsim.policy(name, window=8), 16)
+        table = kvsim.measure(trace, record, ["key_similarity"])
+        for layer, gone in enumerate(record.gone_after):
+            keys = case.k[layer].astype(float).repeat(len(gone) // 2, axis=0)
+            found = table.filter(layer=layer)
+
+            assert found["value"].to_list() == pytest.approx(key_similarity(gone, keys).mean)
+            assert found["chance"].to_list() == pytest.approx(key_similarity(gone, keys).chance)

@@ -1,0 +1,170 @@
+"""Attention sparsity of the full and of a compressed cache, against loops over keys."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.attention.sparsity import attention_sparsity, compressed_sparsity
+from kvsim.core.record import Record
+from kvsim.schema import NEVER
+from kvsim.testing.strategies import cases, make_case
+
+SHARES = (0.05, 0.4)
+KINDS = ("normal", "sharp", "sink")
+
+
+def score(case, layer, heads, seen, start, pos):
+    """Mean over rows from `start` of the largest weight of the query heads on `pos`."""
+    total = 0.0
+    for row in range(start, case.n):
+        best = 0.0
+        for i in heads:
+            k = case.k[layer, i // case.shape[2]]
+            alive = [p for p in range(row + 1) if seen(row, p)]
+            e = {p: np.exp(case.scale * float(case.q[layer, i, row] @ k[p])) for p in alive}
+            best = max(best, e.get(pos, 0.0) / sum(e.values()))
+        total += best
+    return total / (case.n - start)
+
+
+def below(scores, among, counted, share):
+    """Share of the positions counted that score less than `share` of the largest among."""
+    if not counted:
+        return np.nan
+    peak = max((scores[p] for p in among), default=0.0)
+    return sum(1 for p in counted if scores[p] < share * peak) / len(counted)
+
+
+@settings(max_examples=30)
+@given(case=cases(kinds=KINDS, max_n=28), window=st.integers(1, 9), domain=st.integers(1, 20))
+def test_sparsity_of_full_attention_equals_loops(case, window, domain):
+    """The three maxima, every layer and head; NaN where the window is the whole trace."""
+    sink, start, group = 2, case.n - window, case.shape[2]
+    for layer in range(case.shape[0]):
+        found = attention_sparsity(
+            case.trace(), layer, shares=SHARES, window=window, domain=domain, sink=sink
+        )
+        for head in range(case.shape[1]):
+            if start < 1:
+                assert np.isnan(found.sequence[:, head]).all()
+                continue
+            own = range(head * group, (head + 1) * group)
+            keys = list(range(start))
+            scores = [score(case, layer, own, lambda *_: True, start, p) for p in keys]
+            late = [p for p in keys if p >= start - domain]
+            behind = [p for p in late if p >= sink]
+            for i, share in enumerate(SHARES):
+                expected = (
+                    below(scores, keys, late, share),
+                    below(scores, keys[sink:], behind, share),
+                    below(scores, late, late, share),
+                )
+                got = (found.sequence, found.behind_sink, found.domain)
+                assert [x[i, head] for x in got] == pytest.approx(expected, nan_ok=True)
+
+
+@settings(max_examples=30)
+@given(
+    case=cases(kinds=KINDS, max_n=24),
+    window=st.integers(1, 9),
+    per_query_head=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_sparsity_of_a_compressed_cache_equals_loops(case, window, per_query_head, seed):
+    """Rows attend over what they see; the keys are those that the last row still sees."""
+    rng = np.random.default_rng(seed)
+    layers = tuple(rng.permutation(case.shape[0]).tolist())
+    heads = case.q.shape[1] if per_query_head else case.shape[1]
+    shape = len(layers), heads, case.n
+    gone = np.maximum(rng.integers(0, case.n + 4, shape), np.arange(case.n))
+    gone = np.maximum(np.where(gone >= case.n, NEVER, gone), case.prompt_len - 1).astype(np.int32)
+    record = some(gone, case.prompt_len, layers, per_query_head=per_query_head)
+    whole = kvsim.replay(case.trace(), kvsim.policy("full"), budget=1)
+    sink = 2
+
+    found, _ = compressed_sparsity(
+        case.trace(), [record, whole], shares=SHARES, window=window, sink=sink
+    )
+
+    start = max(case.prompt_len, case.n - window)
+    per_head = case.q.shape[1] // heads
+    for at, layer in enumerate(layers):
+        for head in range(heads):
+            last = gone[at, head]
+            own = range(head * per_head, (head + 1) * per_head)
+            keys = [p for p in range(start) if last[p] >= case.n - 1 and start < case.n]
+            seen = lambda row, p, last=last: last[p] >= row  # noqa: E731 a rule, named
+            scores = {p: score(case, layer, own, seen, start, p) for p in keys}
+            behind = [p for p in keys if p >= sink]
+            for i, share in enumerate(SHARES):
+                expected = below(scores, keys, keys, share), below(scores, behind, behind, share)
+                got = found[at].sequence[i, head], found[at].behind_sink[i, head]
+                assert got == pytest.approx(expected, nan_ok=True)
+
+
+def some(gone, prompt_len, layers, **changes):
+    """A record with these rows of eviction."""
+    return Record(
+        gone,
+        policy="some",
+        params={},
+        budget=4,
+        interval=None,
+        prefill=True,
+        prompt_len=prompt_len,
+        layers=layers,
+        **changes,
+    )
+
+
+def test_nothing_evicted_is_the_full_cache():
+    """With a window behind the prompt and all keys counted both say the same."""
+    case = make_case("sharp", layers=2, heads=2, group=2, n=90, prompt_len=40)
+    record = kvsim.replay(case.trace(), kvsim.policy("full"), budget=1)
+
+    (found,) = compressed_sparsity(case.trace(), [record])
+
+    for layer, one in enumerate(found):
+        full = attention_sparsity(case.trace(), layer)
+        np.testing.assert_array_equal(one.sequence, full.sequence)
+        np.testing.assert_array_equal(one.behind_sink, full.behind_sink)
+
+
+def test_even_attention_is_not_sparse_and_one_key_makes_it_so():
+    """0 where all keys are alike; all others are below 1 % of a key that takes nearly all."""
+    even = make_case("zero_keys", n=60, prompt_len=30)
+    peaked = make_case("normal", n=60, prompt_len=30)
+    peaked.q[:] = 1.0
+    peaked.k[:] = 0.0
+    peaked.k[:, :, 20] = 10.0
+
+    assert (attention_sparsity(even.trace(), 0).sequence == 0).all()
+    found = attention_sparsity(peaked.trace(), 0)
+    np.testing.assert_allclose(found.sequence, 43 / 44)
+    np.testing.assert_allclose(found.behind_sink, 39 / 40)
+
+
+def test_the_sink_in_the_maximum_makes_attention_look_sparse():
+    """Two sizes of score behind a sink: below 1 % of the sink, not of each other."""
+    case = make_case("normal", n=60, prompt_len=30)
+    case.q[:] = 1.0
+    case.k[:] = 0.0
+    case.k[:, :, 0] = 10.0
+
+    found = attention_sparsity(case.trace(), 0)
+
+    np.testing.assert_allclose(found.sequence, 43 / 44)
+    assert (found.behind_sink == 0).all()
+
+
+def test_keys_rotated_to_slots_have_no_sparsity():
+    """Their attention is not that of the trace."""
+    case = make_case("normal", n=60, prompt_len=30)
+    policy = kvsim.policy("streaming_llm@original", sink=2)
+    record = kvsim.replay(case.trace(), policy, budget=20)
+
+    (found,) = compressed_sparsity(case.trace(), [record])
+
+    assert np.isnan(found[0].sequence).all()

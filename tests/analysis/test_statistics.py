@@ -1,0 +1,345 @@
+"""Means over prompts, their intervals and paired differences, against plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.summaries import (
+    RESAMPLES,
+    Interval,
+    averages,
+    between_levels,
+    compare,
+    level_shares,
+    per_prompt,
+    stages,
+    strongest,
+)
+from kvsim.analysis.table import COLUMNS
+from kvsim.errors import PolicyError
+
+
+def row(trace, policy, value, **more):
+    """One value of a Table."""
+    known = {"metric": "output_error", "variant": "", "unit": "relative", "params": "{}"}
+    known |= {"budget": 64, "layer": 0, "fidelity": "open"}
+    return {"trace": trace, "policy": policy, "value": value, **known, **more}
+
+
+def table(*rows):
+    """A Table of some values."""
+    full = [{name: one.get(name) for name in COLUMNS} for one in rows]
+    return pl.DataFrame(full, schema=COLUMNS)
+
+
+# --- intervals ---
+
+
+def test_an_interval_is_that_of_resampled_means():
+    """The percentiles of means that a plain loop over the same resamples gives."""
+    values = np.array([0.1, 0.4, 0.35, np.nan, 0.9])
+    known = values[~np.isnan(values)]
+    rng = np.random.default_rng(0)
+    places = rng.integers(4, size=(RESAMPLES, 4))
+    means = sorted(sum(known[at] for at in sample) / 4 for sample in places)
+    found = Interval.of(values)
+
+    assert found.n == 4
+    assert found.mean == pytest.approx(known.mean())
+    assert found.low == pytest.approx(np.percentile(means, 2.5))
+    assert found.high == pytest.approx(np.percentile(means, 97.5))
+
+
+def test_intervals_cover_the_mean_about_as_often_as_they_say():
+    """Of 400 samples of 24 normal values, 95 % intervals hold the true mean in 88 to 98 %."""
+    rng = np.random.default_rng(1)
+    found = [Interval.of(rng.normal(3.0, 2.0, 24)) for _ in range(400)]
+
+    assert 0.88 < np.mean([one.low <= 3.0 <= one.high for one in found]) < 0.98
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12))
+def test_an_interval_lies_within_the_values(values):
+    """It holds no number beyond the extremes, and equal values leave no doubt."""
+    found = Interval.of(np.array(values))
+
+    assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
+    if len(set(values)) == 1:
+        assert found.low == pytest.approx(found.high)
+
+
+def test_one_prompt_has_a_mean_and_no_interval():
+    """Nothing is known of other prompts; without a value there is no mean either."""
+    one, none = Interval.of(np.array([0.5, np.nan])), Interval.of(np.array([np.nan]))
+
+    assert (one.mean, one.n, one.text(".1f")) == (0.5, 1, "0.5")
+    assert np.isnan(one.low)
+    assert np.isnan(one.high)
+    assert (none.n, none.text(".1f")) == (0, "")
+
+
+# --- tables ---
+
+
+def test_a_prompt_counts_once_however_many_values_it_has():
+    """The mean of means; the weakest fidelity speaks for all."""
+    values = table(
+        *(row("a", "tova", 1.0, layer=layer) for layer in range(9)),
+        row("b", "tova", 3.0, fidelity="exact"),
+    )
+    each = per_prompt(values)
+    (found,) = averages(values).to_dicts()
+
+    assert each["value"].to_list() == [1.0, 3.0]
+    assert each["fidelity"].to_list() == ["open", "exact"]
+    assert (found["mean"], found["n"], found["of"], found["fidelity"]) == (2.0, 2, 2, "open")
+    assert found["asked"] == "64"
+    assert 1.0 <= found["low"] <= found["high"] <= 3.0
+
+
+def test_what_cannot_be_measured_is_counted_and_not_zero():
+    """A null is left out of the mean and stays in the count; so does a trace without a row."""
+    values = table(
+        row("a", "tova", 0.2),
+        row("b", "tova", None),
+        row("c", "tova", 0.1, metric="retained_iou"),
+        row("a", None, 0.7, metric="window_overlap"),
+    )
+    found = {one["metric"]: one for one in averages(values).to_dicts()}
+
+    assert (found["output_error"]["n"], found["output_error"]["of"]) == (1, 3)
+    assert (found["window_overlap"]["n"], found["window_overlap"]["of"]) == (1, 3)
+    assert found["output_error"]["mean"] == pytest.approx(0.2)
+    assert found["output_error"]["low"] is None
+
+
+def test_chance_is_averaged_beside_the_value():
+    """Over the same values and prompts."""
+    values = table(
+        row("a", "tova", 0.2, chance=0.5), row("b", "tova", 0.2, chance=0.3), row("c", "tova", 0.2)
+    )
+
+    assert averages(values)["chance"].to_list() == [pytest.approx(0.4)]
+
+
+def test_budgets_are_told_apart_as_they_were_asked_for():
+    """25 % of two traces of different lengths is one budget, 64 entries another."""
+    values = table(
+        row("a", "tova", 0.2, budget=20, share="25%"),
+        row("b", "tova", 0.4, budget=30, share="25%"),
+        row("a", "tova", 0.6),
+    )
+
+    assert dict(averages(values).select("asked", "mean").rows()) == pytest.approx(
+        {"25%": 0.3, "64": 0.6}
+    )
+
+
+def test_differences_are_paired_by_prompt():
+    """A small difference on each prompt is seen however much the prompts differ."""
+    rng = np.random.default_rng(0)
+    level = rng.normal(10.0, 5.0, 12)
+    rows = [row(str(i), "tova", x) for i, x in enumerate(level)]
+    rows += [row(str(i), "ams", x - 0.1 - 0.01 * (i % 3)) for i, x in enumerate(level)]
+    rows += [row("more", "ams", 99.0)]
+    (found,) = compare(table(*rows), "tova").to_dicts()
+    apart = averages(table(*rows[:24])).to_dicts()
+
+    assert (found["policy"], found["base"], found["n"], found["of"]) == ("ams", "tova", 12, 13)
+    assert found["mean"] == pytest.approx(-0.11)
+    assert found["low"] < found["mean"] < found["high"] < 0
+    assert found["above"] == 0.0
+    assert apart[1]["low"] < apart[0]["mean"] < apart[1]["high"]  # unpaired nothing could be said
+
+
+def test_a_policy_that_is_not_there_is_an_error():
+    """With the names that are, and a suggestion."""
+    with pytest.raises(PolicyError, match="no policy 'tov'; did you mean 'tova'"):
+        compare(table(row("a", "tova", 0.2)), "tov")
+
+
+def test_a_column_that_is_not_there_is_an_error():
+    """With the columns that are, and a suggestion."""
+    with pytest.raises(PolicyError, match="no column 'domian'; did you mean 'domain'"):
+        averages(table(row("a", "tova", 0.2)), by=["domian"])
+
+
+def test_a_base_at_two_schedules_is_an_error():
+    """What the others are compared with has to be one thing."""
+    rows = [row("a", "tova", 0.2, interval=n) for n in (8, 16)]
+    with pytest.raises(PolicyError, match="tova has several parameters or schedules"):
+        compare(table(*rows, row("a", "ams", 0.1)), "tova")
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "expected"), [(28, (8, 12, 8)), (3, (1, 1, 1)), (12, (3, 6, 3)), (1, (0, 1, 0))]
+)
+def test_stages_are_the_outer_sevenths(n_layers, expected):
+    """Two sevenths of the layers are early and two late; 28 layers as in AMS, Table 14."""
+    values = table(*(row("a", "tova", 1.0, layer=layer) for layer in range(n_layers)))
+    found = stages(values, n_layers)["stage"].cast(pl.String).to_list()
+
+    assert tuple(found.count(name) for name in ("early", "middle", "late")) == expected
+    assert found == sorted(found, key=("early", "middle", "late").index)
+
+
+def test_stages_and_labels_split_the_averages():
+    """`by` takes any column; a value without a layer has no stage."""
+    values = table(
+        row("a", "tova", 0.2, domain="ore", layer=0),
+        row("a", "tova", 0.4, domain="ore", layer=2),
+        row("b", "tova", 0.6, domain="fruit", layer=2),
+        row("b", None, 0.8, layer=None),
+    )
+    found = averages(stages(values, 3), by=["stage", "domain"])
+
+    assert found.select("stage", "domain", "mean").rows() == [
+        ("early", "ore", 0.2),
+        ("late", "ore", 0.4),
+        ("late", "fruit", 0.6),
+        (None, None, 0.8),
+    ]
+
+
+def test_a_sweep_can_be_averaged_and_compared():
+    """The Table of real results has what these functions read."""
+    from kvsim.sweeps.run import sweep
+
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    policies = [kvsim.policy("tova"), kvsim.policy("snapkv")]
+    found = sweep([trace], policies, ["25%"], interval=64, metrics=["output_error", "wipeout"])
+    mean = averages(found.table).filter(policy="tova", metric="output_error")["mean"].item()
+
+    assert mean == pytest.approx(
+        found.table.filter(policy="tova", metric="output_error")["value"].mean()
+    )
+    assert compare(found.table, "tova")["policy"].unique().to_list() == ["snapkv"]
+
+
+def test_stages_without_a_number_are_those_of_each_trace():
+    """Its last layer in the table is the model's last; a layer the model lacks has no stage."""
+    deep = [row("deep", "tova", 0.0, layer=layer) for layer in range(7)]
+    values = table(*deep, *(row("flat", "tova", 0.0, layer=layer) for layer in (0, 1, 2, None)))
+    early, middle, late = ["early"] * 2, ["middle"] * 3, ["late"] * 2
+
+    assert stages(values)["stage"].to_list() == [
+        *(*early, *middle, *late),
+        *("early", "middle", "late", None),
+    ]
+    assert stages(values, 2)["stage"].to_list()[:3] == ["early", "late", None]
+
+
+# --- levels of fidelity ---
+
+LEVELS = ("exact", "closed", "semi", "open")
+
+
+def levelled(draws):
+    """Values of two policies, three layers, two traces; some levels of each, as drawn."""
+    places = [
+        (trace, policy, layer) for trace in "ab" for policy in ("asl", "tova") for layer in range(3)
+    ]
+    rows = [
+        row(trace, policy, value, layer=layer, fidelity=level)
+        for (trace, policy, layer), levels in zip(places, draws, strict=True)
+        for level, value in levels.items()
+    ]
+    return table(*rows, row("a", None, 0.5, metric="sparsity", fidelity="exact"))
+
+
+DRAWS = st.lists(
+    st.dictionaries(st.sampled_from(LEVELS), st.one_of(st.none(), st.floats(-9, 9))),
+    min_size=12,
+    max_size=12,
+)
+
+
+@given(DRAWS)
+def test_shares_of_levels_are_counts(draws):
+    """Of the values that are known, by metric and layer or over everything."""
+    values = levelled(draws)
+    rows = [one for one in values.to_dicts() if one["value"] is not None]
+    for by in ((), ("metric",), ("metric", "layer")):
+        found = level_shares(values, by)
+        for one in found.to_dicts():
+            own = [x for x in rows if all(x[name] == one[name] for name in by)]
+            count = sum(x["fidelity"] == one["fidelity"] for x in own)
+            assert (one["values"], one["of"]) == (count, len(own))
+            assert one["share"] == pytest.approx(count / len(own))
+        assert found["values"].sum() == len(rows)
+
+
+@given(DRAWS)
+def test_levels_are_compared_value_by_value(draws):
+    """Pairs of a plain loop: means within a trace, then over traces."""
+    values = levelled(draws)
+    rows = [one for one in values.to_dicts() if one["value"] is not None and one["policy"]]
+    found = between_levels(values)
+    expected = {}
+    for one in rows:
+        for other in rows:
+            same = all(one[key] == other[key] for key in ("trace", "policy", "layer"))
+            if same and LEVELS.index(one["fidelity"]) < LEVELS.index(other["fidelity"]):
+                key = one["policy"], one["fidelity"], other["fidelity"]
+                expected.setdefault(key, {}).setdefault(one["trace"], []).append(
+                    (one["value"], other["value"])
+                )
+
+    assert found.height == len(expected)
+    for one in found.to_dicts():
+        traces = expected[one["policy"], one["stronger"], one["weaker"]]
+        means = np.array([np.mean(pairs, 0) for pairs in traces.values()])
+        gap = Interval.of(means[:, 0] - means[:, 1])
+        assert (one["n"], one["values"]) == (len(traces), sum(map(len, traces.values())))
+        assert one["at_stronger"] == pytest.approx(means[:, 0].mean(), abs=1e-9)
+        assert one["at_weaker"] == pytest.approx(means[:, 1].mean(), abs=1e-9)
+        assert one["mean"] == pytest.approx(gap.mean, abs=1e-9)
+        if gap.n > 1:
+            assert one["low"] == pytest.approx(gap.low, abs=1e-9)
+
+
+@given(DRAWS)
+def test_the_strongest_level_speaks_for_a_place(draws):
+    """One value in each place that has one, and it is of the first level there is."""
+    values = levelled(draws)
+    found = strongest(values)
+    place = ["trace", "policy", "layer", "metric"]
+
+    assert not found.select(place).is_duplicated().any()
+    assert found.select(place).n_unique() == values.select(place).n_unique()
+    for one in found.to_dicts():
+        there = [
+            x["fidelity"] for x in values.to_dicts() if all(x[name] == one[name] for name in place)
+        ]
+        assert one["fidelity"] == min(there, key=LEVELS.index)
+
+
+def test_budgets_of_levels_meet_in_entries():
+    """64 entries that were asked for as a share are 64 entries; another budget is no pair."""
+    values = table(
+        row("a", "asl", 0.5, share="25%"),
+        row("a", "asl", 0.2, fidelity="semi"),
+        row("a", "asl", 0.9, fidelity="semi", budget=65),
+    )
+    (found,) = between_levels(values).to_dicts()
+
+    assert (found["asked"], found["values"]) == ("25%", 1)
+    assert found["mean"] == pytest.approx(-0.3)
+
+
+def test_two_values_of_one_level_cannot_be_compared():
+    """Equal ones are one value; different ones an error where another level could be beside."""
+    twice = [row("a", "asl", 0.5), row("a", "asl", 0.5)]
+    other, semi = row("a", "asl", 0.6), row("a", "asl", 0.7, fidelity="semi")
+
+    assert not between_levels(table(*twice, other)).height
+    assert between_levels(table(*twice, semi)).height == 1
+    with pytest.raises(PolicyError, match="same level"):
+        between_levels(table(*twice, other, semi))
+    with pytest.raises(PolicyError, match="did you mean 'layer'"):
+        between_levels(table(*twice), by=["layers"])

@@ -1,0 +1,121 @@
+"""Pooled pictures: equal to plain loops, bounded whatever the length, and true to the metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim import Rope, Trace
+from kvsim.analysis.attention.heads import head_profile
+from kvsim.analysis.kept.retention import wipeout
+from kvsim.analysis.tiles import STATES, attention_tile, retention_tile
+
+
+def made(n=70, layers=2, prompt_len=20, *, lse=False):
+    """A trace of random numbers."""
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(layers, h, n, 8, generator=generator) * 2 for h in (4, 2, 2))
+    trace = Trace.from_arrays(q, k, v, prompt_len=prompt_len, rope=Rope.default(8))
+    if not lse:
+        return trace
+    return Trace.from_arrays(
+        q, k, v, prompt_len=prompt_len, rope=Rope.default(8), lse=trace.full()[1]
+    )
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("side", [7, 16, 200])
+@pytest.mark.parametrize("window", [(range(70), range(70)), (range(11, 58), range(3, 40))])
+def test_attention_is_pooled_by_its_maximum(side, window, lse):
+    """Each cell is the largest weight among its rows and positions."""
+    trace = made(lse=lse)
+    rows, positions = window
+
+    tile = attention_tile(trace, 1, 3, rows, positions, side)
+
+    weights = trace.attention(1, slice(0, 70))[3].numpy()
+    assert max(tile.values.shape) <= side
+    assert tile.pooled == (side < len(rows) or side < len(positions))
+    for i, (low, high) in enumerate(zip(tile.rows, tile.rows[1:], strict=False)):
+        for j, (left, right) in enumerate(zip(tile.positions, tile.positions[1:], strict=False)):
+            naive = max(weights[r, p] for r in range(low, high) for p in range(left, right))
+            assert tile.values[i, j] == pytest.approx(naive, abs=1e-6)
+    assert (tile.rows[0], tile.rows[-1]) == (rows.start, rows.stop)
+    assert (tile.positions[0], tile.positions[-1]) == (positions.start, positions.stop)
+
+
+@pytest.mark.parametrize("window", [range(5, 5), range(60, 71), range(-1, 4)])
+def test_a_window_that_is_not_there_is_refused(window):
+    """The message says what was asked for and what there is."""
+    with pytest.raises(IndexError, match="expected a window within 0 to 70"):
+        attention_tile(made(), 0, 0, window, range(70))
+
+
+@given(
+    budget=st.integers(8, 40),
+    interval=st.integers(1, 24),
+    side=st.sampled_from([9, 40, 400]),
+    policy=st.sampled_from(["random", "tova", "streaming_llm"]),
+)
+def test_retention_says_what_the_record_says(budget, interval, side, policy):
+    """Codes by a plain loop, and the share of wiped regions that the metric gives."""
+    trace, region = made(140), 8
+    record = kvsim.replay(trace, kvsim.policy(policy), budget, interval=interval)
+    rates = wipeout(record.gone_after[1], region)
+
+    tile = retention_tile(record, 1, 1, region, side)
+    whole = retention_tile(record, 1, 1, region, side=400)
+
+    assert max(tile.values.shape) <= side
+    assert whole.rows.tolist() == rates.rows.tolist()
+    for row, codes, share in zip(whole.rows, whole.values, rates.cumulative[1], strict=True):
+        held = record.retained(row)[1, 1]
+        for position, code in enumerate(codes):
+            state = STATES[code]
+            assert (state == "not yet there") == (position > row)
+            assert (state == "retained") == held[position]
+        wiped = codes == STATES.index("in a region of which nothing is left")
+        regions = max(0, (row + 1 - 32) // region - 1)
+        if regions:
+            assert wiped.sum() / region / regions == pytest.approx(share)
+    assert set(tile.rows) <= set(whole.rows)
+    assert not len(whole.rows) or tile.rows[-1] == whole.rows[-1]
+    # a cell that holds a retained entry says so
+    for row, codes in zip(tile.rows, tile.values, strict=True):
+        held = record.retained(row)[1, 1]
+        for code, low, high in zip(codes, tile.positions, tile.positions[1:], strict=False):
+            assert (STATES[code] == "retained") == held[low:high].any()
+
+
+def test_profiles_of_heads_are_means_over_rows():
+    """Sink, local, entropy and sparsity by a plain loop in float64."""
+    trace = made()
+    weights = trace.attention(1, slice(0, 70)).double().numpy()
+
+    found = head_profile(trace, 1, sink=4, local=6, least=0.05)
+
+    for head in range(4):
+        sums = np.zeros(4)
+        for row in range(20, 70):
+            a = [weights[head, row, p] for p in range(row + 1)]
+            sums += [
+                sum(a[:4]),
+                sum(a[-6:]),
+                -sum(x * np.log(x) for x in a),
+                sum(x < 0.05 * max(a) for x in a) / len(a),
+            ]
+        want = sums / 50
+        got = [getattr(found, name)[head] for name in ("sink", "local", "entropy", "sparsity")]
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_profiles_of_a_prompt_alone_are_over_its_rows():
+    """Nothing comes after it, so its own rows are what there is."""
+    found = head_profile(made(20, prompt_len=20), 0)
+
+    assert np.isfinite(found.entropy).all()
+    assert (found.local > 0).all()

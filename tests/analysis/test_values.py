@@ -1,0 +1,69 @@
+"""What the sizes of values alone would keep, against loops."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.kept.values import value_norm_overlap
+from kvsim.schema import NEVER
+from kvsim.testing.strategies import make_case
+
+
+@given(seed=st.integers(0, 2**20), sink=st.integers(0, 6), stay=st.sampled_from((0.1, 0.5, 1.0)))
+def test_overlap_equals_loops_over_entries(seed, sink, stay):
+    """Ragged heads, sinks left out, ties to the lower position."""
+    rng = np.random.default_rng(seed)
+    rows = np.array([9, 17, NEVER])
+    at = rng.integers(np.searchsorted(rows, np.arange(24)), 3, size=(3, 24))
+    gone = rows[np.where(rng.random(at.shape) < stay, 2, at)].astype(np.int32)
+    norms = rng.integers(0, 6, size=(3, 24)).astype(float)
+
+    found = value_norm_overlap(gone, norms, sink)
+
+    known = [int(x) for x in gone.ravel() if x != NEVER]
+    for head in range(3):
+        expected = chance = np.nan
+        if known:
+            there = range(sink, max(known) + 1)
+            kept = {p for p in there if gone[head, p] > max(known)}
+            largest = sorted(there, key=lambda p: (-norms[head, p], p))[: len(kept)]
+            if 0 < len(kept) < len(there):
+                expected = len(kept & set(largest)) / len(kept)
+                chance = len(kept) / len(there)
+        assert found.overlap[head] == pytest.approx(expected, nan_ok=True)
+        assert found.chance[head] == pytest.approx(chance, nan_ok=True)
+
+
+def test_a_policy_that_keeps_the_largest_values_has_overlap_one():
+    """And one that keeps the smallest has none, where less than half is kept."""
+    case = make_case("normal", heads=2, n=40, prompt_len=40)
+    norms = np.linalg.norm(case.v[0], axis=-1)
+    order = np.argsort(-norms[:, 4:], axis=-1) + 4
+    for best, expected in ((order[:, :10], 1.0), (order[:, -10:], 0.0)):
+        gone = np.full((2, 40), 39, np.int32)
+        gone[:, :4] = NEVER
+        np.put_along_axis(gone, best, NEVER, axis=-1)
+
+        found = value_norm_overlap(gone, norms)
+
+        assert found.overlap == pytest.approx([expected] * 2)
+        assert found.chance == pytest.approx([10 / 36] * 2)
+
+
+def test_the_metric_reads_each_heads_own_values():
+    """Per KV head and per query head, whose group shares the values."""
+    case = make_case("normal", layers=2, heads=2, group=2, n=60, prompt_len=40)
+    trace = case.trace()
+    norms = np.linalg.norm(case.v, axis=-1)
+    for name in ("snapkv", "snapkv@original"):
+        record = kvsim.replay(trace, kvsim.policy(name, window=4), budget=12, prefill=True)
+        table = kvsim.measure(trace, record, ["value_norm_overlap"])
+        each = record.evicted_at.shape[1] // 2
+        expected = [
+            value_norm_overlap(record.evicted_at[layer], norms[layer].repeat(each, 0)).overlap
+            for layer in range(2)
+        ]
+        assert table["value"].to_list() == pytest.approx(np.concatenate(expected).tolist())
+        assert table["qhead" if each == 2 else "head"].to_list() == [*range(2 * each)] * 2

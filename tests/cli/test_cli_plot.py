@@ -1,0 +1,380 @@
+"""`kvsim plot`: every figure by name, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import matplotlib as mpl
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim import plots
+from kvsim.cli.figures import FIGURES
+from kvsim.core.attention import Formula
+from kvsim.tiny.tasks import prompts
+
+#: What each figure takes beside a trace, a policy and a budget.
+OPTIONS = {
+    "retention_map": ["--layer", "1", "--head", "1"],
+    "middle_coverage": ["--layer", "1"],
+    "mass_curve": ["--policy", "ams+tova", "--set", "window=16", "--head", "1"],
+    "iou_by": ["--by", "task"],
+    "bursts": ["--layer", "1", "--zoom", "40-70", "--no-prefill"],
+    "pareto": ["--metric", "burst_length,regret", "--policy", "tova,h2o"],
+    "reconstruction_error": ["--policy", "knorm,random", "--ratio", "25%,75%"],
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Two small traces of the shipped model."""
+    folder = tmp_path_factory.mktemp("traces")
+    made = prompts(2, task="walk", facts=6, lines=6, kinds=3)
+    for name, one in zip("ab", made, strict=True):
+        out = folder / f"{name}.zarr"
+        kvsim.capture("tiny", None, one.prompt, max_new_tokens=48, out=out, labels={"task": "walk"})
+    return [folder / "a.zarr", folder / "b.zarr"]
+
+
+def arguments(name, paths):
+    """A command that draws the figure."""
+    drawing = FIGURES[name]
+    traces = paths[:1] if drawing.single else paths
+    given = OPTIONS.get(name, [])
+    if drawing.replay and "--policy" not in given:
+        given = [*given, "--policy", "tova"]
+    budget = ["--budget", "32", "--interval", "8"] if drawing.replay in ("sweep", "plans") else []
+    return ["plot", name, *traces, *given, *budget]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_written(run, paths, tmp_path, name):
+    """One file of the format that its name asks for, and one line that says where."""
+    out = tmp_path / "new" / "figure.svg"
+
+    status, said, err = run(*arguments(name, paths), "--out", out)
+
+    assert (status, said, err) == (0, f"Written to {out}.\n", "")
+    assert out.read_text("utf-8").startswith("<?xml")
+    assert [one.name for one in out.parent.iterdir()] == ["figure.svg"]
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("PDF", b"%PDF")])
+def test_equal_figures_are_equal_files_in_every_format(run, paths, tmp_path, suffix, start):
+    """No date and no random name is in them."""
+    files = [tmp_path / f"{i}.{suffix}" for i in "ab"]
+    svgs = [tmp_path / f"{i}.svg" for i in "ab"]
+    before = dict(mpl.rcParams)
+
+    for out in (*files, *svgs):
+        assert run(*arguments("overlap_curves", paths), "--out", out)[0] == 0
+
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].read_bytes().startswith(start)
+    assert svgs[0].read_bytes() == svgs[1].read_bytes()
+    assert dict(mpl.rcParams) == before
+
+
+def test_help_lists_the_figures(run):
+    """By name."""
+    status, said, _ = run("plot", "--help")
+
+    assert status == 0
+    assert all(re.search(rf"\b{name}\b", said) for name in FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("parteo --policy tova --budget 8", "'parteo'; did you mean 'pareto'?; figures: over_b"),
+        ("pareto --budget 8", "give --policy NAME"),
+        ("pareto --policy tova", "give --budget N"),
+        ("pareto --policy tofa --budget 8", "tofa"),
+        ("pareto --policy tova --budget x", "budget is 'x'"),
+        ("pareto --policy tova --budget 8 --layer 0", "--layer was given, but pareto has none"),
+        ("iou_by --policy tova --budget 8 --metric regret", "--metric was given, but iou_by has"),
+        ("pareto --policy tova --budget 8 --zoom 1-2", "--zoom was given, but pareto has none"),
+        ("pareto --policy tova --budget 8 --ratio 5%", "--ratio was given, but pareto has none"),
+        ("pareto --policy tova --budget 8 --metric regrett", "'regrett'; did you mean 'regret'"),
+        ("pareto --policy tova --budget 8 --metric sparsity", "is about traces and the same for"),
+        ("pareto --policy tova --budget 8 --metric ,", "--metric is ','"),
+        ("rank_pattern", "rank_pattern is drawn by `kvsim layers TRACE --budget N --figures DIR`"),
+        (
+            "overlap_curves --interval 8 --no-prefill",
+            "no policies; leave --interval, --prefill out",
+        ),
+        ("overlap_curves --set window=1", "shows no policies; leave --set out"),
+        ("reconstruction_error --policy tova --budget 8", "of the entries; leave --budget out"),
+        ("reconstruction_error --policy tova --interval 8", "the entries; leave --interval out"),
+        ("reconstruction_error --policy tova --ratio 0.5", "--ratio is '0.5'; expected a share"),
+        ("reconstruction_error --policy tova --ratio 100%", "--ratio is '100%'; expected a share"),
+        ("reconstruction_error", "give --policy NAME"),
+        ("bursts --policy tova --budget 8 --zoom 9", "--zoom is '9'; expected two positions"),
+        ("bursts --policy tova --budget 8 --zoom 9-9", "--zoom is '9-9'; expected two positions"),
+        ("bursts --policy tova --budget 8 --zoom 9-9999", "expected two positions of 0 to"),
+        ("pareto --policy tova --budget 8 --set nothing=1", "nothing"),
+        ("overlap_curves --policy tova", "overlap_curves shows no policies"),
+        ("overlap_curves --layer 99", "--layer is 99; a has 0 to"),
+        ("token_text --policy tova,h2o --budget 8", "shows one policy at one budget, but 2"),
+        ("token_text --policy tova --budget 8 --head 99", "--head is 99; a has 0 to"),
+        ("mass_curve --policy tova --budget 8", "has no segments of layer 0"),
+        ("middle_coverage --policy full --budget 8", "nothing left the cache"),
+        ("iou_by --policy tova --budget 8 --by task --by colour", "--by is 'colour'"),
+        ("iou_by --policy tova --budget 8 --by level", "no retained_iou by level"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(run, paths, tmp_path, command, complaint):
+    """Status 2."""
+    name, *options = command.split()
+
+    status, said, err = run("plot", name, paths[0], *options, "--out", tmp_path / "out.png")
+
+    assert (status, said) == (2, "")
+    assert complaint in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(run, paths, tmp_path):
+    """What is there stays, whatever it is."""
+    out = tmp_path / "out.png"
+    out.write_text("mine")
+
+    status, said, err = run("plot", "overlap_curves", paths[0], "--out", out)
+
+    assert (status, said) == (2, "")
+    assert "out.png exists; give another --out, nothing was changed" in err
+    assert out.read_text() == "mine"
+
+
+def test_files_and_traces_that_do_not_fit(run, paths, tmp_path):
+    """An unknown format, two traces for a figure of one, a trace that is none."""
+    _, _, other = run("plot", "overlap_curves", paths[0], "--out", tmp_path / "out.jpg")
+    _, _, two = run(*arguments("token_text", paths), paths[1], "--out", tmp_path / "out.png")
+    status, _, none = run("plot", "pareto", tmp_path / "no", "--policy", "tova", "--budget", "8",
+                          "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert "expected a file that ends in .png, .svg or .pdf" in other
+    assert "token_text shows one trace, but 2 were given" in two
+    assert status == 2
+    assert "no" in none
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, paths):
+    """Runs of both traces: three policies at two budgets, and one of them with a parameter."""
+    folder = tmp_path_factory.mktemp("runs")
+    traces = [kvsim.open_trace(path) for path in paths]
+    from kvsim.sweeps.run import sweep
+
+    metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
+    metrics += ["sparsity", "sparsity_compressed", "middle_coverage"]
+    named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
+    sweep(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
+    other = kvsim.policy("tova", heads="group")
+    sweep(traces, [other], ["16", "40%"], interval=8, metrics=metrics).save(folder / "other")
+    return folder
+
+
+RUNS = [name for name, drawing in FIGURES.items() if drawing.runs]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_drawn_as_its_traces_are(run, paths, finished, tmp_path, name):
+    """The same file, without replaying anything."""
+    policies = ["--policy", "tova,h2o,random", "--budget", "16,40%", "--interval", "8"]
+    out = [tmp_path / "run.svg", tmp_path / "traces.svg"]
+
+    drawn = run("plot", name, finished / "three", "--out", out[0])
+    replayed = run("plot", name, *paths, *policies, "--out", out[1])
+
+    assert drawn == (0, f"Written to {out[0]}.\n", "")
+    assert replayed[0] == 0
+    assert out[0].read_bytes() == out[1].read_bytes()
+
+
+def shown(monkeypatch, name):
+    """What a figure of `kvsim.plots` is called with, in a list that the call fills."""
+    seen = []
+    real = getattr(plots, name)
+    monkeypatch.setattr(plots, name, lambda *given: seen.append(given) or real(*given))
+    return seen
+
+
+def test_policies_and_budgets_of_a_run_can_be_chosen(run, finished, tmp_path, monkeypatch):
+    """Those asked for; what belongs to no policy stays."""
+    seen = shown(monkeypatch, "sparsity_by_layer")
+
+    status, _, err = run("plot", "sparsity_by_layer", finished / "three", "--policy", "h2o,tova",
+                         "--budget", "40%", "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    ((table,),) = seen
+    assert set(table["policy"].drop_nulls()) == {"tova", "h2o"}
+    assert set(table["share"].drop_nulls()) == {"40%"}
+    assert table.filter(pl.col("policy").is_null())["metric"].unique().to_list() == ["sparsity"]
+
+
+def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeypatch):
+    """One policy with two sets of parameters has two lines."""
+    seen = shown(monkeypatch, "over_budgets")
+
+    status, _, err = run("plot", "over_budgets", finished / "three", finished / "other",
+                         "--metric", "middle_coverage", "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    (((table, metrics),)) = seen
+    names = table["policy"].drop_nulls().unique().to_list()
+    assert len(names) == 4
+    assert {"h2o", "random"} < {*names}
+    assert sum(name.startswith("tova") for name in names) == 2
+    assert metrics == ["middle_coverage"]
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("bursts three", "bursts is drawn from traces, but {0}/three is a run; give the traces"),
+        ("pareto three a.zarr", "{0}/three is a run and a.zarr is none; give either"),
+        ("pareto three --interval 8", "{0}/three is replayed already; leave --interval out"),
+        ("pareto three --no-prefill --set x=1", "already; leave --prefill, --set out"),
+        ("pareto three --policy tofa", "--policy tofa: the run has none; did you mean 'tova'?; it"),
+        ("pareto three --budget 17", "--budget 17: the run has none"),
+        ("pareto three --metric regret", "one of regret; the table has entries_seen"),
+        ("pareto broken", "broken"),
+        ("iou_by three --by level", "no retained_iou by level"),
+    ],
+)
+def test_what_runs_cannot_show_is_one_line(run, finished, tmp_path, command, complaint):
+    """Status 2, and nothing is written."""
+    broken = finished / "broken"
+    broken.mkdir(exist_ok=True)
+    (broken / "run.json").write_text("{}")
+    name, *words = command.split()
+    known = {one: finished / one for one in ("three", "broken")}
+
+    status, said, err = run(
+        "plot", name, *(known.get(word, word) for word in words), "--out", tmp_path / "out.png"
+    )
+
+    assert (status, said) == (2, "")
+    assert complaint.format(finished) in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------- what options come to
+
+
+def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
+    """No event follows the prompt, in figures of records and of Plans."""
+    seen = []
+    real, plans = plots.error_over_rows, plots.mass_curve
+    monkeypatch.setattr(plots, "error_over_rows", lambda *given: seen.append(given) or real(*given))
+    monkeypatch.setattr(
+        plots, "mass_curve", lambda *given, **more: seen.append(given) or plans(*given, **more)
+    )
+    same = [paths[0], "--budget", "32", "--interval", "8", "--no-prefill"]
+
+    one = run("plot", "error_over_rows", *same, "--policy", "tova", "--out", tmp_path / "a.png")
+    two = run("plot", "mass_curve", *same, "--policy", "ams+tova", "--set", "window=16",
+              "--out", tmp_path / "b.png")  # fmt: skip
+
+    assert (one[0], two[0]) == (0, 0)
+    (trace, (record,)), (_, planned) = seen
+    for found in (record, planned):
+        assert found.prefill is False
+        assert found.events[0] > trace.prompt_len - 1
+        assert found.interval == 8
+
+
+def test_metrics_asked_for_are_measured(run, paths, tmp_path, monkeypatch):
+    """Each in a panel of its own, also one that needs the oracle."""
+    seen = shown(monkeypatch, "over_budgets")
+
+    status, _, err = run("plot", "over_budgets", paths[0], "--policy", "tova", "--budget", "16,32",
+                         "--metric", "regret", "--metric", "burst_length",
+                         "--out", tmp_path / "out.png")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    (((table, metrics),)) = seen
+    assert metrics == ["regret", "burst_length"]
+    assert {*metrics} < {*table["metric"]}
+    assert table.filter(metric="regret")["value"].is_not_null().all()
+
+
+def test_ratios_are_shares_of_what_is_evicted(run, paths, tmp_path, monkeypatch):
+    """One eviction each, of all traces, and by default from 10 % to 90 %."""
+    seen = shown(monkeypatch, "reconstruction_error")
+    given = ["plot", "reconstruction_error", *paths, "--policy", "knorm"]
+
+    run(*given, "--ratio", "75%,12.5%", "--out", tmp_path / "a.png")
+    run(*given, "--out", tmp_path / "b.png")
+
+    (few,), (all_of,) = seen
+    assert sorted(few["ratio"].unique()) == [0.125, 0.75]
+    assert few["trace"].n_unique() == 2
+    assert sorted(all_of["ratio"].unique()) == pytest.approx([i / 10 for i in range(1, 10)])
+    trace = kvsim.open_trace(paths[0])
+    part = few.filter(trace=trace.name, ratio=0.75)
+    cut = int(trace.n_pos * 0.8)
+    assert part["budget"].unique().to_list() == [int(cut * 0.25)]
+
+
+def test_zoom_reaches_the_figure(run, paths, tmp_path, monkeypatch):
+    """As two positions; without it the figure finds its own."""
+    seen = []
+    real = plots.bursts
+    monkeypatch.setattr(
+        plots, "bursts", lambda *given, **more: seen.append(more) or real(*given, **more)
+    )
+    given = ["plot", "bursts", paths[0], "--policy", "tova", "--budget", "16"]
+
+    run(*given, "--zoom", "20-40", "--out", tmp_path / "a.png")
+    run(*given, "--layer", "1", "--out", tmp_path / "b.png")
+
+    assert seen == [{"zoom": (20, 40)}, {"zoom": None, "layer": 1}]
+
+
+def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
+    """As PNG if nothing else is asked for; another format is refused before any work."""
+    given = ["layers", paths[0], "--budget", "32", "--window", "8", "--figures"]
+
+    status, said, _ = run(*given, tmp_path / "svg", "--format", "svg")
+    bad, _, err = run(*given, tmp_path / "jpg", "--format", "jpg")
+
+    assert status == 0
+    assert "variance.svg, overlap.svg" in said
+    assert all(one.read_text("utf-8").startswith("<?xml") for one in (tmp_path / "svg").iterdir())
+    assert bad == 2
+    assert err == "error: --format is 'jpg'; expected png, svg or pdf\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["svg"]
+
+
+def test_layers_with_a_window_are_passed_over(run, tmp_path):
+    """A figure of one layer takes one that was replayed, and one that was not is refused."""
+    q, k, v = torch.randn(3, 3, 2, 80, 8, generator=torch.Generator().manual_seed(0))
+    path = kvsim.Trace.from_arrays(
+        q,
+        k,
+        v,
+        prompt_len=40,
+        rope=kvsim.Rope.default(8),
+        formulas=[Formula(0.3, window=9), Formula(0.3), Formula(0.3, window=9)],
+    ).save(tmp_path / "mixed.zarr")
+    asked = [path, "--policy", "tova", "--budget", "20", "--interval", "8"]
+
+    for figure in ("retention_map", "bursts", "error_over_rows", "over_budgets"):
+        status, _, err = run("plot", figure, *asked, "--out", tmp_path / f"{figure}.png")
+        assert (status, err) == (0, ""), figure
+    status, _, err = run("plot", "bursts", *asked, "--layer", "2", "--out", tmp_path / "x.png")
+    assert status == 2
+    assert "--layer 2 of memory has a sliding window" in err
+    assert "as 1" in err

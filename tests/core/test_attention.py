@@ -1,0 +1,198 @@
+"""Partial attention, its merge and the rotary embedding, against loops from the formulas."""
+
+import math
+
+import pytest
+import torch
+
+from kvsim.core import attention
+from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge
+
+
+def naive(q, k, v, scale, seen):
+    """Softmax attention of every row over the entries it sees, one row at a time, in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for g in range(q.shape[1]):
+            for row in range(q.shape[2]):
+                at = seen[b, g, row].nonzero()[:, 0]
+                if len(at):
+                    z = k[b, 0, at] @ q[b, g, row] * scale
+                    lse[b, g, row] = z.logsumexp(0)
+                    out[b, g, row] = z.softmax(0) @ v[b, 0, at]
+    return out, lse
+
+
+def example(rows=9, entries=14, groups=3):
+    """q [2, groups, rows, 8], k and v [2, 1, entries, 8]."""
+    torch.manual_seed(0)
+    return (
+        torch.randn(2, groups, rows, 8),
+        torch.randn(2, 1, entries, 8),
+        torch.randn(2, 1, entries, 8),
+    )
+
+
+@pytest.fixture(params=["fused", "blocks"])
+def kernel(request, monkeypatch):
+    """Both ways to compute attention; the unfused one in blocks of few rows."""
+    if request.param == "blocks":
+        monkeypatch.setattr(attention, "_FUSED", None)
+        monkeypatch.setattr(attention, "_BLOCK_LOGITS", 200)
+
+
+def test_attention_with_a_mask_is_the_softmax_over_what_a_row_sees(kernel):
+    """Output and log-sum-exp equal a float64 loop; a row that sees nothing gives 0 and -inf."""
+    q, k, v = example()
+    seen = torch.rand(2, 1, 9, 14) > 0.5
+    seen[1, 0, 4] = False
+
+    out, lse = attend(q, k, v, 0.3, mask=seen)
+
+    expected_out, expected_lse = naive(q, k, v, 0.3, seen.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert bool((out[1, :, 4] == 0).all())
+
+
+def test_causal_attention_lets_a_row_see_itself_and_what_came_before(kernel):
+    """Row i sees entries 0 to i."""
+    q, k, v = example(rows=14)
+    seen = torch.ones(14, 14, dtype=torch.bool).tril().expand(2, 3, 14, 14)
+
+    out, lse = causal_attention(q.flatten(0, 1), k[:, 0], v[:, 0], Formula(0.3))
+
+    expected_out, expected_lse = naive(q, k, v, 0.3, seen)
+    torch.testing.assert_close(out.double(), expected_out.flatten(0, 1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse.flatten(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_over_no_entries_is_zero_with_a_log_sum_exp_of_minus_infinity():
+    """The neutral element of merge."""
+    q, k, v = example()
+
+    out, lse = attend(q, k[:, :, :0], v[:, :, :0], 0.3)
+
+    assert bool((out == 0).all())
+    assert bool(lse.isneginf().all())
+
+
+def test_causal_attention_needs_as_many_rows_as_entries():
+    """Anything else would align rows and entries by guesswork."""
+    q, k, v = example()
+
+    with pytest.raises(ValueError, match="as many rows as entries"):
+        attend(q, k, v, 0.3, causal=True)
+
+
+def test_parts_merge_to_the_attention_over_their_union():
+    """Splitting the entries anywhere, also into nothing and all, changes nothing."""
+    q, k, v = example()
+    out, lse = attend(q, k, v, 0.3)
+
+    for cut in (0, 1, 7, 13):
+        parts = [attend(q, k[:, :, s], v[:, :, s], 0.3) for s in (slice(cut), slice(cut, None))]
+        merged_out, merged_lse = merge(*parts[0], *parts[1])
+
+        torch.testing.assert_close(merged_out, out, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(merged_lse, lse, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rotation_turns_each_pair_by_position_times_frequency(layout):
+    """The rotary embedding equals its definition pair by pair; the other dimensions stay."""
+    rope = Rope((1.0, 0.1), attention_scaling=1.5, layout=layout)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    pos = torch.tensor([0, 5, 1000])
+
+    turned = rope.rotate(x, pos)
+
+    pairs = [(0, 2), (1, 3)] if layout == "half" else [(0, 1), (2, 3)]
+    for n, p in enumerate(pos.tolist()):
+        for (i, j), frequency in zip(pairs, rope.inv_freq, strict=True):
+            cos, sin = math.cos(p * frequency) * 1.5, math.sin(p * frequency) * 1.5
+            assert turned[n, i] == pytest.approx(x[n, i] * cos - x[n, j] * sin)
+            assert turned[n, j] == pytest.approx(x[n, j] * cos + x[n, i] * sin)
+    assert torch.equal(turned[:, 4:], x[:, 4:])
+
+
+def test_unrotate_undoes_rotate_with_scaling_and_partial_rotation():
+    """The scaling of yarn is divided out again."""
+    rope = Rope((1.0, 0.3, 0.01), attention_scaling=1.2)
+    x, pos = torch.randn(2, 4, 8, dtype=torch.float64), torch.arange(4) * 100
+
+    torch.testing.assert_close(rope.unrotate(rope.rotate(x, pos), pos), x)
+
+
+def test_one_vector_turns_to_many_positions():
+    """Also with dimensions that do not rotate, which are the same at each of them."""
+    rope, x, pos = Rope((1.0, 0.1)), torch.randn(3, 1, 6, dtype=torch.float64), torch.arange(5)
+
+    turned = rope.rotate(x, pos)
+
+    assert turned.shape == (3, 5, 6)
+    torch.testing.assert_close(turned[:, 4], rope.rotate(x[:, 0], torch.tensor(4)))
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    """The property that rotary embedding exists for."""
+    rope = Rope.default(8, theta=100.0)
+    q, k = torch.randn(1, 8, dtype=torch.float64), torch.randn(1, 8, dtype=torch.float64)
+
+    def product(row, pos):
+        return (rope.rotate(q, torch.tensor([row])) * rope.rotate(k, torch.tensor([pos]))).sum()
+
+    torch.testing.assert_close(product(7, 3), product(1007, 1003))
+
+
+def test_a_rope_whose_numbers_do_not_fit_is_refused():
+    """Frequencies and rotary dimensions must agree, and the layout must be known."""
+    with pytest.raises(ValueError, match="one frequency per rotated pair"):
+        Rope((1.0, 0.1), rotary_dim=6)
+    with pytest.raises(ValueError, match="expected 'half' or 'interleaved'"):
+        Rope((1.0,), layout="pairs")
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (7, 1), (5, 2), (300, 512), (-40, 17)])
+def test_the_mean_rotation_is_the_average_of_rotations(layout, start, count):
+    """The closed form equals the loop, also for frequencies of 0 and of more than a turn."""
+    frequencies = (1.0, 0.3, 1e-4, 0.0, 2 * math.pi, 3 * math.pi, 9.0)
+    rope = Rope(frequencies, attention_scaling=1.3, layout=layout)
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+
+    mean = rope.rotate_mean(x, start, count)
+
+    each = [rope.rotate(x, torch.tensor(p)) for p in range(start, start + count)]
+    torch.testing.assert_close(mean, torch.stack(each).mean(0))
+
+
+def test_a_mean_rotation_over_one_position_is_that_rotation():
+    """Nothing is damped."""
+    rope, x = Rope.default(8), torch.randn(5, 8, dtype=torch.float64)
+
+    torch.testing.assert_close(rope.rotate_mean(x, 11, 1), rope.rotate(x, torch.tensor(11)))
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_the_mean_rotation_by_negative_positions_is_the_transpose(layout):
+    """(R x) . y = x . (R' y): what is rotated forward on one side goes back on the other."""
+    rope = Rope((1.0, 0.1, 0.02), attention_scaling=1.2, layout=layout)
+    x, y = torch.randn(2, 8, dtype=torch.float64)
+
+    forward = rope.rotate_mean(x, 30, 9) @ y
+    back = x @ rope.rotate_mean(y, 1 - 30 - 9, 9)
+
+    torch.testing.assert_close(forward, back)
+    assert not torch.isclose(forward, x @ rope.rotate_mean(y, 30, 9))
+
+
+def test_pairs_are_the_two_components_that_turn_together():
+    """First and second half, or even and odd; dimensions that do not rotate are left out."""
+    x = torch.arange(6.0)
+
+    assert [p.tolist() for p in Rope((1.0, 0.1)).pairs(x)] == [[0, 1], [2, 3]]
+    interleaved = Rope((1.0, 0.1), layout="interleaved")
+    assert [p.tolist() for p in interleaved.pairs(x)] == [[0, 2], [1, 3]]

@@ -1,0 +1,477 @@
+"""Formulas of attention (softcap, window, sinks) against float64 loops from the definition."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim import analysis as diagnostics
+from kvsim import store
+from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.findings import findings
+from kvsim.analysis.tiles import attention_tile
+from kvsim.core import attention
+from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
+from kvsim.core.policy import Policy, Scorer
+from kvsim.errors import PolicyError, TraceError
+from kvsim.schema import NEVER
+from kvsim.store.layout import read_json
+
+N, DIM, QHEADS, HEADS = 40, 8, 4, 2
+SINKS = (0.5, -1.0, 2.0, 0.0)
+
+FORMULAS = {
+    "plain": Formula(0.3),
+    "softcap": Formula(0.9, softcap=2.0),
+    "window": Formula(0.3, window=7),
+    "sinks": Formula(0.3, sinks=SINKS),
+    "all": Formula(0.9, softcap=3.0, window=11, sinks=SINKS),
+}
+#: Those of layers that see the whole text.
+WHOLE = ("plain", "softcap", "sinks")
+
+
+def naive(q, k, v, formula, seen):
+    """Output and log-sum-exp of a row, q [d], over the positions `seen`, k, v [n, d]; by a loop.
+
+    Gives the weights too, by position. sink: the logit of the query head, None for none.
+    """
+    scale, softcap, sink = formula
+    z = {}
+    for p in seen:
+        z[p] = scale * float(np.dot(q, k[p]))
+        if softcap is not None:
+            z[p] = softcap * math.tanh(z[p] / softcap)
+    total = math.fsum(math.exp(x) for x in z.values())
+    total += 0.0 if sink is None else math.exp(sink)
+    if not total:
+        return np.zeros(len(q)), -math.inf, {}
+    weights = {p: math.exp(x) / total for p, x in z.items()}
+    out = sum((w * v[p] for p, w in weights.items()), np.zeros(len(q)))
+    return out, math.log(total), weights
+
+
+def facts(formula, qhead):
+    """Scale, softcap and the query head's sink."""
+    return formula.scale, formula.softcap, formula.sinks[qhead] if formula.sinks else None
+
+
+def before(row, formula):
+    """What a row sees in full attention."""
+    return [p for p in range(row + 1) if formula.window is None or row - p < formula.window]
+
+
+def arrays(seed=0, layers=1, dtype=torch.float64):
+    """q, k, v with attention that is far from uniform."""
+    made = torch.Generator().manual_seed(seed)
+    shapes = (layers, QHEADS, N, DIM), (layers, HEADS, N, DIM), (layers, HEADS, N, DIM)
+    return [torch.randn(shape, generator=made, dtype=dtype) * 1.5 for shape in shapes]
+
+
+def make(names, seed=0, dtype=torch.float64, **changes):
+    """A trace whose layers compute by these formulas."""
+    formulas = [FORMULAS[name] for name in names]
+    rope = changes.pop("rope", Rope.default(DIM))
+    return kvsim.Trace.from_arrays(
+        *arrays(seed, len(names), dtype), prompt_len=12, rope=rope, formulas=formulas, **changes
+    )
+
+
+@pytest.fixture(params=["fused", "blocks"])
+def kernel(request, monkeypatch):
+    """Both ways to compute attention; the unfused one in blocks of few rows."""
+    if request.param == "blocks":
+        monkeypatch.setattr(attention, "_FUSED", None)
+        monkeypatch.setattr(attention, "_BLOCK_LOGITS", 200)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 256])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_full_attention_equals_the_definition(name, rows, kernel, monkeypatch):
+    """Output and log-sum-exp of every row equal the loop, in blocks of rows of any size."""
+    monkeypatch.setattr(attention, "_WINDOW_ROWS", rows)
+    formula = FORMULAS[name]
+    q, k, v = (x[0] for x in arrays())
+
+    out, lse = causal_attention(q, k, v, formula)
+
+    for i in range(QHEADS):
+        for row in range(N):
+            h = i // (QHEADS // HEADS)
+            expected = naive(
+                q[i, row].numpy(),
+                k[h].numpy(),
+                v[h].numpy(),
+                facts(formula, i),
+                before(row, formula),
+            )
+            assert np.allclose(out[i, row], expected[0], atol=1e-12)
+            assert math.isclose(float(lse[i, row]), expected[1], abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_parts_merge_and_sinks_count_once(name):
+    """Parts that merge and then meet the sinks give what all entries give at once."""
+    formula = FORMULAS[name]
+    q, k, v = (x[0].unflatten(0, (HEADS, -1)) for x in arrays())
+    cap = {"softcap": formula.softcap}
+    whole = attend(q, k, v, formula.scale, **cap)
+
+    parts = [
+        attend(q, k[:, :, part], v[:, :, part], formula.scale, **cap)
+        for part in (slice(0, 13), slice(13, N))
+    ]
+    merged = merge(*parts[0], *parts[1])
+
+    for found, expected in zip(merged, whole, strict=True):
+        torch.testing.assert_close(found, expected)
+    if formula.sinks:
+        sinks = formula.sink(q, HEADS)
+        out, lse = with_sinks(*merged, sinks)
+        # a sink is an entry of its own with a value of 0
+        assert torch.allclose(lse.exp(), whole[1].exp() + sinks.exp().unsqueeze(-1))
+        assert torch.allclose(
+            out * lse.exp().unsqueeze(-1), whole[0] * whole[1].exp().unsqueeze(-1)
+        )
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_attention_of_a_trace_equals_the_definition(name):
+    """`Trace.attention` gives the weights of any rows and positions, whole sums less the sink."""
+    trace, formula = make([name]), FORMULAS[name]
+    rows, pos = [0, 3, 17, 39], [0, 2, 3, 16, 30, 39]
+
+    found = trace.attention(0, rows, pos)
+    whole = trace.attention(0, slice(0, N))
+    tile = attention_tile(trace, 0, 1, range(N), range(N), side=N)
+
+    q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+    for i in range(QHEADS):
+        for at, row in enumerate(rows):
+            weights = naive(
+                q[i, row], k[i // 2], v[i // 2], facts(formula, i), before(row, formula)
+            )[2]
+            expected = [weights.get(p, 0.0) for p in pos]
+            assert np.allclose(found[i, at], expected, atol=1e-12)
+            if i == 1:
+                assert np.allclose(
+                    tile.values[row], [weights.get(p, 0) for p in range(N)], atol=1e-5
+                )
+    sums = whole.sum(-1)
+    assert bool((sums < 0.999).any()) == bool(formula.sinks)
+    assert bool((sums < 1 + 1e-9).all())
+
+
+class Watching(Scorer):
+    """Scores by position and keeps what it was shown."""
+
+    rows = 6
+
+    def __init__(self):
+        self.shown = []
+
+    def score(self, view):
+        """The oldest leave."""
+        self.shown.append(
+            (view.row, view.pos.clone(), view.attn(6).clone(), view.received().clone())
+        )
+        return view.pos.to(view.keys.dtype)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_policy_sees_attention_over_what_is_left(name):
+    """Windows and received attention follow the formula, over the live entries alone."""
+    trace, formula = make([name]), FORMULAS[name]
+    watching = Watching()
+    kvsim.replay(trace, Policy("watching", watching), 9, interval=5)
+
+    q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+    assert len(watching.shown) > 3
+    last = -1
+    for row, pos, attn, received in watching.shown:
+        for i in range(QHEADS):
+            h, g = divmod(i, 2)
+            live = pos[0, h].tolist()
+            for w, r in enumerate(range(max(0, row - 5), row + 1)):
+                weights = naive(
+                    q[i, r], k[h], v[h], facts(formula, i), [p for p in live if p <= r]
+                )[2]
+                assert np.allclose(attn[0, h, g, w], [weights.get(p, 0) for p in live], atol=1e-12)
+        for h in range(HEADS):
+            live = pos[0, h].tolist()
+            total = dict.fromkeys(live, 0.0)
+            for i in (2 * h, 2 * h + 1):
+                for r in range(last + 1, row + 1):
+                    seen = [p for p in live if p <= r]
+                    for p, w in naive(q[i, r], k[h], v[h], facts(formula, i), seen)[2].items():
+                        total[p] += w
+            assert np.allclose(received[0, h], [total[p] for p in live], atol=1e-12)
+        last = row
+
+
+@pytest.mark.parametrize("interval", [1, 8])
+@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv", "adakv+snapkv", "streaming_llm"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_output_error_equals_the_definition(name, policy, interval):
+    """Error and retained mass of every row equal the loop over what the record leaves it."""
+    trace, formula = make([name], seed=3), FORMULAS[name]
+    options = {"window": 4} if "snapkv" in policy else {}
+    record = kvsim.replay(trace, kvsim.policy(policy, **options), 10, interval=interval)
+
+    table = kvsim.measure(trace, record, metrics=["output_error", "retained_mass"])
+    found = kvsim.analysis.output_error(trace, [record])[0]
+
+    assert len(table)
+    q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+    assert (record.evicted_at != NEVER).any()
+    for i in range(QHEADS):
+        for row in range(N):
+            h = i // 2
+            one = q[i, row], k[h], v[h], facts(formula, i)
+            full = naive(*one, range(row + 1))
+            seen = [p for p in range(row + 1) if record.evicted_at[0, h, p] >= row]
+            left = naive(*one, seen)
+            error = np.linalg.norm(full[0] - left[0]) / np.linalg.norm(full[0])
+            assert math.isclose(found.error[0, i, row], error, abs_tol=1e-5)
+            missing = math.fsum(w for p, w in full[2].items() if p not in set(seen))
+            assert math.isclose(found.missing[0, i, row], missing, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["tova", "h2o"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_rows_one_by_one_equal_blocks_of_rows(name, policy):
+    """The fast way for policies that evict after each row gives what the general one gives."""
+    trace = make([name], seed=5)
+
+    fast = kvsim.replay(trace, kvsim.policy(policy), 10, interval=1)
+    slow = kvsim.replay(trace, kvsim.policy(policy), 10, interval=1, _by_row=False)
+
+    assert np.array_equal(fast.evicted_at, slow.evicted_at)
+
+
+def test_the_oracle_takes_attention_by_the_formula():
+    """What the oracle keeps is what the following rows give most attention by the loop."""
+    for name in WHOLE:
+        trace, formula = make([name], seed=7), FORMULAS[name]
+        record = kvsim.replay(trace, kvsim.policy("oracle", by="mass"), 6, interval=None)
+        q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
+        for h in range(HEADS):
+            total = np.zeros(12)
+            for i in (2 * h, 2 * h + 1):
+                for row in range(12, N):
+                    weights = naive(q[i, row], k[h], v[h], facts(formula, i), range(row + 1))[2]
+                    total += [weights[p] for p in range(12)]
+            best = set(np.argsort(-total)[:6].tolist())
+            assert set(np.flatnonzero(record.evicted_at[0, h, :12] == NEVER).tolist()) == best
+
+
+def test_layers_that_differ_are_replayed_each_by_its_own():
+    """A trace of mixed layers gives what each layer gives as a trace of its own."""
+    names = ["plain", "plain", "softcap", "sinks", "plain"]
+    ropes = [
+        Rope.default(DIM),
+        Rope(()),
+        Rope.default(DIM),
+        Rope.default(DIM),
+        Rope.default(DIM, 50.0),
+    ]
+    trace = make(names, rope=ropes)
+    policy = kvsim.policy("expected_attention", n_future=8, value_norm="v")
+
+    record = kvsim.replay(trace, policy, 16, interval=4)
+    errors = kvsim.analysis.output_error(trace, [record])[0].error
+
+    for layer, name in enumerate(names):
+        alone = kvsim.Trace.from_arrays(
+            trace.q[layer : layer + 1],
+            trace.k[layer : layer + 1],
+            trace.v[layer : layer + 1],
+            prompt_len=12,
+            rope=ropes[layer],
+            formulas=[FORMULAS[name]],
+        )
+        own = kvsim.replay(alone, policy, 16, interval=4)
+        assert np.array_equal(record.evicted_at[layer], own.evicted_at[0])
+        assert np.allclose(errors[layer], kvsim.analysis.output_error(alone, [own])[0].error[0])
+
+
+def test_layers_with_a_window_are_left_alone():
+    """The others are replayed, and the record says so; a window that hides nothing is none."""
+    trace = make(["window", "plain", "window", "sinks"])
+
+    record = kvsim.replay(trace, kvsim.policy("tova"), 8)
+
+    assert trace.windowed == (0, 2)
+    assert record.layers == (1, 3)
+    assert "2 of 4 layers have a sliding window" in record.remark
+    assert "layers 0, 2 (7 tokens)" in record.remark
+    table = kvsim.measure(trace, record, metrics=["output_error", "wipeout"])
+    assert sorted(table["layer"].unique().to_list()) == [1, 3]
+    with pytest.raises(PolicyError, match="layer 2 of memory has a sliding window of 7"):
+        kvsim.replay(trace, kvsim.policy("tova"), 8, layers=[2])
+    with pytest.raises(PolicyError, match="every layer that it holds has a sliding window"):
+        kvsim.replay(make(["window"]), kvsim.policy("tova"), 8)
+    with pytest.raises(
+        PolicyError, match=r"a sliding window in layers 0, 2 \(7 tokens\); expected"
+    ):
+        kvsim.replay(trace, kvsim.policy("asl+tova", window=4), 8)
+    wide = kvsim.Trace.from_arrays(
+        *arrays(), prompt_len=12, rope=Rope.default(DIM), formulas=[Formula(0.3, window=N)]
+    )
+    assert kvsim.replay(wide, kvsim.policy("tova"), 8).layers == (0,)
+
+
+def test_layers_that_share_a_budget_must_be_alike():
+    """A policy that compares layers refuses those that compute differently, in one line."""
+    with pytest.raises(PolicyError, match="layers 0 and 1 of memory differ in their scale"):
+        kvsim.replay(make(["plain", "softcap"]), kvsim.policy("cake", window=4), 20)
+
+
+# --- on disk ---
+
+
+@pytest.mark.parametrize("names", [["plain"], ["all", "plain"], ["sinks"], ["softcap", "window"]])
+def test_a_trace_keeps_its_formulas(names, tmp_path):
+    """What is stored reads back equal, verifies and has the digest of the trace in memory."""
+    ropes = [Rope.default(DIM) if i % 2 == 0 else Rope((0.5,), 1.2) for i in range(len(names))]
+    trace = make(names, rope=ropes, tokens=list(range(N)))
+    path = trace.save(tmp_path / "a.zarr")
+
+    again = kvsim.open_trace(path)
+
+    assert again.formulas == trace.formulas
+    assert again.ropes == trace.ropes
+    assert again.digest == trace.digest
+    assert store.verify(path, deep=True).ok
+    assert torch.equal(again.attention(0, [30]), trace.attention(0, [30]))
+    version = read_json(path / "zarr.json", "a")["attributes"]["kvsim_format"]
+    assert version == (1 if names == ["plain"] else 2)
+
+
+@given(st.data())
+def test_the_digest_says_what_is_computed(data):
+    """Any change of a formula or a rotary embedding changes the digest."""
+    one = FORMULAS["all"]
+    change = data.draw(
+        st.sampled_from(
+            [
+                *({"scale": 0.8}, {"softcap": None}, {"softcap": 3.5}, {"window": None}),
+                *({"window": 12}, {"sinks": ()}, {"sinks": (*SINKS[:3], 0.1)}),
+            ]
+        )
+    )
+    layer = data.draw(st.integers(0, 1))
+    formulas = [one, one]
+    formulas[layer] = dataclasses.replace(one, **change)
+    given_ = arrays(layers=2)
+
+    def digest(formulas, rope):
+        return kvsim.Trace.from_arrays(*given_, prompt_len=9, rope=rope, formulas=formulas).digest
+
+    rope = Rope.default(DIM)
+    plain = digest([one, one], rope)
+    assert digest(formulas, rope) != plain
+    assert digest([one, one], [rope, Rope(())]) != plain
+    assert digest([one, one], dataclasses.replace(rope, layout="interleaved")) != plain
+
+
+BAD = {
+    "sinks of another number": ({"sinks": [1.0]}, "1 sinks for 4 query heads"),
+    "a sink that is no number": ({"sinks": [1.0, None, 0, 0]}, "not readable"),
+    "a window of nothing": ({"window": 0}, "window is 0"),
+    "a window that is no whole number": ({"window": 1.5}, "not readable"),
+    "a negative softcap": ({"softcap": -1.0}, "softcap is -1"),
+    "no scale": ({"scale": None}, "not readable"),
+    "a rope that is not there": ({"rope": 2}, "rope 2 of a layer"),
+    "a rope by truth value": ({"rope": True}, "rope True of a layer"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_formulas_on_disk_are_refused(case, tmp_path):
+    """A header that cannot be is refused in one line that says what is wrong."""
+    change, message = BAD[case]
+    path = make(["all", "plain"], rope=[Rope.default(DIM), Rope(())]).save(tmp_path / "a.zarr")
+    root = json.loads((path / "zarr.json").read_text())
+    root["attributes"]["attention"][0].update(change)
+    (path / "zarr.json").write_text(json.dumps(root))
+
+    with pytest.raises(TraceError, match=message) as caught:
+        kvsim.open_trace(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("attributes", [{"attention": []}, {"attention": 3}, {"ropes": {}}])
+def test_a_header_without_formulas_is_refused(attributes, tmp_path):
+    """One formula for each layer, or none of it is believed."""
+    path = make(["all", "plain"]).save(tmp_path / "a.zarr")
+    root = json.loads((path / "zarr.json").read_text())
+    root["attributes"].update(attributes)
+    (path / "zarr.json").write_text(json.dumps(root))
+
+    with pytest.raises(TraceError):
+        kvsim.open_trace(path)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"scale": 0.0}, {"scale": math.nan}, {"softcap": 0.0}, {"window": 0}, {"sinks": [math.inf]}],
+)
+def test_a_formula_that_cannot_be_is_refused(bad):
+    """Each number is checked where it is made."""
+    with pytest.raises(ValueError, match="expected"):
+        Formula(**{"scale": 1.0, **bad})
+
+
+# --- what reads all layers ---
+
+
+def test_analyses_of_windows_say_so_or_leave_them_out():
+    """No analysis takes a layer with a window for one that sees everything."""
+    trace = make(["window", "plain"])
+    analyses = (
+        lambda: diagnostics.expected_and_observed(trace, 20),
+        lambda: diagnostics.key_projections(trace),
+        lambda: diagnostics.ranking(trace, kvsim.policy("asl", window=4).propagation),
+        lambda: diagnostics.reconstruction_table(trace, [kvsim.policy("knorm")]),
+    )
+    for analyse in analyses:
+        with pytest.raises(PolicyError, match="layer 0 of memory has a sliding window of 7"):
+            analyse()
+
+    with pytest.raises(TraceError, match="layer 0 of memory has a sliding window"):
+        window_overlap(trace, 0, window=4)
+    assert window_overlap(trace, 1, window=4).shares.size
+
+    found = findings(trace)
+
+    assert found.filter(pl.col("metric") == "normal_distance")["layer"].unique().to_list() == [0, 1]
+    assert "expectation" not in found["metric"].to_list()
+    decline = found.filter(pl.col("metric") == "score_decline")
+    assert decline["layer"].unique().to_list() in ([], [1])
+
+
+def test_info_says_what_layers_compute(run, tmp_path):
+    """Windows, softcaps and sinks are named with the model's numbers of the layers."""
+    names = ["window", "plain", "softcap", "sinks", "plain"]
+    ropes = [*[Rope.default(DIM)] * 4, Rope(())]
+    mixed = make(names, rope=ropes, layer_ids=[0, 2, 3, 4, 9]).save(tmp_path / "mixed.zarr")
+    plain = make(["plain"]).save(tmp_path / "plain.zarr")
+
+    kinds = store.describe(mixed)["attention"]
+    _, text, _ = run("info", mixed)
+
+    assert [kind["layers"] for kind in kinds] == [[0], [2], [3], [4], [9]]
+    assert [kind["window"] for kind in kinds] == [7, None, None, None, None]
+    assert (
+        "layers 0: a window of 7; layers 2: plain; layers 3: a softcap of 2; layers 4: sinks; "
+        "layers 9: nothing turned"
+    ) in text
+    assert "attention  " not in run("info", plain)[1]

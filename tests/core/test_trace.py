@@ -1,0 +1,366 @@
+"""Traces in memory: shapes, dtypes, attention, digest, bad input."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsim.core.attention import Rope, causal_attention
+from kvsim.core.trace import Trace
+from kvsim.errors import NeedsError, TraceError
+
+
+def arrays(layers=2, heads=2, group=2, n=40, dim=8, seed=0, dtype=torch.float32):
+    """Random q, k, v."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count):
+        return torch.randn(layers, count, n, dim, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+
+    return {"q": draw(heads * group), "k": draw(heads), "v": draw(heads)}
+
+
+def make(prompt_len=10, dtype=torch.float32, **options):
+    """A trace of random arrays."""
+    sizes = {key: options.pop(key) for key in list(options) if key in ("layers", "n", "group")}
+    data = arrays(dtype=dtype, **sizes)
+    return Trace.from_arrays(
+        **data, prompt_len=prompt_len, rope=Rope.default(data["q"].shape[-1]), **options
+    )
+
+
+def naive_attention(q, k, scale):
+    """Full attention rows in float64 by the definition: q [qhead, n, d], k [head, n, d]."""
+    group = q.shape[0] // k.shape[0]
+    n = q.shape[1]
+    out = np.zeros((q.shape[0], n, n))
+    for head in range(q.shape[0]):
+        for row in range(n):
+            z = [scale * float(q[head, row] @ k[head // group, p]) for p in range(row + 1)]
+            top = max(z)
+            total = sum(math.exp(x - top) for x in z)
+            out[head, row, : row + 1] = [math.exp(x - top) / total for x in z]
+    return out
+
+
+def test_sizes_come_from_the_arrays():
+    """Every size is the one of the arrays, and scale is dim ** -0.5 unless given."""
+    trace = make(layer_ids=[3, 7])
+
+    assert (trace.n_layers, trace.n_qheads, trace.n_heads, trace.group) == (2, 4, 2, 2)
+    assert (trace.n_pos, trace.dim, trace.prompt_len) == (40, 8, 10)
+    assert trace.scale == 8**-0.5
+    assert make(scale=0.3).scale == 0.3
+    assert trace.layer_ids == (3, 7)
+
+
+def test_reading_memory_is_a_view():
+    """`read` gives a view of the array that was passed in, cut as asked."""
+    data = arrays()
+    trace = Trace.from_arrays(**data, prompt_len=1, rope=Rope.default(8))
+
+    part = trace.read("k", slice(1, 2), slice(5, 9))
+
+    assert torch.equal(part, data["k"][1:2, :, 5:9])
+    assert part.data_ptr() == data["k"][1, 0, 5].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_compute_dtype(dtype, expected):
+    """float64 stays, all others compute in float32, and the dtype of the source is remembered."""
+    trace = make(dtype=dtype)
+
+    assert trace.dtype == trace.q.dtype == trace.attn_out.dtype == trace.lse.dtype == expected
+    assert trace.source_dtypes["q"] == str(dtype).removeprefix("torch.")
+
+
+def test_numpy_arrays_are_accepted():
+    """numpy arrays give the same trace as torch tensors."""
+    data = {name: array.numpy() for name, array in arrays().items()}
+
+    trace = Trace.from_arrays(**data, prompt_len=10, rope=Rope.default(8))
+
+    assert trace.digest == make().digest
+
+
+def test_attention_is_computed_where_it_is_missing():
+    """Without recorded attention, `full` gives causal attention of q, k, v, layer by layer."""
+    trace = make()
+    data = arrays()
+
+    last, _ = trace.full(slice(1, 2))
+    out, lse = trace.full()
+
+    assert last.data_ptr() == out[1].data_ptr()
+    for layer in range(2):
+        expected = causal_attention(*(data[name][layer] for name in "qkv"), trace.formulas[layer])
+        assert torch.equal(out[layer], expected[0])
+        assert torch.equal(lse[layer], expected[1])
+    assert not trace.has("attn_out")
+
+
+def test_recorded_attention_is_used():
+    """Recorded attention output is what `full` gives, and what is missing beside it is computed."""
+    own = torch.ones(2, 4, 40, 8)
+
+    trace = make(attn_out=own)
+
+    assert torch.equal(trace.attn_out, own)
+    assert torch.equal(trace.lse, make().lse)
+
+
+@given(
+    rows=st.lists(st.integers(0, 11), min_size=1, max_size=4),
+    pos=st.none() | st.lists(st.integers(0, 11), min_size=1, max_size=5),
+    layer=st.integers(-2, 1),
+)
+def test_attention_rows_equal_the_definition(rows, pos, layer):
+    """Any rows and columns of full attention equal a float64 loop, and future columns are 0."""
+    trace = make(n=12, dtype=torch.float64, prompt_len=4)
+    expected = naive_attention(trace.q[layer], trace.k[layer], trace.scale)
+
+    found = trace.attention(layer, rows, pos)
+
+    columns = range(12) if pos is None else pos
+    assert np.abs(found.numpy() - expected[:, rows][:, :, columns]).max() < 1e-12
+
+
+def test_attention_takes_slices_and_nothing():
+    """Rows and positions may be slices, and no rows give an empty result."""
+    trace = make()
+
+    assert torch.equal(
+        trace.attention(0, slice(3, 6), slice(0, 4)), trace.attention(0, [3, 4, 5], [0, 1, 2, 3])
+    )
+    assert trace.attention(0, []).shape == (4, 0, 40)
+    with pytest.raises(IndexError):
+        trace.attention(0, [40])
+    with pytest.raises(IndexError):
+        trace.attention(2, [0])
+
+
+def test_per_query_head():
+    """The view per query head has as many KV heads as query heads and the same attention."""
+    trace = make()
+
+    view = trace.per_query_head()
+
+    assert (view.n_heads, view.group) == (4, 1)
+    assert torch.equal(view.k, trace.k.repeat_interleave(2, dim=1))
+    assert torch.equal(view.read("v", slice(0, 1), slice(3, 5)), view.v[:1, :, 3:5])
+    assert torch.equal(view.attn_out, trace.attn_out)
+    assert torch.allclose(view.attention(1, [5, 30]), trace.attention(1, [5, 30]), atol=1e-6)
+    assert view.digest == f"{trace.digest}/per_query_head"
+    assert view.per_query_head() is view
+
+
+def test_the_output_projection_is_kept():
+    """`o_proj` is a view where it is in memory, has no positions, and leaves the digest alone."""
+    own = torch.randn(2, 4, 8, 20)
+
+    trace = make(o_proj=own)
+
+    assert trace.o_proj.data_ptr() == own.data_ptr()
+    assert torch.equal(trace.read("o_proj", slice(1, 2), slice(3, 5)), own[1:])
+    assert torch.equal(trace.per_query_head().o_proj, own)
+    assert trace.digest == make().digest
+    assert make(o_proj=own.bfloat16()).o_proj.dtype == torch.float32
+    assert make(o_proj=own, dtype=torch.float64).o_proj.dtype == torch.float64
+    assert trace.to_xarray()["o_proj"].dims == ("layer", "qhead", "dim", "hidden")
+
+
+def test_tokens_and_text():
+    """Tokens are int64 whatever they came as; text stays as it was."""
+    trace = make(tokens=range(40), token_text=list("ab" * 20))
+
+    assert trace.tokens.dtype == torch.int64
+    assert trace.tokens.tolist() == list(range(40))
+    assert trace.token_text[:2] == ["a", "b"]
+    assert make().tokens is None
+    assert make().token_text is None
+
+
+def test_digest_depends_on_content_alone():
+    """The digest changes with any number, fact or token, and not with name or provenance."""
+    base = make().digest
+    changed = arrays()
+    changed["v"] = changed["v"].clone()
+    changed["v"][1, 1, 39, 7] += 1e-3
+
+    others = {
+        Trace.from_arrays(**changed, prompt_len=10, rope=Rope.default(8)).digest,
+        make(prompt_len=11).digest,
+        make(scale=0.3).digest,
+        make(tokens=range(40)).digest,
+        make(layer_ids=[1, 2]).digest,
+        make(attn_out=make().attn_out).digest,
+        Trace.from_arrays(**arrays(), prompt_len=10, rope=Rope.default(8, 5e5)).digest,
+        make(dtype=torch.float64).digest,
+    }
+
+    assert make(name="other", meta={"a": 1}).digest == base
+    assert base.startswith("sha256:")
+    assert len(base) == 71
+    assert len(others - {base}) == 8
+
+
+def test_digest_follows_its_definition():
+    """The digest equals one computed by hand from the text of docs/trace-format.md."""
+    import hashlib
+    import json
+    import struct
+
+    trace = make(layers=1, n=300, tokens=range(300))
+
+    def layer_sum(blocks):
+        return hashlib.sha256(b"".join(block.tobytes() for block in blocks)).hexdigest()
+
+    def f64(x):
+        return struct.pack(">d", x).hex()
+
+    entries = {}
+    for name in "qkv":
+        values = trace.read(name)[0].numpy()
+        entries[name] = {
+            "dtype": "float32",
+            "shape": [1, *values.shape],
+            "layers": [layer_sum([values[:, :256], values[:, 256:]])],
+        }
+    ids = np.arange(300, dtype="<i4")
+    entries["tokens"] = {"dtype": "int32", "shape": [300], "layers": [layer_sum([ids])]}
+    text = json.dumps(
+        {
+            "arrays": entries,
+            "layer_ids": [0],
+            "mask": "causal",
+            "prompt_len": 10,
+            "rope": {
+                "attention_scaling": f64(1.0),
+                "inv_freq": [f64(f) for f in trace.rope.inv_freq],
+                "layout": "half",
+                "rotary_dim": 8,
+            },
+            "scale": f64(8**-0.5),
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    )
+
+    assert trace.digest == "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_to_xarray_has_named_dimensions():
+    """An xarray Dataset of a trace in memory has the reserved axis names and layer numbers."""
+    data = make(layer_ids=[4, 9], token_text=["x"] * 40).to_xarray()
+
+    assert data["q"].dims == ("layer", "qhead", "pos", "dim")
+    assert data["k"].dims == ("layer", "head", "pos", "dim")
+    assert data["layer"].values.tolist() == [4, 9]
+    assert data.sizes["pos"] == 40
+
+
+# --- bad input ---
+
+
+def with_bad_number(name, value):
+    """All arrays, one of them with a bad number at one place."""
+    data = {**arrays(), "attn_out": torch.zeros(2, 4, 40, 8), "lse": torch.zeros(2, 4, 40)}
+    data[name] = data[name].clone()
+    data[name][1, 1, 17] = value
+    return data
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_out", "lse"])
+def test_numbers_that_are_not_finite_are_named(name, value):
+    """NaN or infinity is refused with the array, layer, head and position where it is."""
+    with pytest.raises(TraceError, match=rf"{name} is -?(nan|inf) at layer 1, head 1, pos 17"):
+        Trace.from_arrays(**with_bad_number(name, value), prompt_len=1, rope=Rope.default(8))
+
+
+def test_a_bad_number_of_the_output_projection_is_named():
+    """It has dimensions where other arrays have positions."""
+    weights = torch.zeros(2, 4, 8, 20)
+    weights[1, 3, 5, 19] = math.nan
+
+    with pytest.raises(TraceError, match="o_proj is nan at layer 1, head 3, dim 5, expected"):
+        make(o_proj=weights)
+
+
+def test_large_finite_numbers_are_accepted():
+    """Numbers whose sum overflows are still finite numbers."""
+    data = arrays()
+    data["v"] = torch.full_like(data["v"], 3e38)
+
+    trace = Trace.from_arrays(**data, prompt_len=1, rope=Rope.default(8))
+
+    assert float(trace.v.max()) == pytest.approx(3e38)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 2, 39, 8)}, r"k has shape \(2, 2, 39, 8\), expected \(2, 2, 40, 8\)"),
+        ({"v": torch.zeros(2, 1, 40, 8)}, r"v has shape \(2, 1, 40, 8\), expected \(2, 2, 40, 8\)"),
+        ({"q": torch.zeros(2, 40, 8)}, r"q has shape \(2, 40, 8\), expected \[layer, qhead"),
+        ({"q": torch.zeros(2, 3, 40, 8)}, "3 query heads and 2 KV heads; expected a multiple"),
+        ({"q": torch.zeros(0, 4, 40, 8)}, "none of them 0"),
+        ({"q": torch.zeros(2, 4, 40, 8, dtype=torch.int32)}, "q has dtype int32, expected one of"),
+        ({"lse": torch.zeros(2, 2, 40)}, r"lse has shape \(2, 2, 40\), expected \(2, 4, 40\)"),
+        (
+            {"o_proj": torch.zeros(2, 2, 8, 9)},
+            r"o_proj has shape \(2, 2, 8, 9\), expected \(2, 4, 8",
+        ),
+        (
+            {"o_proj": torch.zeros(2, 4, 8)},
+            r"o_proj has shape \(2, 4, 8\), expected \[layer, qhead",
+        ),
+        ({"o_proj": torch.zeros(2, 4, 8, 0)}, "none of them 0"),
+        ({"prompt_len": 0}, "prompt_len is 0, expected 1 to 40"),
+        ({"prompt_len": 41}, "prompt_len is 41, expected 1 to 40"),
+        ({"tokens": [1, 2]}, r"tokens has shape \(2,\)"),
+        ({"tokens": [0.5] * 40}, "expected 40 integers"),
+        ({"token_text": ["a"]}, "token_text has 1 entries, expected 40"),
+        ({"layer_ids": [1]}, "1 layer numbers for 2 layers"),
+        ({"scale": 0.0}, "scale is 0.0, expected a positive number"),
+        ({"scale": math.nan}, "scale is nan"),
+        ({"rope": Rope.default(16)}, "rope turns 16 dimensions, but a head has 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    """Wrong shapes, dtypes and facts are refused in one line with found and expected."""
+    options = {**arrays(), "prompt_len": 10, "rope": Rope.default(8), **change}
+
+    with pytest.raises(TraceError, match=message) as caught:
+        Trace.from_arrays(**options)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_reading_what_is_not_there():
+    """An array that the trace lacks is a NeedsError that lists what it has."""
+    with pytest.raises(NeedsError, match=r"no array 'attention', it has q, k, v; .* --attention"):
+        make().read("attention")
+    with pytest.raises(NeedsError, match=r"no array 'o_proj', it has q, k, v; .* with --o-proj"):
+        _ = make().o_proj
+
+
+def test_steps_are_not_supported():
+    """Slices with a step are refused rather than read in another way on disk."""
+    with pytest.raises(ValueError, match="step is 2"):
+        make().read("q", pos=slice(0, 10, 2))

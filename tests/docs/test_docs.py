@@ -1,0 +1,139 @@
+"""The documentation is true: code blocks run or say why not, generated parts are fresh."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import generate
+from blocks import blocks
+from kvsim.analysis.registry import METRICS
+from kvsim.policies import CATALOGUE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PAGES = {str(page.relative_to(ROOT)): page for page in generate.pages()}
+
+ALL = [block for name, page in PAGES.items() for block in blocks(name, page.read_text("utf-8"))]
+
+
+def test_blocks_are_found_with_their_declarations():
+    """The reader of fenced blocks sees language, line, and what the block says about itself."""
+    text = (
+        "```bash exec\nls\n```\n\n<!-- not run: needs a key -->\n```bash\nrm x\n```\n"
+        "<!-- not run: far away -->\n\ntext\n\n```json\n{}\n```\n\n````text exec\n```\n````\n"
+        "```python file=x.py\n1\n```\n"
+    )
+
+    found = [(b.line, b.language, b.how, b.body) for b in blocks("x.md", text)]
+
+    assert found == [
+        (2, "bash", "run", "ls\n"),
+        (7, "bash", "needs a key", "rm x\n"),
+        (14, "json", None, "{}\n"),
+        (18, "text", "run", "```\n"),
+        (21, "python", "run", "1\n"),
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_says_whether_it_runs(name):
+    """A block of code is marked `exec` or `file=NAME`, or preceded by `<!-- not run: reason -->`.
+
+    What is no code says so: json, text.
+    """
+    code = [b for b in ALL if b.page == name and b.language not in ("json", "text")]
+    silent = [f"{b.page}:{b.line}" for b in code if b.how is None]
+    strange = [
+        f"{b.page}:{b.line}"
+        for b in ALL
+        if b.page == name and b.how == "run" and not b.file and b.language not in ("bash", "python")
+    ]
+
+    assert silent == []
+    assert strange == []
+
+
+@pytest.mark.parametrize("name", sorted({block.page for block in ALL if block.how == "run"}))
+def test_blocks_run(name, tmp_path, monkeypatch):
+    """The blocks of a page run in order in one empty folder, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a page may add to it
+    names = {"__name__": "__main__"}
+    for block in ALL:
+        if block.page != name or block.how != "run":
+            continue
+        where = f"{block.page}:{block.line}"
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.body, "utf-8")
+        elif block.language == "bash":
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.body],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+        else:
+            # blank lines in front give a traceback the line of the page
+            code = compile("\n" * (block.line - 1) + block.body, block.page, "exec")
+            exec(code, names)  # noqa: S102 - the page is ours
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_parts_are_fresh(name):
+    """What docs/generate.py writes is what the page holds."""
+    text = PAGES[name].read_text("utf-8")
+
+    assert generate.generated(text) == text
+
+
+def test_everything_is_documented():
+    """Every command, policy, preset and metric has its place in the documentation."""
+    commands = PAGES["docs/cli.md"].read_text("utf-8")
+    policies = PAGES["docs/policies.md"].read_text("utf-8")
+    metrics = PAGES["docs/metrics.md"].read_text("utf-8")
+    names = [(name, f"{name}@{preset}") for name, e in CATALOGUE.items() for preset in e.presets]
+
+    assert [c for c in generate.command_names() if f"## kvsim {c}\n" not in commands] == []
+    assert [p for p in CATALOGUE if f"## {p}\n" not in policies] == []
+    assert [p for _, p in names if f"| `{p}` |" not in policies] == []
+    assert [m for m in METRICS if f"| `{m}` |" not in metrics] == []
+
+
+def test_every_page_is_reachable():
+    """The README links to every page of the documentation."""
+    readme = PAGES["README.md"].read_text("utf-8")
+    unlinked = [n for n in PAGES if n.startswith("docs/") and f"]({n})" not in readme]
+
+    assert unlinked == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    """Relative links and pictures exist."""
+    page = PAGES[name]
+    targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)\s#]+)", page.read_text("utf-8"))
+    missing = [target for target in targets if not (page.parent / target).exists()]
+
+    assert missing == []
+
+
+def test_readme_commands():
+    """The first two blocks of the README are its two commands, and they are what CI runs."""
+    demo, tests, *_ = [b.body.strip() for b in ALL if b.page == "README.md"]
+    install = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]'"
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+
+    assert demo == f"{install} && .venv/bin/kvsim demo --out results/demo"
+    assert tests == f"{install} && .venv/bin/python -m pytest -q"
+    assert "$(readme_command 1)" in script
+    assert "$(readme_command 2)" in script
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

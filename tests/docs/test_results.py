@@ -1,0 +1,174 @@
+"""docs/results.py makes the results page, and the page in the repository is of this catalogue."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import results
+from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN
+from kvsim.policies import CATALOGUE, names
+from results_page.plan import SMALLEST
+from results_page.policies import CROSSES, PAPER, RELEASE
+from results_page.text import listing
+from results_page.traces import weights
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """What `--smallest` writes."""
+    folder = tmp_path_factory.mktemp("results")
+    results.main(
+        ["--smallest", "--jobs=1", f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"]
+    )
+    return folder / "page.md"
+
+
+def tables(text):
+    """The rows of each table of a page, as lists of cells, by the heading above it."""
+    found, heading = {}, ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            found.setdefault(heading, []).append(cells)
+    return {heading: [rows[0], *rows[2:]] for heading, rows in found.items()}
+
+
+def number(cell):
+    """The mean in front of an interval."""
+    return float(cell.partition(" ")[0])
+
+
+def test_the_page_has_its_parts(page):
+    """Tables per budget, changed parameters, claims per paper, and a figure of modest size."""
+    text = page.read_text("utf-8")
+    found = tables(text)
+
+    assert list(found) == [
+        *(f"Budget {n}" for n in SMALLEST.budgets),
+        "Parameters made smaller",
+        "By stage, domain and task",
+        "Across layers",
+        "Which of the papers' claims hold here",
+        *CLAIMS,
+    ]
+    assert all(len(row) == len(rows[0]) for rows in found.values() for row in rows)
+    assert 5_000 < (page.parent / "figures" / "page.png").stat().st_size < 100_000
+    assert "](figures/page.png)" in text
+    assert "python docs/results.py --smallest\n" in text
+    assert weights() in text
+
+
+def test_every_policy_has_a_row_that_makes_sense(page):
+    """All scorers, AMS and crosses have one; `full` loses nothing, the oracle regrets nothing.
+
+    Policies without a rule of their own about sizes hold the same number of entries.
+    """
+    found, unbound = tables(page.read_text("utf-8")), " (no budget binds)"
+    crossed = ("global", "criticalkv", "adakv", "chunkkv")
+    across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
+    alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
+    assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}
+    for n in SMALLEST.budgets:
+        head, *rows = found[f"Budget {n}"]
+        labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
+        by_label = {
+            label: dict(zip(head, row, strict=True))
+            for label, row in zip(labels, rows, strict=True)
+        }
+        missing = {*alone, *CROSSES} - set(by_label)
+        errors = [number(row[1]) for row in rows]
+        free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
+
+        assert missing == set()
+        assert errors == sorted(errors)
+        assert number(by_label["full"]["output error"]) == 0
+        assert number(by_label["full"]["retained mass"]) == 1
+        assert all(0 <= number(row["retained mass"]) <= 1 for row in by_label.values())
+        evicting = [row for label, row in by_label.items() if label != "full"]
+        assert all(0 <= number(row["wipe-out 16"]) <= 1 for row in evicting)
+        assert not by_label["full"]["wipe-out 16"]  # there is no event to look at
+        assert number(by_label["oracle"]["regret"]) == 0
+        assert number(by_label["random"]["regret"]) > 0
+        assert {"full", "rpc"} <= free
+        assert {PAPER, RELEASE} <= set(labels)
+        entries = {number(by_label[name]["entries"]) for name in ("tova", "knorm", "gkv", "h2o")}
+        assert len(entries) == 1
+
+
+def test_groups_split_the_same_numbers(page):
+    """Of two prompts, domains and tasks are one each; all of them have the IoU of the big table."""
+    found = tables(page.read_text("utf-8"))
+    head, *rows = found["By stage, domain and task"]
+    groups = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    budget = SMALLEST.budgets[len(SMALLEST.budgets) // 2]
+    columns, *policies = found[f"Budget {budget}"]
+    iou = {row[0]: row[columns.index("IoU")] for row in policies}
+
+    assert list(groups)[:3] == ["early layers", "middle layers", "late layers"]
+    assert [groups[name]["prompts"] for name in ("early layers", "all")] == ["2", "2"]
+    for name in ("`tova`", "`ams`"):
+        each = [number(groups[group][name]) for group in groups if group.startswith("domain")]
+        stages = [number(groups[f"{stage} layers"][name]) for stage in ("early", "middle", "late")]
+        assert len(each) == 2
+        for parts in (each, stages, [number(groups["all"][name])]):
+            assert sum(parts) / len(parts) == pytest.approx(number(iou[name]), abs=0.006)
+
+
+def test_claims_have_verdicts_from_their_intervals(page):
+    """A verdict agrees with the marks of its cases, and what has no number says why.
+
+    The page has what every claim asks for, save what kvsim or a model of three layers cannot have.
+    """
+    found = tables(page.read_text("utf-8"))
+    for paper in CLAIMS:
+        for _, says, _, result, bold in found[paper][1:]:
+            verdict = bold.strip("*")
+            if "[" not in result:
+                assert verdict == OPEN, says
+                assert any(x in result for x in ("yet", "three layers", "norms")), says
+            elif re.search(r"\(against\)|\d against(,|<br>)", result):
+                assert verdict == NOT, says
+            else:
+                assert verdict == (OPEN if re.search(r"\(open\)|\d open", result) else HOLDS), says
+    assert {row[0] for row in found["AMS, arXiv 2605.23200"][1:]} == {f"Q{i}" for i in range(1, 14)}
+    assert {row[0] for row in found["G-KV, arXiv 2512.00504"][1:]} == {
+        f"G{i}" for i in range(1, 15)
+    }
+
+
+def test_the_page_tests_parts_of_policies(page):
+    """Ablations are found by their parameters, each at every budget of the page."""
+    found = tables(page.read_text("utf-8"))
+    tested = {test: result for paper in CLAIMS for _, _, test, result, _ in found[paper][1:]}
+
+    for pair in (
+        "boundary to the nearest one of the event before: ams (credit=False) minus ams",
+        "output error: ams (weights=equal) minus ams (weights=mass)",
+        "output error: ams (segmentation=fixed) minus ams (segmentation=mass)",
+        "output error: keydiff minus keydiff (protect=recent 8 sink 4)",
+        "output error: global_max (decay=0.5) minus global_max (decay=0.8)",
+        "output error: expected_attention (covariance=False) minus expected_attention",
+    ):
+        ((result),) = [result for test, result in tested.items() if pair in test]
+        assert [f"budget {n}:" in result for n in SMALLEST.budgets] == [True, True]
+
+
+def test_names_of_the_committed_page_are_those_of_the_catalogue():
+    """docs/results.md was made with the policies that there are: run docs/results.py again if not.
+
+    The same for the weights of the model that it was made with.
+    """
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
+
+    assert line[1] == listing()
+    assert line[1].replace("`", "").split(", ") == names()
+    assert f"sha256 `{weights()}`" in text
+    assert "\npython docs/results.py\n" in text  # of the full size

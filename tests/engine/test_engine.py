@@ -1,0 +1,403 @@
+"""Replay: worked examples, schedules, blocks, and the path for an interval of 1."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer
+from kvsim.engine import layers_per_block, rows
+from kvsim.errors import BudgetError, PolicyError, ScoreError
+from kvsim.schema import NEVER
+
+
+def make_trace(layers=2, heads=2, group=2, tokens=40, dim=8, prompt=10, seed=0, **given):
+    """A random float64 trace."""
+    torch.manual_seed(seed)
+    q = torch.randn(layers, heads * group, tokens, dim, dtype=torch.float64) * 2
+    k, v = (torch.randn(layers, heads, tokens, dim, dtype=torch.float64) for _ in range(2))
+    arrays = {"q": q, "k": k, "v": v, **given}
+    return kvsim.Trace.from_arrays(**arrays, prompt_len=prompt, rope=kvsim.Rope.default(dim))
+
+
+def trace_of_logits(logits, prompt):
+    """One layer and head whose logits are those of the matrix [row, pos], exactly."""
+    n = len(logits)
+    eye = torch.eye(n, dtype=torch.float64)
+    return kvsim.Trace.from_arrays(
+        torch.tensor(logits, dtype=torch.float64)[None, None],
+        eye[None, None],
+        eye[None, None],
+        prompt_len=prompt,
+        rope=kvsim.Rope.default(n),
+        scale=1.0,
+    )
+
+
+def test_tova_drops_what_the_last_row_attends_to_least():
+    """A worked example: budget 3, one entry leaves after each of the rows 3, 4 and 5."""
+    trace = trace_of_logits(
+        [
+            [0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0],
+            [5, 1, 4, 3, 0, 0],  # position 1 is least
+            [2, 9, 1, 3, 4, 0],  # 2 of {0, 2, 3, 4}; position 1 is gone, whatever its logit
+            [7, 9, 9, 8, 6, 5],  # 5, the current token itself
+        ],
+        prompt=3,
+    )
+
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=3)
+
+    assert record.evicted_at[0, 0].tolist() == [NEVER, 3, 4, NEVER, NEVER, 5]
+    assert record.events == [3, 4, 5]
+
+
+def test_h2o_keeps_the_recent_and_the_most_attended_so_far():
+    """A worked example: budget 2, one recent entry and one heavy hitter."""
+    big = 50.0
+    trace = trace_of_logits(
+        [
+            [0, 0, 0, 0],
+            [0, big, 0, 0],  # all of row 1 on position 1
+            [0, 0, big, 0],  # acc: 0 has 1, 1 has 1, 2 has 1 and is recent; the tie keeps 0
+            [0, 0, big, 0],  # 2 has gone up to 2, 0 still has 1
+        ],
+        prompt=1,
+    )
+
+    record = kvsim.replay(trace, kvsim.policy("h2o"), budget=2)
+
+    assert record.evicted_at[0, 0].tolist() == [3, 2, NEVER, NEVER]
+
+
+def test_streaming_llm_keeps_sinks_and_the_recent():
+    """Its closed form: after every row the first 2 and the last budget - 2 positions."""
+    trace = make_trace(tokens=30, prompt=12)
+
+    record = kvsim.replay(trace, kvsim.policy("streaming_llm", sink=2), budget=6)
+
+    for row in range(12, 30):
+        expected = [p < 2 or row - 5 < p <= row for p in range(30)]
+        expected[row - 4] = True  # the row itself sees one entry more than the budget
+        assert (record.kept(row)[..., :] == [e and p <= row for p, e in enumerate(expected)]).all()
+        assert (record.retained(row).sum(-1) == 6).all()
+
+
+def test_a_row_sees_one_more_than_the_budget_after_an_event_and_more_until_the_next():
+    """b + 1 to b + s entries between events, as counted by kept."""
+    trace = make_trace(tokens=60, prompt=20)
+
+    record = kvsim.replay(trace, kvsim.policy("random"), budget=9, interval=5)
+
+    counts = [int(record.kept(row)[0, 0].sum()) for row in range(20, 60)]
+    assert counts == [9 + 1 + i % 5 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule(interval=None), [9]),
+        (Schedule(interval=None, prefill=False), []),
+        (Schedule(interval=1), list(range(9, 16))),
+        (Schedule(interval=4), [9, 13]),
+        (Schedule(interval=4, prefill=False), [13]),
+        (Schedule(interval=100), [9]),
+        (Schedule(interval=1).override(3, prefill=None), [9, 12, 15]),
+        (Schedule(interval=1).override(None, prefill=False), list(range(10, 16))),
+    ],
+)
+def test_events_fire_after_the_prompt_and_every_interval_rows(schedule, expected):
+    """Rows prompt_len - 1 + m * interval, m = 0 only with the prefill event."""
+    assert schedule.rows(prompt_len=10, n_pos=16) == expected
+
+
+def test_an_interval_below_one_row_is_refused():
+    """The message says what was found."""
+    with pytest.raises(PolicyError, match="interval is 0; expected at least 1"):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=8, interval=0)
+
+
+def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
+    """The Record says which schedule ran, and whether it was the policy's own."""
+    trace = make_trace()
+    policy = kvsim.policy("snapkv", window=4)
+
+    own = kvsim.replay(trace, policy, budget=8)
+    given = kvsim.replay(trace, policy, budget=8, interval=6, prefill=False)
+
+    assert (own.interval, own.prefill, own.own_schedule) == (None, True, True)
+    assert own.events == [9]
+    assert (given.interval, given.prefill, given.own_schedule) == (6, False, False)
+    assert given.events == [15, 21, 27, 33, 39]
+
+
+def test_layers_replay_alone_as_they_do_together():
+    """No layer influences another, and `layers` picks them in the given order."""
+    trace = make_trace(layers=4)
+    for name in ("tova", "random"):
+        whole = kvsim.replay(trace, kvsim.policy(name), budget=7).evicted_at
+
+        some = kvsim.replay(trace, kvsim.policy(name), budget=7, layers=[2, 0])
+
+        assert some.layers == (2, 0)
+        assert (some.evicted_at == whole[[2, 0]]).all()
+
+
+def test_a_layer_that_the_trace_lacks_is_refused():
+    """The message names the layers that there are."""
+    with pytest.raises(PolicyError, match=r"layer is 2; expected 0\.\.1"):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[2])
+
+
+def test_a_layer_named_twice_is_refused():
+    """A Record holds each layer once."""
+    with pytest.raises(
+        PolicyError, match=r"layers are \[1, 1\]; expected some layers, each of them once"
+    ):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[1, 1])
+
+
+def test_progress_counts_layers():
+    """Called after every block of layers with what is done and what there is."""
+    calls = []
+
+    kvsim.replay(
+        make_trace(layers=3),
+        kvsim.policy("tova"),
+        budget=7,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+
+    assert calls[-1] == (3, 3)
+
+
+def test_internals_hold_the_scores_and_quotas_of_every_event_that_acted():
+    """Entries, scores and quotas stand side by side; what left had the lowest scores."""
+    trace = make_trace(layers=1, heads=1, group=1)
+
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=7, interval=10, internals=True)
+
+    assert [plan.row for plan in record.internals] == record.events
+    for plan in record.internals:
+        assert plan.quotas.tolist() == [[7]]
+        left = record.evicted_at[0, 0, plan.pos[0, 0]] == plan.row
+        assert plan.scores[0, 0, left].max() <= plan.scores[0, 0, ~left].min()
+
+
+def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
+    """A dead entry's logit, 300 above all others, takes the block's maximum and changes nothing."""
+    trace = make_trace(layers=1, heads=1, group=1, tokens=60, prompt=10)
+    q, k = trace.q.clone(), trace.k.clone()
+    # position 3 gets the lowest logit up to row 12, so it leaves, and a huge one from row 14 on
+    k[0, 0, 3] = 0
+    k[0, 0, 3, 0] = 100.0
+    q[0, 0, :14, 0], q[0, 0, 14:, 0] = -10.0, 10.0
+    trace = make_trace(layers=1, heads=1, group=1, tokens=60, prompt=10, q=q, k=k)
+
+    for name in ("tova", "h2o"):
+        by_row = kvsim.replay(trace, kvsim.policy(name), budget=8)
+        by_event = kvsim.replay(trace, kvsim.policy(name), budget=8, _by_row=False)
+
+        assert by_row.evicted_at[0, 0, 3] < 14
+        assert (by_row.evicted_at == by_event.evicted_at).all()
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_the_size_of_a_block_of_rows_changes_nothing(size, monkeypatch):
+    """Blocks of one row, of some, and of all rows give the same Record."""
+    trace = make_trace(tokens=70)
+    expected = kvsim.replay(trace, kvsim.policy("h2o"), budget=9, _by_row=False).evicted_at
+
+    monkeypatch.setattr(rows, "ROWS", size)
+
+    assert (kvsim.replay(trace, kvsim.policy("h2o"), budget=9).evicted_at == expected).all()
+
+
+@dataclass(frozen=True)
+class Broken(Scorer):
+    """Scores NaN for one entry of one head."""
+
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = True
+
+    def score(self, view):
+        """NaN for head 1 of the block's second layer."""
+        out = view.pos.double().clone()
+        out[1, 1, 2] = torch.nan
+        return out
+
+    def protection(self, budget):
+        """Nothing."""
+        return Protection()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_nan_score_is_an_error_that_names_policy_row_layer_and_head(interval):
+    """In both ways of replaying."""
+    with pytest.raises(ScoreError, match="broken: NaN score at row 9, layer 1, head 1"):
+        kvsim.replay(make_trace(), Policy("broken", Broken()), budget=7, interval=interval)
+
+
+@dataclass(frozen=True)
+class Odd(Scorer):
+    """Scores as it is told to."""
+
+    kind: str
+
+    columns: ClassVar[dict[str, float]] = {}
+    per_row: ClassVar[bool] = True
+
+    def score(self, view):
+        """Infinite, of half precision, or for some entries only."""
+        score = view.pos.double()
+        if self.kind == "infinite":
+            return score + torch.inf
+        return score.half() if self.kind == "half" else score[..., :3]
+
+    def protection(self, budget):
+        """Nothing."""
+        return Protection()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("infinite", "infinite score at row 9, layer 0, head 0"),
+        ("half", r"torch.float16 .*expected torch.float32 or torch.float64 \[2, 2, 10\]"),
+        ("short", r"\[2, 2, 3\]; expected"),
+    ],
+)
+def test_scores_that_cannot_rank_every_entry_are_refused(kind, message, interval):
+    """An infinite score is no protection; scores are float32 or better, one for every entry."""
+    with pytest.raises(ScoreError, match=message):
+        kvsim.replay(make_trace(), Policy("odd", Odd(kind)), budget=7, interval=interval)
+
+
+@pytest.mark.parametrize("budget", [2.5, True, "25%", None, 10**30])
+def test_a_budget_that_is_no_whole_number_is_refused(budget):
+    """Shares are for the command line and for sweeps."""
+    with pytest.raises(BudgetError, match="expected a whole number of entries"):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=budget)
+
+
+def test_a_whole_number_of_numpy_is_a_budget():
+    """The Record keeps it as an int, which can be stored."""
+    record = kvsim.replay(make_trace(), kvsim.policy("tova"), budget=np.int64(8))
+
+    assert type(record.budget) is int
+
+
+@dataclass(frozen=True)
+class Greedy(Odd):
+    """Protects more than any budget."""
+
+    def protection(self, budget):
+        """One entry more than there is room for."""
+        return Protection(recent=budget + 1)
+
+
+def test_a_policy_without_a_workable_budget_says_so():
+    """The search for the smallest budget that works ends."""
+    with pytest.raises(BudgetError, match=r"no budget up to \d+ works"):
+        kvsim.replay(make_trace(), Policy("greedy", Greedy("plain")), budget=7)
+
+
+def test_a_memory_budget_counts_the_window_of_the_scorer():
+    """Attention of a long window takes memory, so fewer layers fit into a block."""
+    trace = make_trace(layers=1, tokens=400)
+    short, long = (kvsim.policy("snapkv", window=w) for w in (4, 300))
+    memory = 100 << 20
+
+    assert layers_per_block(trace, short, memory) > layers_per_block(trace, long, memory)
+
+
+def test_a_record_belongs_to_its_trace_and_budget():
+    """What a Record says about where it came from."""
+    trace = make_trace(tokens=33)
+
+    record = kvsim.replay(trace, kvsim.policy("snapkv", window=3), budget=8)
+
+    assert record.policy == "snapkv"
+    assert record.params == {"window": 3, "pool": "max", "pool_kernel": 7}
+    assert (record.budget, record.prompt_len, record.n_pos) == (8, 10, 33)
+    assert record.evicted_at.dtype == np.int32
+    assert record.layers == (0, 1)
+
+
+@dataclass(frozen=True)
+class Uneven(Allocator):
+    """Gives the first layer half of the budget, the others all of it."""
+
+    def plan(self, view, scores, protected):
+        """The first layer drops below the budget, and then acts less often than the others."""
+        quotas = view.budget.expand_as(view.count).clone()
+        quotas[view.layers == 0] //= 2
+        return Plan(quotas)
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "random"])
+def test_an_event_acts_only_on_layers_that_hold_more_than_the_budget(name):
+    """A layer with room is left alone, columns included: each layer replays as it does alone."""
+    trace = make_trace(layers=3, tokens=120)
+    params = {"recent": 1} if name == "h2o" else {}
+    policy = replace(kvsim.policy(name, **params), allocator=Uneven())
+
+    together = kvsim.replay(trace, policy, budget=16, interval=2)
+
+    events = [set(np.unique(together.evicted_at[layer]).tolist()) - {NEVER} for layer in range(3)]
+    assert events[0] < events[1] == events[2]
+    for layer in range(3):
+        alone = kvsim.replay(trace, policy, budget=16, interval=2, layers=[layer])
+        assert (together.evicted_at[layer] == alone.evicted_at[0]).all()
+
+
+def test_one_set_per_query_head_on_request():
+    """snapkv@original keeps one for each query head; it equals snapkv where there is no group."""
+    grouped = make_trace(heads=2, group=3)
+    single = make_trace(heads=2, group=1)
+    original = kvsim.policy("snapkv@original", window=4)
+
+    record = kvsim.replay(grouped, original, budget=8)
+
+    assert record.evicted_at.shape == (2, 6, 40)
+    assert record.per_query_head
+    same = kvsim.replay(single, original, budget=8).evicted_at
+    assert (same == kvsim.replay(single, kvsim.policy("snapkv", window=4), 8).evicted_at).all()
+
+
+DIGEST = """
+import hashlib, kvsim
+trace = kvsim.open_trace(kvsim.sample_trace())
+digest = hashlib.sha256()
+for name in ("random", "streaming_llm", "h2o", "tova", "snapkv"):
+    for interval in (1, 32):
+        record = kvsim.replay(trace, kvsim.policy(name), budget=64, interval=interval)
+        digest.update(record.evicted_at.tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_another_process_evicts_the_same():
+    """Records of a stored trace do not depend on the process or on its hash seed."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2")
+    }
+
+    assert len(found) == 1

@@ -1,0 +1,490 @@
+"""Policies that drop rows of the prompt on the way down: what the engine makes of them.
+
+The rules themselves are compared with the naive reference in test_reference_propagation.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.kept.retention import entries_seen, wipeout
+from kvsim.analysis.output.error import output_error
+from kvsim.core.policy import Policy, Schedule
+from kvsim.core.propagation import Propagation, Selection, Step
+from kvsim.core.record import read_records, write_records
+from kvsim.engine import check_cell
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.policies.asl import ASL, rank_variance, ranks
+from kvsim.policies.expected_attention import ExpectedAttention
+from kvsim.policies.full import Full
+from kvsim.policies.pyramidinfer import PyramidInfer
+from kvsim.schema import NEVER
+from kvsim.testing import check_policy
+
+LAYERS, HEADS, GROUP, DIM = 7, 2, 2, 8
+
+
+def make_trace(n=90, prompt_len=70, layers=LAYERS, seed=0):
+    """Layers that resemble each other more and more, so that rankings settle with depth."""
+    rng = np.random.default_rng(seed)
+    q = 2 * rng.standard_normal((layers, HEADS * GROUP, n, DIM))
+    k = 2 * rng.standard_normal((layers, HEADS, n, DIM))
+    for layer in range(1, layers):
+        same = min(0.95, 0.3 + 0.15 * layer)
+        q[layer] = same * q[layer - 1] + (1 - same) * q[layer]
+        k[layer] = same * k[layer - 1] + (1 - same) * k[layer]
+    v = rng.standard_normal(k.shape)
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=prompt_len, rope=kvsim.Rope.default(DIM))
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """One trace for all."""
+    return make_trace()
+
+
+class Fixed(Propagation):
+    """A testing propagation: given places go on behind given layers."""
+
+    def __init__(self, places, restarts=False, before="budget"):
+        self.places, self.again, self.kv_before = places, restarts, before
+
+    @property
+    def restarts(self):
+        """As told."""
+        return self.again
+
+    def after(self, view, memory):
+        """What was given for this layer."""
+        seen = (memory or ()) + ((int(view.layers[0]), view.row + 1, view.is_prompt),)
+        places = self.places.get(int(view.layers[0]))
+        rows = None if places is None else torch.tensor(places)
+        return Step(rows, memory=seen, notes={"rows": view.row + 1})
+
+    def counts(self, budget, prompt_len, n_layers, layer=None):
+        """Not used."""
+        return [prompt_len] * n_layers
+
+
+# ------------------------------------------------------------------------------------ the record
+
+
+def test_rows_that_do_not_go_on_are_visible_to_no_row(trace):
+    """evicted_at is p - 1 for them in every head of deeper layers, and only there."""
+    record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=2), 20)
+    last = record.evicted_at
+    absent = last < np.arange(trace.n_pos)
+
+    assert not absent[:3].any()
+    assert (absent[3:, :, : trace.prompt_len].sum(-1) == trace.prompt_len - 30).all()
+    assert not absent[:, :, trace.prompt_len :].any()
+    assert (absent == absent[:, :1]).all()
+    assert (last[absent] == absent.nonzero()[2] - 1).all()
+    for row in range(trace.n_pos):
+        assert not (record.kept(row) & absent).any()
+        assert not (record.retained(row) & absent).any()
+
+
+def test_the_end_of_the_prompt_is_an_event_where_rows_were_dropped(trace):
+    """Also where nothing is evicted; sets and rates count them as gone from there on."""
+    policy = kvsim.policy("asl", tau=1.01, window=4, kv_before="full")
+    record = kvsim.replay(trace, policy, 20)
+    first = record.selection.layer
+
+    assert record.events == [trace.prompt_len - 1]
+    assert (record.evicted_at[: first + 1] == NEVER).all()
+    assert record.retained(trace.prompt_len - 1)[first + 1 :].sum(-1).tolist() == [[20] * HEADS] * (
+        LAYERS - first - 1
+    )
+    gone = wipeout(record.gone_after[first + 1], 8)
+    assert gone.rows.tolist() == [trace.prompt_len - 1]
+    seen = entries_seen(record.gone_after[-1], trace.prompt_len)
+    new = np.arange(trace.prompt_len, trace.n_pos) - trace.prompt_len + 1
+    assert seen == pytest.approx(20 + new.mean())
+
+
+def test_a_record_with_a_selection_is_stored_and_read(trace, tmp_path):
+    """Layers, counts and notes come back, and records without one have none."""
+    records = [
+        kvsim.replay(trace, kvsim.policy("asl", tau=0.9, window=4), 20),
+        kvsim.replay(trace, kvsim.policy("gemfilter"), 20),
+        kvsim.replay(trace, kvsim.policy("snapkv", window=4), 20),
+    ]
+    write_records(tmp_path / "records.zarr", records)
+    found = read_records(tmp_path / "records.zarr")
+
+    assert [one.selection for one in found] == [one.selection for one in records]
+    assert [one.selection is None for one in found] == [False, False, True]
+    assert found[0].events == records[0].events
+    assert found[1].positions == "slot"
+
+
+def test_notes_say_per_layer_what_was_found(trace):
+    """Numbers by layer, None where there is none; facts of the model once."""
+    record = kvsim.replay(trace, kvsim.policy("asl", tau=1.01, window=4), 20)
+    notes = record.selection.notes
+
+    assert (notes["first_layer"], notes["look_back"]) == (2, 3)
+    assert notes["relative_variance"] == [None, None, 1.0, None, None, None, None]
+
+
+# ---------------------------------------------------------------------------------- the engine
+
+
+def test_a_propagation_is_asked_in_depth_order_over_the_rows_that_are_left(trace):
+    """Each layer but the last, with as many rows as went on, at the end of the prompt."""
+    asked = []
+
+    class Watching(Fixed):
+        def after(self, view, memory):
+            step = super().after(view, memory)
+            asked.append(step.memory[-1])
+            return step
+
+    piece = Watching({1: list(range(0, 70, 2)), 4: [0, 3, 9]})
+    policy = Policy("fixed", Full(), schedule=Schedule(interval=None), propagation=piece)
+    record = kvsim.replay(trace, policy, 200)
+
+    assert asked == [(0, 70, True), (1, 70, True), (2, 35, True), (3, 35, True), (4, 35, True),
+                     (5, 3, True)]  # fmt: skip
+    assert record.selection == Selection(
+        (1, 4), (70, 70, 35, 35, 35, 3, 3), notes={"rows": [70, 70, 35, 35, 35, 3, None]}
+    )
+    assert np.flatnonzero(record.kept(69)[5, 0]).tolist() == [0, 6, 18]
+
+
+def test_layers_can_be_replayed_by_themselves(trace):
+    """The selection above them is made all the same."""
+    policy = kvsim.policy("fastkv", rows=30, layer=1, window=4)
+    whole = kvsim.replay(trace, policy, 20)
+    some = kvsim.replay(trace, policy, 20, layers=[5, 2])
+
+    assert some.selection == whole.selection
+    assert (some.evicted_at == whole.evicted_at[[5, 2]]).all()
+
+
+def test_dropping_rows_is_part_of_the_prefill_and_no_event(trace):
+    """Without an event at the end of the prompt caches keep what their layer went on with."""
+    record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=1), 20, prefill=False)
+    held = record.retained(trace.prompt_len - 1).sum(-1)
+
+    assert held[:2].tolist() == [[70] * HEADS] * 2
+    assert held[2:].tolist() == [[30] * HEADS] * (LAYERS - 2)
+
+
+def test_decoding_goes_on_evicting_from_what_is_left(trace):
+    """With an interval every layer is cut to the budget, deeper ones from the rows they have."""
+    record = kvsim.replay(
+        trace, kvsim.policy("fastkv+tova", rows=30, layer=1, window=4), 20, interval=5
+    )
+
+    for row in record.events:
+        assert (record.retained(row).sum(-1) == 20).all()
+    assert record.events == list(range(69, 90, 5))
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "expected_attention", "streaming_llm", "snapkv"])
+def test_deeper_layers_are_those_of_a_shorter_prompt(trace, name):
+    """A scorer sees what it would see if the rows that went on were the whole prompt."""
+    policy = kvsim.policy(f"fastkv+{name}", rows=30, layer=1, window=4)
+    record = kvsim.replay(trace, policy, 20)
+    rows = np.flatnonzero(record.evicted_at[-1, 0, :70] >= np.arange(70))
+    at = np.concatenate([rows, np.arange(70, 90)])
+    short = kvsim.Trace.from_arrays(
+        trace.q[:, :, at],
+        trace.k[:, :, at],
+        trace.v[:, :, at],
+        prompt_len=30,
+        rope=trace.rope,
+    )
+    if name == "expected_attention":  # it also reads where the rows are
+        short = trace.only(torch.from_numpy(rows))
+    alone = kvsim.replay(short, replace(policy, propagation=None), 20, layers=[6])
+
+    assert len(rows) == 30
+    assert (record.retained(69)[6][:, rows] == alone.retained(29)[0][:, :30]).all()
+
+
+def test_expected_attention_counts_positions_and_not_places(trace):
+    """Rows that were dropped leave a gap in the positions, which the rotary embedding sees."""
+    rows = torch.arange(0, 70, 3)
+    part = trace.only(rows)
+
+    class Asking(ExpectedAttention):
+        def score(self, view):
+            turned = view.rope.rotate(view.unrotated(5), rows[-5:])
+            assert torch.allclose(turned, view.queries(5))
+            assert view.next_position == 70
+            return super().score(view)
+
+    policy = Policy("asking", Asking(), schedule=Schedule(interval=None))
+    assert kvsim.replay(part, policy, 10).events == [23]
+    assert part.positions.tolist() == [*range(0, 70, 3), *range(70, 90)]
+    assert part.per_query_head().positions.tolist() == part.positions.tolist()
+
+
+def test_internals_name_positions(trace):
+    """What was decided in deeper layers is noted by position in the text."""
+    record = kvsim.replay(
+        trace, kvsim.policy("fastkv", rows=30, layer=1, window=4), 20, internals=True
+    )
+    for plans in record.internals:
+        assert plans.row == 69
+        for place, layer in enumerate(plans.layers):
+            present = record.evicted_at[layer, 0, :70] >= np.arange(70)
+            assert plans.pos[place, 0].tolist() == np.flatnonzero(present).tolist()
+
+
+def test_output_error_leaves_out_rows_that_were_not_computed(trace):
+    """NaN there; for the other rows of the prompt attention among themselves."""
+    record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=1, window=4), 200)
+    assert record.selection.layer is None  # a prompt below the budget goes on whole
+    record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=1, window=4), 25)
+    (found,) = output_error(trace, [record])
+    absent = record.evicted_at[:, 0] < np.arange(trace.n_pos)
+
+    assert (
+        np.isnan(found.error) == absent.repeat(HEADS * GROUP, 0).reshape(found.error.shape)
+    ).all()
+    assert (np.isnan(found.mass) == np.isnan(found.error)).all()
+    layer, qhead = 4, 3
+    q, k, v = trace.q[layer, qhead].numpy(), trace.k[layer, 1].numpy(), trace.v[layer, 1].numpy()
+    for row in (*np.flatnonzero(~absent[layer, :70])[[3, 17]], 80):
+        weights = np.exp(k[: row + 1] @ q[row] / np.sqrt(DIM))
+        seen = record.kept(int(row))[layer, 1][: row + 1]
+        full = weights @ v[: row + 1] / weights.sum()
+        part = (weights * seen) @ v[: row + 1] / (weights * seen).sum()
+        error = np.linalg.norm(full - part) / np.linalg.norm(full)
+        assert found.error[layer, qhead, row] == pytest.approx(error, abs=1e-5)
+        mass = (weights * seen).sum() / weights.sum()
+        assert found.mass[layer, qhead, row] == pytest.approx(mass, abs=1e-5)
+
+
+def test_output_of_a_second_pass_is_that_of_new_positions(trace):
+    """Queries and keys are turned to where the second pass has them."""
+    record = kvsim.replay(trace, kvsim.policy("gemfilter", layer=2), 20)
+    (found,) = output_error(trace, [record])
+    rows = np.flatnonzero(record.evicted_at[0, 0, :70] >= np.arange(70))
+    at = torch.from_numpy(np.concatenate([rows, np.arange(70, 90)]))
+    q, k = (
+        trace.rope.rotate(trace.rope.unrotate(x[0][:, at], at), torch.arange(40))
+        for x in (trace.q, trace.k)
+    )
+    out = kvsim.core.attention.causal_attention(q, k, trace.v[0][:, at], trace.formulas[0])[0]
+    full = trace.attn_out[0][:, at]
+    error = ((out - full).norm(dim=-1) / full.norm(dim=-1)).numpy()
+
+    assert found.error[0][:, at.numpy()] == pytest.approx(error, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------- the rules
+
+
+def test_ranks_and_their_variance():
+    """Ties rank by place; the variance is the population's, over what ranks high in one layer."""
+    ranked = ranks(torch.tensor([[3.0, 5.0, 5.0, 1.0], [9.0, 2.0, 4.0, 3.0]]))
+
+    assert ranked.tolist() == [[3, 1, 2, 4], [1, 4, 2, 3]]
+    # among the first 1 of a layer: tokens 0 (ranks 3, 1) and 1 (ranks 1, 4)
+    assert rank_variance(ranked, 1) == pytest.approx((1.0 + 2.25) / 2)
+    assert rank_variance(ranked, 0) == 0.0
+
+
+MAPS = {
+    "exponential": torch.exp,
+    "cube": lambda x: x**3,
+    "affine": lambda x: 5 * x - 9,
+    "logarithm": torch.log1p,
+}
+
+
+@pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
+def test_a_monotone_map_of_the_scores_changes_nothing(mapped):
+    """Ranks, and with them variance, layer and set, depend on the order of the scores alone."""
+    scores = torch.rand(6, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    scores[:, 40:60] = scores[:, 60:80]  # ties
+
+    assert torch.equal(ranks(mapped(scores)), ranks(scores))
+    assert rank_variance(ranks(mapped(scores)), 30) == rank_variance(ranks(scores), 30)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(32, 0.766), (28, 0.789)])
+def test_pyramidinfer_keeps_the_known_share_of_the_cache(layers, expected):
+    """Mean share of the cache at 8,192 tokens, as ASL's configuration of it has."""
+    counts = PyramidInfer().counts(2048, 8192, layers)
+
+    assert np.mean(counts) / 8192 == pytest.approx(expected, abs=5e-4)
+    assert counts[0] == counts[1] == 8192
+
+
+@pytest.mark.parametrize("name", ["asl", "asl_2pass", "fastkv", "gemfilter", "pyramidinfer"])
+def test_counts_are_known_beforehand(trace, name):
+    """What `counts` says of the layers is what a replay finds."""
+    params = {"window": 4} if name in ("asl", "asl_2pass", "fastkv") else {}
+    params |= {"fastkv": {"rows": 30}, "pyramidinfer": {"least": 5}}.get(name, {})
+    policy = kvsim.policy(name, **params, **({"tau": 1.01} if name == "asl" else {}))
+    found = kvsim.replay(trace, policy, 20).selection
+    told = policy.propagation.counts(20, 70, LAYERS, found.layer if name == "asl" else None)
+
+    assert tuple(told) == found.counts
+    if name == "asl":
+        assert policy.propagation.counts(20, 70, LAYERS) == [70] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("layers", "fastkv", "gemfilter"),
+    [(32, 15, 13), (28, 14, 14), (3, 1, 0), (24, 11, 9), (1, 0, 0)],
+)
+def test_selection_layers_are_the_published_ones_or_as_deep(layers, fastkv, gemfilter):
+    """Appendix C.2 of ASL for 32 and 28 layers, the same depth otherwise."""
+    assert kvsim.policy("fastkv").propagation.at(layers) == fastkv
+    assert kvsim.policy("gemfilter").propagation.at(layers) == gemfilter
+    assert kvsim.policy("fastkv", layer=0).propagation.at(layers) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "rule"), [(32, (10, 8)), (28, (9, 8)), (24, (8, 8)), (21, (7, 8)), (20, (6, 7)),
+                         (12, (4, 5)), (3, (1, 2)), (1, (0, 1))]
+)  # fmt: skip
+def test_the_rule_for_small_models(layers, rule):
+    """L_min = L // 3, and as many layers of look-back as there are, eight at most."""
+    piece = ASL()
+
+    assert piece.rule(layers) == rule
+    assert piece.facts(layers) == {"first_layer": rule[0], "look_back": rule[1]}
+    assert bool(piece.remark(layers, 5000, 64)) == (rule[1] < 8)
+
+
+def test_a_model_of_24_layers_is_tested_by_the_full_rule():
+    """Eight layers of look-back from layer 8 on, and nothing to remark."""
+    record = kvsim.replay(make_trace(layers=24, seed=3), kvsim.policy("asl", tau=0.8, window=4), 20)
+    notes = record.selection.notes
+
+    assert (notes["first_layer"], notes["look_back"]) == (8, 8)
+    assert record.selection.layer > 8
+    assert notes["relative_variance"][8] == 1.0
+    assert notes["relative_variance"][record.selection.layer] < 0.8
+    assert not record.remark
+
+
+def test_remarks_tell_what_had_no_effect(trace):
+    """A look-back cut short; rows that are all of the prompt; intervals without a rule."""
+    asl = kvsim.replay(trace, kvsim.policy("asl", window=4), 20)
+    whole = kvsim.replay(trace, kvsim.policy("fastkv"), 20)
+    gem = kvsim.replay(trace, kvsim.policy("gemfilter"), 20, interval=5)
+
+    assert "over 3 layers instead of 8, because layer 2 of 7 is the first" in asl.remark
+    assert "2048 rows of a prompt of 70 tokens go on, so all of them do" in whole.remark
+    assert "nothing is evicted in decoding" in gem.remark
+    assert not kvsim.replay(trace, kvsim.policy("asl", window=4), 100).remark
+    fits = kvsim.replay(trace, kvsim.policy("fastkv", rows=20), 70)
+    assert fits.selection.dropped
+    assert "nothing is evicted" not in fits.remark
+
+
+def test_full_caches_are_those_up_to_the_layer_that_was_given(trace):
+    """FastKV's deeper layers are cut to the budget also where the whole prompt goes on to them."""
+    policy = kvsim.policy("fastkv", layer=2, window=4, kv_before="full")
+    held = kvsim.replay(trace, policy, 20).retained(69).sum(-1)
+
+    assert held[:3].tolist() == [[70] * HEADS] * 3
+    assert held[3:].tolist() == [[20] * HEADS] * 4
+
+
+# ----------------------------------------------------------------------------------- the names
+
+
+def test_the_scorer_of_the_caches_shares_the_window():
+    """Bare names have one window for both; an explicit one inside is its own."""
+    both = kvsim.policy("asl", window=16, pool="max")
+    named = kvsim.policy("asl+snapkv", window=16, pool="max")
+    inside = kvsim.policy("asl", window=16, scorer__window=8)
+    preset = kvsim.policy("asl+snapkv@kvpress", window=16)
+
+    assert both.scorer.window == 16
+    assert both.scorer.pool == "max"
+    assert named.scorer == both.scorer
+    assert (inside.propagation.window, inside.scorer.window) == (16, 8)
+    assert (preset.propagation.window, preset.scorer.window) == (16, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("gemfilter+snapkv", {}, "fills its caches by itself and takes no scorer inside"),
+        ("snapkv+asl", {}, "scores by itself and takes no scorer inside"),
+        ("adakv+asl", {}, "asl says what deeper layers go on with and stands in front"),
+        ("adakv+gemfilter", {}, "nothing stands around it"),
+        ("asl+fastkv", {}, "stands in front of everything"),
+        ("asl+cake", {}, "share one budget"),
+        (
+            "asl",
+            {"protect": {"sink": 4}},
+            "expected nothing more to protect with a policy that drops rows",
+        ),
+        ("asl", {"tau": -1.0}, "tau is -1.0; expected 0"),
+        ("asl", {"look_back": 0}, "look_back is 0; expected at least 1"),
+        ("asl", {"first_layer": -1}, "first_layer is -1"),
+        ("asl", {"kv_before": "some"}, "expected 'budget' or 'full'"),
+        ("asl", {"pool_kernel": 4}, "expected an odd width"),
+        ("fastkv", {"rows": 0}, "rows is 0; expected a number of tokens"),
+        ("fastkv", {"rows": 1.5}, "rows is 1.5; expected a number of tokens"),
+        ("fastkv", {"layer": -2}, "layer is -2"),
+        ("gemfilter", {"layer": -2}, "layer is -2"),
+        ("pyramidinfer", {"recent": 1.0}, "recent is 1.0; expected a share of the prompt below 1"),
+        ("pyramidinfer", {"ratio": 1.5}, "ratio is 1.5; expected a share of 0 to 1"),
+        ("pyramidinfer", {"sink": -1}, "sink is -1; expected 0 or more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(name, params, message):
+    """One line says what was found and what is possible."""
+    with pytest.raises(PolicyError, match=message):
+        kvsim.policy(name, **params)
+
+
+def test_what_a_trace_does_not_allow_is_refused(trace):
+    """Layers that do not exist, budgets below the window, traces without the first layers."""
+    with pytest.raises(PolicyError, match=r"fastkv: layer is 7, the model has layers 0\.\.6"):
+        kvsim.replay(trace, kvsim.policy("fastkv", layer=7), 20)
+    with pytest.raises(PolicyError, match=r"first_layer\): layer is 9"):
+        kvsim.replay(trace, kvsim.policy("asl", first_layer=9, window=4), 20)
+    with pytest.raises(BudgetError, match="the smallest budget that works is 32"):
+        kvsim.replay(trace, kvsim.policy("asl_2pass"), 20)
+    with pytest.raises(PolicyError, match=r"7 rows go on \(rows=0.1 of a prompt of 70 tokens\)"):
+        kvsim.replay(trace, kvsim.policy("fastkv", rows=0.1), 20)
+    deep = kvsim.Trace.from_arrays(
+        trace.q, trace.k, trace.v, prompt_len=70, rope=trace.rope, layer_ids=range(3, 10)
+    )
+    with pytest.raises(PolicyError, match="goes through the layers from the first one on"):
+        check_cell(deep, kvsim.policy("gemfilter"), 20, None)
+    with pytest.raises(PolicyError, match="propagation is a int"):
+        Policy("odd", Full(), propagation=3)
+
+
+# ------------------------------------------------------------------------------ the invariants
+
+CHECKED = {
+    "asl, forced": ("asl", {"window": 2, "tau": 1.1}),
+    "asl, by variance": ("asl", {"window": 2, "tau": 0.9}),
+    "asl, full before": ("asl", {"window": 1, "tau": 1.1, "first_layer": 0, "kv_before": "full"}),
+    "asl_2pass": ("asl_2pass", {"window": 2, "tau": 1.1}),
+    "asl+tova": ("asl+tova", {"window": 2, "tau": 1.1}),
+    "asl+expected_attention": ("asl+expected_attention", {"window": 2, "tau": 1.1}),
+    "fastkv": ("fastkv", {"window": 2, "rows": None}),
+    "fastkv, more rows": ("fastkv", {"window": 2, "rows": 12, "layer": 0}),
+    "fastkv@proportional": ("fastkv@proportional", {"window": 1, "rows": 0.5}),
+    "fastkv+h2o": ("fastkv+h2o", {"window": 2, "rows": 12, "layer": 0}),
+    "fastkv+adakv+snapkv": ("fastkv+adakv+snapkv", {"window": 2, "rows": 14, "layer": 0}),
+    "gemfilter": ("gemfilter", {"layer": 0}),
+    "pyramidinfer": ("pyramidinfer", {"least": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_the_invariants_hold(case):
+    """Everything that every policy must satisfy."""
+    name, params = CHECKED[case]
+    check_policy(name, max_examples=20, **params)

@@ -1,0 +1,347 @@
+"""Traces in which some layers have a sliding window: who shares a budget, and what is said."""
+
+from __future__ import annotations
+
+import html
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.findings import Analysis
+from kvsim.analysis.kept.segmentation import segmented
+from kvsim.analysis.prompt.ranking import ranking
+from kvsim.analysis.prompt.tables import diagnose
+from kvsim.analysis.summaries import uneven
+from kvsim.core.attention import Formula, Rope
+from kvsim.errors import PolicyError, TraceError
+from kvsim.plots import layer_overlap, rank_pattern, sparsity_by_layer, variance_curves
+from kvsim.policies.asl import ASL
+from kvsim.report import page, write_report
+from kvsim.report.study import check_traces
+from kvsim.schema import numbered, plural
+from kvsim.sweeps.run import sweep
+
+DIM = 8
+PLAIN = Formula(0.3)
+WINDOW = Formula(0.3, window=50)
+#: Layers as Gemma 2 has them.
+MIXED = (WINDOW, PLAIN, WINDOW, PLAIN, PLAIN)
+
+
+def make(formulas=MIXED, n=120, *, of=None, name="long", seed=0, **more):
+    """A trace whose layers compute by these formulas; of them those at the places `of`, or all."""
+    made = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(len(formulas), h, n, DIM, generator=made) * 1.5 for h in (4, 2, 2))
+    q *= torch.linspace(0.2, 2.0, len(formulas))[:, None, None, None]  # layers prefer differently
+    at = list(range(len(formulas)) if of is None else of)
+    return kvsim.Trace.from_arrays(
+        *(x[at] for x in (q, k, v)),
+        prompt_len=n * 3 // 4,
+        rope=Rope.default(DIM),
+        formulas=[formulas[layer] for layer in at],
+        name=name,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", ["pyramidkv", "ams+pyramidkv", "cake", "cake@gkv", "adakv+pyramidkv"]
+)
+def test_layers_that_see_the_whole_text_share_budgets_as_if_alone(policy):
+    """What each keeps is what it keeps in a trace that has these layers alone."""
+    trace, alone = make(), make(of=[1, 3, 4])
+    one = kvsim.policy(policy, window=8)
+
+    record = kvsim.replay(trace, one, 40, interval=16)
+
+    assert record.layers == (1, 3, 4)
+    assert np.array_equal(record.evicted_at, kvsim.replay(alone, one, 40, interval=16).evicted_at)
+    dealt = "the budget is dealt over the 3 layers of the trace that see the whole text"
+    assert (dealt in record.remark) == (policy != "cake@gkv")  # whose budgets are even
+
+
+def test_a_layer_replayed_alone_has_the_budget_it_has_among_the_others():
+    """The slope of PyramidKV goes over all layers that see the whole text."""
+    one = kvsim.policy("pyramidkv", window=8)
+
+    alone = kvsim.replay(make(), one, 40, layers=[3])
+
+    assert np.array_equal(alone.evicted_at[0], kvsim.replay(make(), one, 40).evicted_at[1])
+    assert alone.retained(89).sum(-1).mean() != 40
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv", "cake"])
+def test_the_mean_over_replayed_layers_is_the_budget(policy):
+    """Budgets differ by layer, and the layers together hold what was asked for."""
+    record = kvsim.replay(make(), kvsim.policy(policy, window=8), 40)
+
+    held = record.retained(89).sum(-1)  # after the event that ends the prompt
+    assert held.mean() == 40
+    assert len(set(held[:, 0].tolist())) == 3
+
+
+def test_the_rule_of_implementations_goes_by_depth_in_the_model():
+    """A layer keeps what it keeps where no layer has a window."""
+    one = kvsim.policy("pyramidkv@reference", window=8)
+
+    record = kvsim.replay(make(), one, 50)
+
+    whole = kvsim.replay(make((PLAIN,) * 5), one, 50)
+    assert np.array_equal(record.evicted_at, whole.evicted_at[[1, 3, 4]])
+    assert len(set(record.retained(89).sum(-1)[:, 0].tolist())) == 3
+
+
+def test_layers_that_share_a_budget_need_not_follow_each_other():
+    """Of a trace without windows too: those asked for share their own part."""
+    one = kvsim.policy("cake", window=8)
+
+    some = kvsim.replay(make((PLAIN,) * 5), one, 40, layers=[0, 2, 4])
+
+    alone = kvsim.replay(make((PLAIN,) * 5, of=[0, 2, 4]), one, 40)
+    assert np.array_equal(some.evicted_at, alone.evicted_at)
+
+
+def test_a_window_that_hides_nothing_does_not_tell_layers_apart():
+    """A short text goes through layers with and without a window alike."""
+    one = kvsim.policy("cake", window=4)
+
+    record = kvsim.replay(make(n=50), one, 20)
+
+    assert record.layers == (0, 1, 2, 3, 4)
+    assert record.remark == ""
+    plain = kvsim.replay(make((PLAIN,) * 5, n=50), one, 20)
+    assert np.array_equal(record.evicted_at, plain.evicted_at)
+
+
+def test_refusals_name_the_windows_and_a_way_out():
+    """Which layers, how many tokens, and what to do, in one line."""
+    sinks = Formula(0.3, sinks=(0.0, 1.0, 2.0, 3.0))
+    cake = kvsim.policy("cake", window=8)
+    with pytest.raises(PolicyError) as differ:
+        kvsim.replay(make((WINDOW, PLAIN, WINDOW, sinks)), cake, 40)
+    assert "layers 1 and 3 of long differ" in str(differ.value)
+    assert "in their sinks, beside a window in layers 0, 2 (50 tokens);" in str(differ.value)
+    assert "such as snapkv" in str(differ.value)
+
+    narrow = Formula(0.3, window=20)
+    with pytest.raises(PolicyError) as across:
+        kvsim.replay(make((WINDOW, narrow, WINDOW, PLAIN)), kvsim.policy("asl", window=8), 40)
+    assert "a sliding window in layers 0, 2 (50 tokens), layer 1 (20 tokens);" in str(across.value)
+    assert "at most 20 tokens" in str(across.value)
+
+
+def test_without_a_layer_to_replay_the_stored_ones_are_spoken_of():
+    """A trace of some layers says nothing of the model's others, and budgets are not dealt."""
+    some = make(of=[0, 2], layer_ids=(0, 2), meta={"model": {"layers": 5}})
+    every = "every layer that it holds has a sliding window that is shorter than its 120 tokens"
+    for policy in ("tova", "pyramidkv", "cake"):
+        with pytest.raises(PolicyError) as said:
+            kvsim.replay(some, kvsim.policy(policy), 70)
+        assert f"{every}: layers 0-1 (50 tokens)" in str(said.value)
+        assert "record other layers of the model, or a text of at most 50" in str(said.value)
+    with pytest.raises(PolicyError) as said:
+        kvsim.replay(make((WINDOW,) * 2), kvsim.policy("tova"), 70)
+    assert "other layers" not in str(said.value)
+
+
+# ------------------------------------------------------------------------- runs of several traces
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Paths of a text longer than the window and of two shorter ones."""
+    lengths = {"long": 120, "short": 40, "brief": 44}
+    return [make(n=n, name=name).save(tmp_path / f"{name}.zarr") for name, n in lengths.items()]
+
+
+SAID = (
+    "means over layers are over different ones: layers 1, 3-4 of long; layers 0-4 of short, brief"
+)
+
+
+def test_a_run_says_which_layers_its_means_are_over(mixed, tmp_path, run):
+    """In the text, in the document, in the run folder and in the page, as long as they differ."""
+    command = ("replay", *mixed, "--policy", "tova", "--budget", "25%")
+    _, out, _ = run(*command, "--out", tmp_path / "run")
+    assert f"Note: {SAID}.\n" in out
+    _, out, _ = run(*command, "--json")
+    assert SAID in json.loads(out)["remarks"]
+    assert SAID in json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))["remarks"]
+    page = write_report([tmp_path / "run"], tmp_path / "page.html").read_text("utf-8")
+    assert page.count(f"<br>Note: {SAID}.") == 1
+
+    _, out, _ = run("replay", *mixed[1:], "--policy", "tova", "--budget", "25%")
+    assert "Note" not in out
+
+
+def test_a_figure_of_several_traces_says_it_too(mixed, tmp_path, run):
+    """Of traces and of runs; not where one layer is shown."""
+    run("replay", *mixed, "--policy", "tova", "--budget", "25%", "--out", tmp_path / "run")
+    command = ("plot", "middle_coverage", *mixed, "--policy", "tova", "--budget", "25%")
+
+    _, of_runs, _ = run("plot", "over_budgets", tmp_path / "run", "--out", tmp_path / "a.png")
+    _, of_traces, _ = run(*command, "--out", tmp_path / "b.png")
+    _, of_layer, _ = run(*command, "--layer", "1", "--out", tmp_path / "c.png")
+
+    assert of_runs.endswith(f"Note: {SAID}.\n")
+    assert of_traces.endswith(f"Note: {SAID}.\n")
+    assert "Note" not in of_layer
+
+
+def test_many_traces_are_counted():
+    """Three names of a kind, and how many more."""
+    layers = {f"p{i}": [0, 1] for i in range(5)} | {"long": [1]}
+    said = "layers 0-1 of p0, p1, p2 and 2 more; layer 1 of long"
+    assert uneven(layers).endswith(said)
+    assert uneven(dict.fromkeys(layers, (0,))) == ""
+
+
+def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
+    """As two models give them on one file of prompts; whose they are, and what to do."""
+    of = ({"model": {"name": name}} for name in ("gemma", "llama"))
+    one, other = (make(n=40, seed=i, meta=meta, name="p1") for i, meta in enumerate(of))
+    paths = [trace.save(tmp_path / f"{i}.zarr") for i, trace in enumerate((one, other))]
+    policies = [kvsim.policy("tova")]
+
+    for refused in (
+        lambda: sweep([one, other], policies, [20]),
+        lambda: check_traces([one] * 2, []),
+    ):
+        with pytest.raises(TraceError, match="both called 'p1', and results are told apart"):
+            refused()
+    _, _, err = run("replay", *paths, "--policy", "tova", "--budget", "20")
+    assert f"{paths[0]} (of gemma) and {paths[1]} (of llama) are both called 'p1'" in err
+    assert "record one again under another id" in err
+
+    for i, policy in enumerate(("tova", "h2o")):  # no value of one is a value of the other
+        run("replay", paths[i], "--policy", policy, "--budget", "20", "--out", tmp_path / policy)
+    status, _, err = run(
+        "report", tmp_path / "tova", tmp_path / "h2o", "--out", tmp_path / "a.html"
+    )
+    assert status == 2
+    assert "replayed different traces, both called 'p1'" in err
+
+
+# --------------------------------------------------------------------------- what is said and drawn
+
+
+def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):
+    """A line for each reason, of the traces that it holds for; nothing of what is there."""
+    monkeypatch.setattr("kvsim.report.traces.image", lambda *_: "")  # drawing takes long
+    traces = [make(n=120, name=name) for name in ("long", "longer")]
+    traces += [make(n=40, name="short"), make((PLAIN,) * 5, n=120, name="plain")]
+    text = html.unescape(page([], traces=traces))
+    window = "a sliding window in layers 0, 2 (50 tokens)"
+    parts = "expected beside observed attention, how layers rank the prompt, the gap of log mean"
+    rows = "a prompt of 30 tokens, no more than ASL's 32 rows"
+
+    assert f"Left out, because of {window}: {parts} exponentials (of long, longer)." in text
+    assert f"Left out, because of {rows}: how layers rank the prompt (of short)." in text
+    assert text.count("Left out") == 2
+    assert "Left out" not in page([], traces=traces[3:])
+
+    windowed = html.unescape(page([], traces=traces[:1]))
+    assert windowed.count("<h2>How layers rank the prompt") == 0
+    assert "Left out: what one eviction does to the output, because layer 0 of long" in windowed
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt_len", "formulas", "ids", "reasons"),
+    [
+        (120, 90, [PLAIN] * 2, (0, 1), {}),
+        (3, 2, [PLAIN] * 2, (0, 1), {"expectation": "a prompt of 2", "projections": "3 tokens",
+                                     "normality": "3 tokens", "ranking": "a prompt of 2"}),
+        (60, 60, [PLAIN] * 2, (0, 1), {"expectation": "no response"}),
+        (60, 40, [PLAIN, WINDOW], (0, 1), {"expectation": "a sliding window in layer 1 (50 tokens)",
+                                           "projections": "a sliding", "ranking": "a sliding"}),
+        (60, 40, [PLAIN] * 2, (0, 4), {"ranking": "only some layers"}),
+    ],
+)  # fmt: skip
+def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons):
+    """What has a reason is None or empty, and what has none is there."""
+    made = make(formulas, n)
+    trace = kvsim.Trace.from_arrays(
+        *(made.q, made.k, made.v),
+        prompt_len=prompt_len,
+        rope=made.rope,
+        formulas=formulas,
+        layer_ids=ids,
+    )
+    analysis = Analysis(trace)
+
+    assert set(analysis.left_out) == set(reasons)
+    for name in ("expectation", "normality", "ranking"):
+        assert (getattr(analysis, name) is None) == (name in reasons)
+    assert (4 in analysis.projections) == ("projections" not in reasons)
+    for name, start in reasons.items():
+        assert analysis.left_out[name].startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("retention_map",),
+         "policies; give --policy NAME (as `kvsim policies` lists them) and --budget N as well"),
+        (("over_budgets", "--policy", "tova"), "shows policies; give --budget N as well"),
+        (("reconstruction_error",), "give --policy NAME (as `kvsim policies` lists them) as well"),
+        (("mass_curve", "--policy", "ams", "--budget", "20"),
+         "layer 1, head 0: nothing is evicted there at budget 20; give a smaller budget, or an"),
+        (("mass_curve", "--policy", "tova", "--budget", "20"),
+         "it does not cut by attention mass; expected ams, alone or around another policy"),
+    ],
+)  # fmt: skip
+def test_a_figure_says_what_it_needs(command, message, mixed, tmp_path, run):
+    """In the words of the command line: no argument of Python, no empty option."""
+    status, _, err = run("plot", command[0], mixed[0], *command[1:], "--out", tmp_path / "a.png")
+
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert message in err
+    assert "=True" not in err
+
+
+def test_a_record_without_internals_says_so():
+    """From Python alone can it be asked for without."""
+    record = kvsim.replay(make(), kvsim.policy("ams", window=8), 40, interval=8)
+    with pytest.raises(PolicyError, match="was not kept; replay it with internals=True"):
+        segmented(record, 1, 0)
+
+
+def test_one_layer_is_one_layer(tmp_path, run):
+    """A single layer and head, no ranked token that goes on, no value at all."""
+    q, k, v = (torch.randn(1, 1, 120, DIM, generator=torch.Generator()) for _ in "qkv")
+    rope = Rope.default(DIM)
+    one = kvsim.Trace.from_arrays(q, k, v, prompt_len=90, rope=rope, name="one")
+    path = one.save(tmp_path / "one.zarr")
+
+    _, out, _ = run("replay", path, "--policy", "tova", "--budget", "20", "--metric", "repetition")
+    assert "one: 120 tokens (prompt 90), 1 layer, 1 KV head\n" in out
+    assert out.endswith("No values: none of the metrics can be computed on these traces.\n")
+    _, out, _ = run("layers", path, "--budget", "32")
+    assert "58 are ranked, 1 layer\n" in out
+    assert "if all were equal.\n" in out
+    assert "nan" not in out
+    _, out, _ = run("info", path)
+    assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out
+
+
+def test_an_axis_of_one_layer_has_one_tick():
+    """At the layer, and none between layers that there are not."""
+    one = make((PLAIN,))
+    found = diagnose(one, ranking(one, ASL(window=8)), 40)
+    table = kvsim.measure(one, kvsim.replay(one, kvsim.policy("tova"), 40), ["sparsity"])
+    drawn = (variance_curves([found]), layer_overlap([found]), sparsity_by_layer(table))
+    for figure in drawn:
+        axis = figure.axes[-1]
+        low, high = axis.get_xlim()
+        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0]
+    assert "among the first k in the last layer\n" in rank_pattern(found).get_suptitle()
+
+
+def test_numbers_and_what_they_count():
+    """Singular and plural; ranges of layers."""
+    assert [plural(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
+    assert numbered([3]) == "layer 3"
+    assert numbered([0, 2, 3, 4, 9]) == "layers 0, 2-4, 9"

@@ -1,0 +1,385 @@
+"""Figures: their content, not their pixels."""
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim import analysis as diagnostics
+from kvsim import plots
+from kvsim.plots.records import _cells
+from kvsim.policies.asl import ASL
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """A small random trace."""
+    torch.manual_seed(0)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, 60, 8) * 2,
+        torch.randn(2, 2, 60, 8),
+        torch.randn(2, 2, 60, 8),
+        prompt_len=20,
+        rope=kvsim.Rope.default(8),
+        name="small",
+    )
+
+
+@pytest.fixture(scope="module")
+def records(trace):
+    """Two policies at two budgets, one of them per query head."""
+    policies = [kvsim.policy("tova"), kvsim.policy("snapkv@original", window=4)]
+    return [
+        kvsim.replay(trace, policy, budget=budget, interval=5)
+        for policy in policies
+        for budget in (8, 16)
+    ]
+
+
+def test_the_retention_map_shows_what_each_row_sees(trace, records):
+    """0 future, 1 seen, 2 evicted, 3 evicted and needed, as the Record and full attention say."""
+    figure = plots.retention_map(trace, records, layer=1, head=1)
+
+    drawn = [axis for axis in figure.axes if axis.images]
+    assert len(drawn) == 4
+    assert [axis.get_title() for axis in drawn[:2]] == ["tova", "snapkv@original"]
+    cells = np.asarray(drawn[0].images[0].get_array())
+    record = records[0]
+    future = np.triu(np.ones((60, 60), dtype=bool), 1)
+    assert ((cells == 0) == future).all()
+    seen = np.stack([record.kept(row)[1, 1] for row in range(60)])
+    attention = trace.attention(1, slice(0, 60))[2:4].amax(0).numpy()
+    assert (seen[cells == 1]).all()
+    assert (~seen[cells == 2]).all()
+    missed = ~seen & ~future & (attention >= plots.NEEDED)
+    assert missed.any()
+    assert (cells[missed] == 3).all()
+
+
+def test_the_legend_of_the_retention_map_names_its_colours(trace, records):
+    """Seen, evicted, and evicted although needed."""
+    figure = plots.retention_map(trace, records)
+
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:2] == ["seen", "evicted"]
+    assert "5%" in labels[2]
+
+
+def test_the_error_figure_has_a_line_per_policy_and_its_fidelity(trace, records):
+    """Means over layers and heads, from the prompt on."""
+    figure = plots.error_over_rows(trace, records, smooth=1)
+
+    lines = figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["tova", "snapkv@original"]
+    (expected,) = kvsim.analysis.output_error(trace, records[:1])
+    np.testing.assert_allclose(lines[0].get_ydata(), expected.error.mean((0, 1))[20:], rtol=1e-5)
+    assert "exact, open" in figure.get_suptitle()
+
+
+def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
+    """A block of cells shows the worst of them."""
+    monkeypatch.setattr(plots.records, "_PIXELS", 10)
+    needed = np.zeros((40, 40), dtype=bool)
+    needed[39, 0] = True
+
+    cells = plots.records._cells(np.maximum(np.arange(40), 20), needed)
+
+    assert cells.shape == (10, 10)
+    assert cells[9, 0] == 3
+
+
+def test_equal_figures_are_equal_files(trace, records, tmp_path):
+    """No date or version makes two runs differ."""
+    paths = [plots.save(plots.error_over_rows(trace, records), tmp_path / f"{i}.png") for i in "ab"]
+
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+# ------------------------------------------------------------------------------------------ layers
+
+
+def deep(seed=0, layers=12, n=90, name="deep"):
+    """A trace whose layers look at the same tokens from the middle on."""
+    torch.manual_seed(seed)
+    share = (torch.arange(layers) / (layers * 0.6)).clamp(max=1)[:, None, None, None]
+    q, k = (
+        share * torch.randn(h, n, 8) + (1 - share) * torch.randn(layers, h, n, 8) for h in (4, 2)
+    )
+    return kvsim.Trace.from_arrays(
+        3 * q,
+        k,
+        torch.randn(layers, 2, n, 8),
+        prompt_len=n - 4,
+        rope=kvsim.Rope.default(8),
+        name=name,
+        token_text=["$" if i == 5 else f"t{i}\n" for i in range(n)],
+    )
+
+
+@pytest.fixture(scope="module")
+def layered():
+    """A trace and its diagnosis at two budgets, with gold tokens."""
+    trace = deep()
+    ranked = diagnostics.ranking(trace, ASL(window=16))
+    return trace, [diagnostics.diagnose(trace, ranked, b, gold=[10, 40]) for b in (32, 50)]
+
+
+def drawn_text(figure):
+    """Every text of a figure."""
+    return [text.get_text() for text in figure.findobj(lambda one: hasattr(one, "get_text"))]
+
+
+def test_variance_curves_show_threshold_and_selection(layered):
+    """A line from the first tested layer to the last, tau, and a circle at the selection layer."""
+    _, found = layered
+
+    figure = plots.variance_curves(found)
+
+    (axis,) = figure.axes
+    for one in found:
+        assert one.layer is not None
+        (line,) = (x for x in axis.get_lines() if f"budget {one.asked}" in str(x.get_label()))
+        first = one.curve.first_layer
+        np.testing.assert_array_equal(line.get_xdata(), range(first, 12))
+        np.testing.assert_array_equal(line.get_ydata(), one.curve.relative[first:])
+        marks = [(x.get_xdata()[0], x.get_ydata()[0]) for x in axis.get_lines() if x.get_ms() == 9]
+        assert (one.layer, one.curve.relative[one.layer]) in marks
+    assert any(list(line.get_ydata()) == [0.3, 0.3] for line in axis.get_lines())
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        f"budget {one.asked}: selects after layer {one.layer}" for one in found
+    ]
+    assert figure.get_suptitle() == (
+        "deep: do ranks settle? circle: selection layer\n"
+        "window 16, first tested layer 4, look-back 5 (fidelity: exact)"
+    )
+
+
+def test_many_curves_have_no_names():
+    """More traces than colours are drawn alike, without a legend."""
+    found = []
+    for seed in range(11):
+        trace = deep(seed, name=f"d{seed}")
+        found.append(diagnostics.diagnose(trace, diagnostics.ranking(trace, ASL(window=16)), 32))
+
+    many, few = plots.variance_curves(found), plots.variance_curves(found[:2])
+
+    assert many.legends == []
+    assert len(few.legends[0].get_texts()) == 2
+    assert "11 traces" in many.get_suptitle()
+
+
+def test_the_grid_names_its_layers(layered):
+    """A cell per first layer and look-back, with the layer or `never`, hatched where cut short."""
+    trace, found = layered
+    grid = found[0].ranking.grid(32, (1, 4, 10), (2, 4))
+
+    figure = plots.selection_grid(trace.name, grid)
+
+    (axis,) = figure.axes
+    cells = [text.get_text() for text in axis.texts]
+    assert cells == ["never" if at < 0 else str(at) for at in grid.layers.ravel()]
+    assert "never" in cells
+    assert sum(patch.get_hatch() is not None for patch in axis.patches) == 1  # (1, 4) alone
+    image = axis.images[0].get_array()
+    np.testing.assert_array_equal(np.ma.getmaskarray(image), grid.layers < 0)
+    assert "tau 0.3 (fidelity: exact)" in figure.get_suptitle()
+
+
+def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
+    """Tokens of the last layers' union, the best of the last layer first."""
+    _, found = layered
+    one = found[0]
+
+    figure = plots.rank_pattern(one)
+
+    axis, bar = figure.axes
+    image = np.asarray(axis.images[0].get_array())
+    back, ranked = one.curve.look_back, one.ranking.ranks.numpy()
+    union = np.flatnonzero((ranked[-back:] <= one.curve.k).any(0))
+    assert image.shape == (12, len(union))
+    assert (np.diff(image[-1]) > 0).all()
+    assert sorted(image[-1]) == sorted(ranked[-1, union])
+    assert bar.get_ylabel() == "rank, of 70"
+    assert "fidelity: exact" in figure.get_suptitle()
+
+
+def test_a_wide_rank_pattern_is_pooled(layered, monkeypatch):
+    """Neighbours share a column: the geometric mean of their ranks, and the title says so."""
+    _, found = layered
+    whole = np.asarray(plots.rank_pattern(found[0]).axes[0].images[0].get_array())
+    monkeypatch.setattr(plots.layers, "_PIXELS", 5)
+
+    figure = plots.rank_pattern(found[0])
+
+    pooled = np.asarray(figure.axes[0].images[0].get_array())
+    factor = -(-whole.shape[1] // 5)
+    np.testing.assert_allclose(pooled[:, 0], np.exp(np.log(whole[:, :factor]).mean(1)))
+    rest = (pooled.shape[1] - 1) * factor
+    np.testing.assert_allclose(pooled[:, -1], np.exp(np.log(whole[:, rest:]).mean(1)))
+    assert f"geometric mean of {factor}" in figure.get_suptitle()
+
+
+def test_the_bump_chart_follows_the_best_tokens(layered):
+    """A path per token, labelled with position and text that cannot be taken for mathematics."""
+    trace, found = layered
+    one = found[0]
+
+    (axis,) = plots.rank_bumps(one, trace, tokens=70).axes
+
+    paths = [line.get_ydata() for line in axis.get_lines() if len(line.get_xdata()) == 12]
+    assert [path[-1] for path in paths] == list(range(1, 71))
+    at = int(one.ranking.ranks[-1].argsort()[0])
+    np.testing.assert_array_equal(paths[0], one.ranking.ranks[:, at].numpy())
+    labels = [text.get_text() for text in axis.texts]
+    assert "5 $" in labels
+    assert not any(text.get_parse_math() for text in axis.texts)
+    assert r"7 t7\n" in labels
+    red = [text.get_text().split()[0] for text in axis.texts if text.get_color() == "#c8102e"]
+    assert sorted(red) == ["10", "40"]
+
+
+def test_the_bump_chart_explains_what_it_shows(layered):
+    """Colours, lines and labels are named, those alone that are there, and none within the axes."""
+    trace, found = layered
+    one = found[0]
+    bare = diagnostics.diagnose(trace, one.ranking, 100)
+    best = one.ranking.ranks[-1].argsort()[:3].tolist()
+    assert not {10, 40} & {*best}
+
+    shown = plots.rank_bumps(one, trace, tokens=70)
+    few = plots.rank_bumps(one, trace, tokens=3)
+    without = plots.rank_bumps(bare, tokens=70)
+
+    (full,), (plain,) = shown.axes, without.axes
+    assert "dark to light: ranks 1 to 70 there; red: gold; labels: position and text" in (
+        shown.get_suptitle()
+    )
+    assert full.get_ylabel() == "rank, of 70 (dotted: k = 16)"
+    assert full.get_xlabel() == "layer (dashed: selection layer)"
+    assert len(full.texts) == 70  # a label for each token, and nothing else
+    assert "gold" not in few.get_suptitle()
+    assert "labels: position (" in without.get_suptitle()
+    assert plain.get_xlabel() == "layer"
+
+
+def test_k_is_within_the_bump_chart(layered):
+    """The axis of ranks reaches to k, also where no path does."""
+    trace, found = layered
+    (axis,) = plots.rank_bumps(found[1], trace, tokens=1).axes
+
+    assert found[1].curve.k == 34
+    assert axis.get_ylim()[0] > 34.5
+
+
+def test_attention_of_the_layers_is_masked_after_the_row(layered):
+    """A map per layer; what a row cannot see is blank."""
+    trace, found = layered
+
+    figure = plots.layer_attention(trace, 16, selected=found[0].layer)
+
+    maps = [axis for axis in figure.axes if axis.images]
+    assert len(maps) == 12
+    assert maps[found[0].layer].get_title().endswith("selection layer")
+    image = maps[3].images[0].get_array()
+    unseen = np.arange(86)[None, :] > np.arange(70, 86)[:, None]
+    np.testing.assert_array_equal(np.ma.getmaskarray(image), unseen)
+    expected = trace.attention(3, range(70, 86), range(86)).mean(0).numpy()
+    np.testing.assert_allclose(image[~unseen], np.maximum(expected, 1e-5)[~unseen], rtol=1e-4)
+    assert "fidelity: exact" in figure.get_suptitle()
+
+
+def test_the_histogram_counts_traces(layered):
+    """Bars at the selection layers, `never` behind the last layer, the mean as a line."""
+    _, found = layered
+    table = diagnostics.selection_table(found)
+    never = table.with_columns(layer=None, trace=pl.lit("other"), task=pl.lit("deep"))
+    counts = diagnostics.distribution(pl.concat([table, never], how="vertical_relaxed"))
+
+    figure = plots.selection_histogram(counts, 12)
+
+    (axis,) = figure.axes
+    bars = sorted(
+        (round(bar.get_x() + bar.get_width() / 2), bar.get_height()) for bar in axis.patches
+    )
+    assert bars == sorted([(one.layer, 1) for one in found] + [(12, 1), (12, 1)])
+    assert [t.get_text() for t in axis.get_xticklabels()][-1] == "never"
+    assert axis.get_title() == "deep, 2 traces"
+    means = [line.get_xdata()[0] for line in axis.get_lines()]
+    assert means == [one.layer for one in found]
+
+
+def test_gold_recall_names_regret(layered):
+    """A line per budget; the legend says where recall is complete and how far off the selection."""
+    _, found = layered
+
+    figure = plots.gold_recall(found)
+
+    (axis,) = figure.axes
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    for one, label in zip(found, labels, strict=True):
+        assert f"selects after {one.layer} with {one.recall[one.layer]:.0%}" in label
+        full = one.first_full_recall
+        expected = "complete in no layer" if full is None else f"first complete in layer {full}"
+        assert expected in label
+        assert ("regret" in label) == (one.layer_regret is not None)
+    assert any("regret" in label for label in labels)
+    np.testing.assert_array_equal(axis.get_lines()[0].get_ydata(), found[0].recall)
+
+
+def test_the_legend_of_gold_recall_hides_no_line():
+    """For one line, and for as many as have names, the legend lies below the axes."""
+    trace = deep()
+    ranked = diagnostics.ranking(trace, ASL(window=16))
+    found = [diagnostics.diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(7)]
+
+    for some in (found[:1], found):
+        figure = plots.gold_recall(some)
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.y1 <= figure.axes[0].get_tightbbox().y0
+        assert box.y0 >= 0
+        assert figure.axes[0].get_window_extent().height > 0.5 * 3.6 * figure.dpi
+
+
+def test_overlap_stands_beside_chance(layered):
+    """Jaccard from the second layer on, chance and equal scores dotted."""
+    _, found = layered
+
+    upper, lower = plots.layer_overlap(found).axes
+
+    np.testing.assert_array_equal(upper.get_lines()[0].get_ydata(), found[0].jaccard[1:])
+    assert list(upper.get_lines()[1].get_ydata()) == [found[0].jaccard_chance] * 2
+    np.testing.assert_array_equal(lower.get_lines()[-2].get_ydata(), found[0].entropy)
+    assert list(lower.get_lines()[-1].get_ydata()) == [np.log(70)] * 2
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_shallow_models_have_every_figure(layers):
+    """One layer, two, three: nothing to select, and no figure fails or warns."""
+    trace = deep(layers=layers)
+    ranked = diagnostics.ranking(trace, ASL(window=16))
+    found = [diagnostics.diagnose(trace, ranked, b, gold=[3]) for b in (16, 32, 100)]
+    counts = diagnostics.distribution(diagnostics.selection_table(found))
+
+    for figure in (
+        plots.variance_curves(found),
+        plots.gold_recall(found),
+        plots.layer_overlap(found),
+        plots.layer_attention(trace, 16),
+        plots.selection_histogram(counts, layers),
+        *(make(one) for one in found for make in (plots.rank_pattern, plots.rank_bumps)),
+        *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (16, 32, 100)),
+    ):
+        figure.draw_without_rendering()
+        assert "exact" in " ".join(drawn_text(figure))
+
+
+def test_rows_that_a_layer_does_not_have_are_blank():
+    """A row of the prompt that did not go on sees nothing and misses nothing."""
+    last = np.array([9, 0, 9, 2, 9], np.int32)  # rows 1 and 3 never entered the layer
+    cells = _cells(last, np.zeros((5, 5), dtype=bool))
+
+    assert (cells[[1, 3]] == 0).all()
+    assert cells[4].tolist() == [1, 2, 1, 2, 1]

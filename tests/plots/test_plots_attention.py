@@ -1,0 +1,174 @@
+"""Figures of attention: overlap and sparsity beside loops over keys, labels and units."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.table import COLUMNS
+from kvsim.errors import PolicyError, TraceError
+from kvsim.plots.attention import overlap_curves, sparsity_by_layer
+
+
+def made(seed, name):
+    """A small random trace of two layers, two KV heads of two query heads."""
+    torch.manual_seed(seed)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, 80, 8) * 2,
+        torch.randn(2, 2, 80, 8),
+        torch.randn(2, 2, 80, 8),
+        prompt_len=30,
+        rope=kvsim.Rope.default(8),
+        name=name,
+    )
+
+
+@pytest.fixture(scope="module")
+def traces():
+    """Two prompts."""
+    return [made(0, "a"), made(1, "b")]
+
+
+def lines(axis):
+    """Heights of the lines by their names."""
+    return {line.get_label(): line.get_ydata() for line in axis.lines}
+
+
+def top(values, count):
+    """The places of the largest values, the lower place first among equals."""
+    return {*sorted(range(len(values)), key=lambda place: (-values[place], place))[:count]}
+
+
+def overlaps(trace, layer, window, share):
+    """(each of three windows, union, equal budget), mean over heads: loops over keys."""
+    keys = trace.n_pos - 4 * window
+    attention = trace.attention(layer, slice(0, trace.n_pos)).double().numpy()
+    found = []
+    for head in range(trace.n_heads):
+        group = range(head * trace.group, (head + 1) * trace.group)
+        scores = []
+        for block in range(4):
+            rows = range(keys + block * window, keys + (block + 1) * window)
+            scores.append(
+                [
+                    np.mean([max(attention[g, r, p] for g in group) for r in rows])
+                    for p in range(keys)
+                ]
+            )
+        count = math.ceil(share * keys - 1e-9)
+
+        last, *earlier = (top(one, count) for one in (scores[3], *scores[:3]))
+        best = [max(one[p] / max(one) for one in scores[:3]) for p in range(keys)]
+        sets = [*earlier, set.union(*earlier), top(best, count)]
+        found.append([len(last & one) / count for one in sets])
+    return np.mean(found, axis=0)
+
+
+def test_overlap_is_that_of_loops(traces):
+    """A panel per layer, the mean over prompts; chance is the share, and 1 - (1 - share)^3."""
+    tops = (0.1, 0.25, 1.0)
+
+    _, axis = overlap_curves(traces, layers=[0, 1], window=8, tops=tops).axes
+
+    drawn = lines(axis)
+    by_hand = np.mean([[overlaps(t, 1, 8, s) for s in tops] for t in traces], axis=0)
+    names = ("oldest window", "second window", "third window", "union of the three", "equal budget")
+    for place, name in enumerate(names):
+        np.testing.assert_allclose(drawn[name], by_hand[:, place])
+    one = np.array([5 / 48, 12 / 48, 1])  # 48 keys, whole sets
+    np.testing.assert_allclose(drawn["chance, one set"], one)
+    np.testing.assert_allclose(drawn["chance, union"], 1 - (1 - one) ** 3)
+    assert axis.get_title() == "layer 1"
+
+
+def test_overlap_over_all_layers_says_what_it_is(traces):
+    """One panel, the mean over the layers; axes and caption."""
+    figure = overlap_curves(traces, window=8, tops=(0.25,))
+
+    (axis,) = figure.axes
+    by_hand = [overlaps(t, layer, 8, 0.25) for t in traces for layer in range(2)]
+    assert lines(axis)["union of the three"] == pytest.approx([np.mean(by_hand, axis=0)[3]])
+    assert axis.get_title() == "all layers"
+    assert axis.get_xlabel() == "share of keys that count as top"
+    assert "windows of 8 rows" in figure.get_suptitle()
+    assert "2 prompts, with 95 % interval (fidelity: exact)" in figure.get_suptitle()
+
+
+def test_a_trace_too_short_for_four_windows_is_an_error(traces):
+    """It says which."""
+    with pytest.raises(TraceError, match="a has 80 rows: four windows of 20"):
+        overlap_curves(traces, window=20)
+
+
+def sparse(trace, layer, p, first):
+    """Share of the keys before the last 16 rows below p x maximum, from `first` on; loops."""
+    attention = trace.attention(layer, slice(0, trace.n_pos)).double().numpy()
+    start, shares = trace.n_pos - 16, []
+    for head in range(trace.n_heads):
+        group = range(head * trace.group, (head + 1) * trace.group)
+        rows = range(start, trace.n_pos)
+        scores = [
+            np.mean([max(attention[g, r, key] for g in group) for r in rows])
+            for key in range(first, start)
+        ]
+        shares.append(sum(one < p * max(scores) for one in scores) / len(scores))
+    return np.mean(shares)
+
+
+@pytest.fixture(scope="module")
+def table(traces):
+    """Full and compressed sparsity of two policies."""
+    policies = [kvsim.policy("tova"), kvsim.policy("streaming_llm")]
+    return pl.concat(
+        kvsim.measure(
+            trace,
+            [kvsim.replay(trace, one, budget=24, interval=8) for one in policies],
+            ["sparsity", "sparsity_compressed"],
+        )
+        for trace in traces
+    )
+
+
+def test_sparsity_by_layer_is_that_of_loops(traces, table):
+    """The full cache is a line of its own; rows of panels are p, columns the maximum."""
+    figure = sparsity_by_layer(table)
+
+    for axis, (p, first) in zip(
+        figure.axes, [(0.01, 0), (0.01, 4), (0.05, 0), (0.05, 4)], strict=True
+    ):
+        drawn = lines(axis)
+        assert list(drawn) == ["full cache", "tova", "streaming_llm"]
+        by_hand = [np.mean([sparse(t, layer, p, first) for t in traces]) for layer in range(2)]
+        np.testing.assert_allclose(drawn["full cache"], by_hand)
+        assert f"p = {p:g}" in axis.get_title()
+    cells = table.filter(
+        policy="tova", metric="sparsity_compressed", variant="p=0.05,max=behind_sink"
+    )
+    expected = cells.group_by("layer").agg(pl.col("value").mean()).sort("layer")["value"]
+    np.testing.assert_allclose(lines(figure.axes[3])["tova"], expected)
+
+
+def test_sparsity_names_axes_and_fidelity(table):
+    """Layer, share, and what can be trusted how far; at two budgets lines name theirs."""
+    more = pl.concat([table, table.with_columns(budget=pl.col("budget") + 8)])
+
+    figure = sparsity_by_layer(table, [0.05])
+    labels = list(lines(sparsity_by_layer(more, [0.05]).axes[0]))
+
+    assert figure.axes[0].get_xlabel() == "layer"
+    assert figure.axes[0].get_ylabel() == "share of keys below p x maximum"
+    assert "mean over 2 prompts" in figure.get_suptitle()
+    assert "(fidelity: exact, open)" in figure.get_suptitle()
+    assert labels[:2] == ["full cache", "tova, budget 24"]
+    assert labels[4] == "streaming_llm, budget 32"
+
+
+def test_a_table_without_sparsity_is_an_error():
+    """It says what to measure."""
+    with pytest.raises(PolicyError, match="measure sparsity and sparsity_compressed"):
+        sparsity_by_layer(pl.DataFrame(schema=COLUMNS))

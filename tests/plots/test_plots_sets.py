@@ -1,0 +1,227 @@
+"""Figures of kept sets: their data beside plain loops, their labels and units."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.summaries import stages
+from kvsim.analysis.table import COLUMNS
+from kvsim.errors import PolicyError, TraceError
+from kvsim.plots.sets import iou_by, middle_coverage, position_density
+
+
+def made(seed, name):
+    """A small random trace of two layers, two KV heads of two query heads."""
+    torch.manual_seed(seed)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, 90, 8) * 2,
+        torch.randn(2, 2, 90, 8),
+        torch.randn(2, 2, 90, 8),
+        prompt_len=30,
+        rope=kvsim.Rope.default(8),
+        name=name,
+    )
+
+
+@pytest.fixture(scope="module")
+def traces():
+    """Two prompts."""
+    return [made(0, "a"), made(1, "b")]
+
+
+@pytest.fixture(scope="module")
+def records(traces):
+    """Two policies, one of them per query head, at two budgets over both prompts."""
+    policies = [kvsim.policy("tova"), kvsim.policy("snapkv@original", window=4)]
+    return [
+        kvsim.replay(trace, policy, budget=budget, interval=7)
+        for trace in traces
+        for policy in policies
+        for budget in (12, 20)
+    ]
+
+
+def lines(axis):
+    """Data of the lines with a name."""
+    return {
+        line.get_label(): (line.get_xdata(), line.get_ydata())
+        for line in axis.lines
+        if not line.get_label().startswith("_")
+    }
+
+
+def covered(record, layer, heads, bins):
+    """Share kept of each bin, mean over the layer's events and heads: loops over positions."""
+    rows = sorted({*record.evicted_at[layer].ravel().tolist()} - {2**31 - 1})
+    shares = {b: [] for b in range(bins)}
+    for head in heads:
+        for row in rows:
+            kept, there = [0] * bins, [0] * bins
+            for pos in range(row + 1):
+                b = (2 * pos + 1) * bins // (2 * (row + 1))
+                there[b] += 1
+                kept[b] += record.evicted_at[layer, head, pos] > row
+            for b in range(bins):
+                if there[b]:
+                    shares[b].append(kept[b] / there[b])
+    return [np.mean(shares[b]) for b in range(bins)]
+
+
+def test_coverage_is_the_share_kept_by_position(traces, records):
+    """A panel per budget, a line per policy, as loops over layers, heads, events, positions."""
+    small, large = middle_coverage(traces, records, bins=6).axes
+
+    assert [axis.get_title() for axis in (small, large)] == ["budget 12", "budget 20"]
+    x, y = lines(small)["tova"]
+    of_tova = [one for one in records if one.policy == "tova" and one.budget == 12]
+    by_hand = [covered(one, layer, range(2), 6) for one in of_tova for layer in range(2)]
+    np.testing.assert_allclose(x, (np.arange(6) + 0.5) / 6)
+    np.testing.assert_allclose(y, np.mean(by_hand, axis=0))
+    assert list(lines(large)) == ["tova", "snapkv@original"]
+
+
+def test_coverage_of_one_head_of_one_layer(traces, records):
+    """Of a record per query head, the query heads of the KV head."""
+    found = middle_coverage(traces[:1], records[:4], layer=1, head=1, bins=6).axes[0]
+
+    tova, snapkv = records[0], records[2]
+    np.testing.assert_allclose(lines(found)["tova"][1], covered(tova, 1, [1], 6))
+    np.testing.assert_allclose(lines(found)["snapkv@original"][1], covered(snapkv, 1, [2, 3], 6))
+    assert "layer 1, KV head 1, mean over one prompt" in found.figure.get_suptitle()
+
+
+def test_coverage_names_chance_middle_and_fidelity(traces, records):
+    """Chance is flat at K / N, the middle third is shaded, axes say what they are."""
+    figure = middle_coverage(traces[:1], records[:1], bins=4)
+
+    (axis,) = figure.axes
+    (dotted,) = (line for line in axis.lines if line.get_linestyle() == ":")
+    events = records[0].events
+    assert list(dotted.get_ydata()) == pytest.approx([np.mean([12 / (e + 1) for e in events])] * 4)
+    (span,) = axis.patches
+    assert (span.get_x(), span.get_x() + span.get_width()) == pytest.approx((1 / 3, 2 / 3))
+    assert "relative position" in axis.get_xlabel()
+    assert axis.get_ylabel() == "share of the positions kept"
+    assert "(fidelity: exact, open)" in figure.get_suptitle()
+
+
+def test_figures_of_several_prompts_say_so(traces, records):
+    """The number of prompts, and a band for the interval."""
+    figure = middle_coverage(traces, records)
+
+    assert "mean over 2 prompts, with 95 % interval" in figure.get_suptitle()
+    assert len(figure.axes[0].collections) == 2
+
+
+def test_what_cannot_be_shown_is_an_error(traces, records):
+    """A record of another trace, and records in which nothing leaves."""
+    with pytest.raises(TraceError, match="a record of 'b', but the traces are a"):
+        middle_coverage(traces[:1], records)
+    with pytest.raises(PolicyError, match="nothing left the cache"):
+        middle_coverage(traces, [kvsim.replay(traces[0], kvsim.policy("tova"), budget=90)])
+
+
+# ---------------------------------------------------------------------------------------- IoU
+
+
+@pytest.fixture(scope="module")
+def table(traces, records):
+    """IoU of the records; the traces are of two domains."""
+    parts = [
+        kvsim.measure(trace, records[4 * i : 4 * i + 4], ["retained_iou"])
+        for i, trace in enumerate(traces)
+    ]
+    domain = pl.col("trace").replace_strict({"a": "algebra", "b": "geometry"})
+    return pl.concat(parts).with_columns(domain=domain)
+
+
+def overlaps(record, layers):
+    """IoU of consecutive kept sets, mean over layers, heads and pairs: loops over sets."""
+    found = []
+    for layer in layers:
+        rows = sorted({*record.evicted_at[layer].ravel().tolist()} - {2**31 - 1})
+        for gone in record.evicted_at[layer].tolist():
+            sets = [{p for p, last in enumerate(gone) if p <= e < last} for e in rows]
+            pairs = itertools.pairwise(sets)
+            found.append(np.mean([len(a & b) / len(a | b) for a, b in pairs]))
+    return np.mean(found)
+
+
+def test_bars_are_the_iou_by_stage(table, records):
+    """Of a model of two layers the first is early, the last late; loops say the same."""
+    figure = iou_by(stages(table, 2), "stage")
+
+    small = figure.axes[0]
+    assert [tick.get_text() for tick in small.get_xticklabels()] == ["early", "late"]
+    tova, snapkv = small.containers[0], small.containers[2]  # each followed by its whiskers
+    assert [one.get_label() for one in (tova, snapkv)] == ["tova", "snapkv@original"]
+    for policy, bars in (("tova", tova), ("snapkv@original", snapkv)):
+        of_policy = [one for one in records if (one.policy, one.budget) == (policy, 12)]
+        for layer, bar in enumerate(bars):
+            by_hand = np.mean([overlaps(one, [layer]) for one in of_policy])
+            assert bar.get_height() == pytest.approx(by_hand)
+    assert small.get_ylabel() == "IoU of consecutive kept sets"
+    assert "mean over 2 prompts" in figure.get_suptitle()
+    assert "(fidelity: exact, open)" in figure.get_suptitle()
+
+
+def test_bars_by_label_stand_beside_chance(table, records):
+    """One prompt per domain has no interval; the line across a bar is the chance of the table."""
+    figure = iou_by(table, "domain")
+
+    axis = figure.axes[1]
+    assert axis.get_title() == "budget 20"
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["algebra", "geometry"]
+    heights = [bar.get_height() for bar in axis.containers[0]]
+    own = [one for one in records if (one.policy, one.budget) == ("tova", 20)]
+    assert heights == pytest.approx([overlaps(one, range(2)) for one in own])
+    across = [part[0][1] for part in axis.collections[1].get_segments()]
+    rows = table.filter(policy="tova", budget=20, variant="").group_by("domain").agg("chance")
+    expected = {domain: np.mean(chance) for domain, chance in rows.rows()}
+    assert across == pytest.approx([expected["algebra"], expected["geometry"]])
+
+
+def test_a_table_without_the_column_is_an_error(table):
+    """With the name that was meant, or what adds it."""
+    with pytest.raises(PolicyError, match="no column 'domian'; did you mean 'domain'"):
+        iou_by(table, "domian")
+    with pytest.raises(PolicyError, match=r"summaries.stages\(table, n_layers\) adds it"):
+        iou_by(table)
+    with pytest.raises(PolicyError, match="no retained_iou by task"):
+        iou_by(table, "task")
+    with pytest.raises(PolicyError, match="no retained_iou by domain"):
+        iou_by(pl.DataFrame(schema=COLUMNS), "domain")
+
+
+# ----------------------------------------------------------------------------------- positions
+
+
+def test_density_is_a_histogram_of_area_one(traces, records):
+    """Relative positions of what the last event keeps, prompts on equal terms."""
+    figure = position_density(traces, records, bins=5)
+
+    small = figure.axes[0]
+    _, heights = lines(small)["tova"]
+    densities, means = [], []
+    for record in (one for one in records if (one.policy, one.budget) == ("tova", 12)):
+        found = []
+        for gone in record.evicted_at:
+            last = max({*gone.ravel().tolist()} - {2**31 - 1})
+            for head in gone.tolist():
+                found += [(p + 0.5) / (last + 1) for p in range(last + 1) if head[p] > last]
+        counts = [sum(b <= 5 * x < b + 1 for x in found) for b in range(5)]
+        densities.append(np.array(counts) * 5 / len(found))
+        means.append(np.mean(found))
+    np.testing.assert_allclose(heights[:5], np.mean(densities, axis=0))
+    assert sum(heights[:5]) / 5 == pytest.approx(1)
+    upright = [line.get_xdata()[0] for line in small.lines if len({*line.get_xdata()}) == 1]
+    assert upright[0] == 0.5
+    assert upright[1] == pytest.approx(np.mean(means))
+    assert small.get_ylabel() == "density of kept entries (area 1)"
+    assert "fidelity" in figure.get_suptitle()

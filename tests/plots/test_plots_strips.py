@@ -1,0 +1,267 @@
+"""Strips of what is held after an event: states, runs and brackets beside loops and the metric."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+
+import kvsim
+from kvsim import plots
+from kvsim.analysis.kept.bursts import dropped_bursts
+from kvsim.errors import PolicyError, TraceError
+from kvsim.plots import strips as module
+from kvsim.plots.strips import STATES, Strip, bursts, strips_after
+from kvsim.schema import NEVER
+
+HOSTILE = ["<b>", "$x$", "\n", "\x1b[31m", "\u202e", "\ud800", "漢", "y" * 50]
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Two layers, two KV heads of two query heads, with texts that are not to be trusted."""
+    torch.manual_seed(0)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, 115, 8) * 2,
+        torch.randn(2, 2, 115, 8),
+        torch.randn(2, 2, 115, 8),
+        prompt_len=40,
+        rope=kvsim.Rope.default(8),
+        name="a $ name",
+        token_text=[HOSTILE[i % len(HOSTILE)] for i in range(115)],
+    )
+
+
+@pytest.fixture(scope="module")
+def records(trace):
+    """Two policies at one schedule, one of them per query head."""
+    policies = [kvsim.policy("streaming_llm"), kvsim.policy("snapkv@original", window=4)]
+    return [kvsim.replay(trace, policy, budget=30, interval=20) for policy in policies]
+
+
+def by_hand(gone, row):
+    """(states, runs) of the positions up to a row: loops over them."""
+    events = [g for g in gone if g <= row]
+    states, runs, start = [], [], None
+    for p in range(row + 1):
+        dropped = gone[p] <= row
+        states.append(STATES[(2 if gone[p] == max(events) else 1) if dropped else 0])
+        if dropped and start is None:
+            start = p
+        if start is not None and not dropped:
+            runs.append([start, p - 1])
+            start = None
+    return states, runs if start is None else [*runs, [start, row]]
+
+
+@example([3, 3, NEVER, 5, 5, 5], 5)
+@example([NEVER] * 4, 2)
+@given(
+    st.lists(st.sampled_from([9, 14, 19, 24, 29, NEVER]), min_size=1, max_size=30),
+    st.integers(0, 29),
+)
+def test_states_and_runs_equal_loops(gone, row):
+    """Of any eviction times, after any row."""
+    row = min(row, len(gone) - 1)
+    gone = [max(at, p) for p, at in enumerate(gone)]
+
+    found = module._strip("x", np.array(gone[: row + 1], np.int32), row)
+
+    states, runs = by_hand(gone, row)
+    assert [STATES[code] for code in found.codes] == states
+    assert found.runs.tolist() == runs
+    assert found.lengths.tolist() == [last - first + 1 for first, last in runs]
+
+
+def test_runs_are_those_of_the_metric(trace, records):
+    """The same longest run and the same number of dropped positions in bursts."""
+    row, found = strips_after(trace, records, layer=1, head=1)
+
+    assert row == 99
+    for record, one, head in zip(records, found, (1, 2), strict=True):
+        metric = dropped_bursts(record.gone_after[1], lengths=(16,))
+        event = metric.rows.tolist().index(row)
+        assert one.lengths.max() == metric.longest[head, event]
+        assert one.lengths[one.lengths >= 16].sum() == metric.inside[0, head, event]
+        assert len(one.runs) == metric.runs[head, event]
+        assert (one.codes == 0).sum() == record.retained(row)[1, head].sum()
+
+
+def test_the_row_is_one_after_which_all_have_evicted(trace):
+    """Of the records' last events the earliest; `full`, which has none, does not count."""
+    policies = [("tova", 7), ("streaming_llm", 20), ("full", 20)]
+    records = [kvsim.replay(trace, kvsim.policy(n), 30, interval=i) for n, i in policies]
+
+    row, found = strips_after(trace, records)
+
+    assert row == min(max(one.events) for one in records[:2])
+    assert [one.name for one in found] == ["tova", "streaming_llm", "full"]
+    assert (found[2].codes == 0).all()
+
+
+def test_every_position_has_the_colour_of_its_state(trace, records):
+    """All of them above, the part below; the legend names the colours."""
+    figure = bursts(trace, records, layer=1, head=0, zoom=(10, 89))
+
+    whole, part = figure.axes
+    row, found = strips_after(trace, records, layer=1, head=0)
+    patches = figure.legends[0].legend_handles[:3]
+    colours = dict(zip([to_hex(p.get_facecolor()) for p in patches], range(3), strict=True))
+    for axis, start, stop in ((whole, 0, row), (part, 10, 89)):
+        assert len(axis.images) == 2
+        for image, one in zip(axis.images, found, strict=True):
+            (pixels,) = image.get_array()
+            drawn = [colours[to_hex(pixel)] for pixel in pixels]
+            assert drawn == one.codes[start : stop + 1].tolist()
+            assert image.get_extent()[:2] == [start - 0.5, stop + 0.5]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        *STATES,
+        "a burst: 32 or more dropped in a row",
+    ]
+
+
+def test_brackets_are_the_bursts(trace, records):
+    """From the first to the last position of each run that is long enough, with its length."""
+    figure = bursts(trace, records, layer=0, head=0, zoom=(5, 60), least=8)
+
+    whole, part = figure.axes
+    _, found = strips_after(trace, records)
+    long = [(*run, n) for one in found for run, n in zip(one.runs.tolist(), one.lengths.tolist(),
+            strict=True) if n >= 8]  # fmt: skip
+    assert len(long) > 2
+    drawn = [line.get_xdata() for line in whole.lines if line.get_linestyle() == "-"]
+    assert [tuple(ends) for ends in drawn] == [(first, last) for first, last, _ in long]
+    lengths = [text.get_text() for text in whole.texts if text.get_text().isdigit()]
+    assert lengths == [str(n) for *_, n in long]
+    inside = [
+        (max(5, first), min(60, last)) for first, last, _ in long if last >= 5 and first <= 60
+    ]
+    below = [tuple(line.get_xdata()) for line in part.lines if line.get_linestyle() == "-"]
+    assert below == inside
+    ticks = [p for line in part.lines if line.get_marker() == "|" for p in line.get_xdata()]
+    assert ticks == [p for first, last, _ in long for p in (first, last) if 5 <= p <= 60
+                     and last >= 5 and first <= 60]  # fmt: skip
+    said = [text.get_text() for text in whole.texts if "kept" in text.get_text()]
+    assert said[0] == (
+        f"30 kept, {sum(found[0].lengths >= 8)} burst\nlongest run dropped: "
+        f"{found[0].lengths.max()}"
+    )
+
+
+def test_axes_and_caption_say_what_is_shown(trace, records):
+    """Policies, positions, layer, head, row, prompt, fidelity; lines at both ends of the part."""
+    figure = bursts(trace, records, layer=1, head=1, zoom=(30, 99))
+
+    whole, part = figure.axes
+    for axis in (whole, part):
+        names = [tick.get_text() for tick in axis.get_yticklabels()]
+        assert names == ["streaming_llm", "snapkv@original"]
+    assert [axis.get_xlabel() for axis in (whole, part)] == [
+        "position",
+        "token, positions 30 to 99",
+    ]
+    dashed = [line.get_xdata()[0] for line in whole.lines if line.get_linestyle() == "--"]
+    dotted = [line.get_xdata()[0] for axis in (whole, part) for line in axis.lines
+              if line.get_linestyle() == ":"]  # fmt: skip
+    assert (dashed, dotted) == ([29.5, 99.5], [39.5, 39.5])
+    assert figure.get_suptitle() == (
+        "a $ name: layer 1, KV head 1, after row 99; dotted: end of the prompt\n"
+        "dashed: the part below, positions 30 to 99 (fidelity: open)"
+    )
+    figure.draw_without_rendering()  # neither a token nor a name is taken for mathematics
+
+
+def test_budgets_tell_strips_apart(trace):
+    """Where there are several, as they were asked for."""
+    records = [kvsim.replay(trace, kvsim.policy("tova"), b, interval=20) for b in (20, 40)]
+
+    _, found = strips_after(trace, [replace(records[0], share="10%"), records[1]])
+
+    assert [one.name for one in found] == ["tova, 10%", "tova, 40"]
+
+
+@pytest.mark.parametrize("length", [5, 40, 64, 65, 200])
+def test_the_closer_look_is_at_the_longest_run(length):
+    """All of a short run and what is around it; of a long one where the others keep most."""
+    gone = np.full(300, NEVER, np.int32)
+    gone[20 : 20 + length] = 299
+    other = np.full(300, 299, np.int32)
+    other[::9] = NEVER
+    kept = range(20 + length - 30, 20 + length - 10)
+    other[kept[0] : kept[-1] + 1] = NEVER
+
+    found = [module._strip("a", gone, 299), module._strip("b", other, 299)]
+    if length < 9:
+        other[::4] = NEVER
+        found[1] = module._strip("b", other, 299)
+    first, last = module._stretch(found)
+
+    if length <= 64:
+        assert first <= 20 < 20 + length - 1 <= last
+        assert last - first < 80
+    else:
+        assert first >= 20
+        assert last <= 20 + length - 1
+        assert last - first == 63
+        counts = [(other[p : p + 64] == NEVER).sum() for p in range(20, 20 + length - 63)]
+        assert first == 20 + int(np.argmax(counts))
+
+
+def test_tokens_stand_below_a_short_part_alone(trace, records):
+    """Escaped and cut; a longer part, and a trace without text, have numbers."""
+    near = bursts(trace, records, zoom=(8, 15)).axes[1]
+    far = bursts(trace, records, zoom=(0, 99)).axes[1]
+
+    names = [tick.get_text() for tick in near.get_xticklabels()]
+    assert names == [
+        "<b>",
+        "$x$",
+        "\\n",
+        "\\x1b[31m",
+        "\\u202e",
+        "\\ud800",
+        "\\u6f22",
+        "yyyyyyyyy...",
+    ]
+    assert not any(tick.get_parse_math() for tick in near.get_xticklabels())
+    assert far.get_xlabel() == "position"
+
+
+def test_more_positions_than_pixels_are_averaged(monkeypatch):
+    """Neighbours share a column of their mean colour."""
+    codes = np.array([0, 0, 1, 1, 0, 1, 2])
+    whole = module._pixels(codes)
+    monkeypatch.setattr(module, "_PIXELS", 4)
+
+    pooled = module._pixels(codes)
+
+    expected = [whole[:2].mean(0), whole[2:4].mean(0), whole[4:6].mean(0), whole[6]]
+    np.testing.assert_allclose(pooled, expected)
+
+
+def test_what_cannot_be_shown_is_an_error(trace, records):
+    """Nothing dropped, a record of another trace, positions and rows that are not there."""
+    full = kvsim.replay(trace, kvsim.policy("full"), 10)
+
+    with pytest.raises(PolicyError, match="nothing left the cache"):
+        bursts(trace, [full])
+    with pytest.raises(PolicyError, match="nothing is dropped after this row"):
+        bursts(trace, records, row=20)
+    with pytest.raises(TraceError):
+        bursts(trace, [replace(records[0], prompt_len=41)])
+    with pytest.raises(IndexError, match="row is 115"):
+        bursts(trace, records, row=115)
+    for zoom in ((50, 100), (9, 9), (-1, 5)):
+        with pytest.raises(PolicyError, match=r"zoom is .*; expected two positions of 0 to 99"):
+            bursts(trace, records, zoom=zoom)
+
+
+def test_a_strip_is_all_that_a_figure_needs():
+    """The public names are those of the package."""
+    assert plots.bursts is bursts
+    assert Strip("x", np.zeros(1, np.int64), np.zeros((0, 2), np.int64)).lengths.tolist() == []

@@ -1,0 +1,138 @@
+"""Figures of a whole Table: what they show, not their pixels."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.table import COLUMNS
+from kvsim.errors import PolicyError
+from kvsim.plots.style import asked_order, series
+from kvsim.plots.summary import front, over_budgets, pareto
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Two policies, two budgets, three prompts, three metrics."""
+    rows = []
+    for trace in range(3):
+        for policy, less in (("tova", 0.0), ("ams", 0.1)):
+            for budget in (32, 64):
+                values = {
+                    "output_error": 16 / budget - less + 0.01 * trace,
+                    "wipeout": 0.5 - less,
+                    "entries_seen": float(budget),
+                }
+                for name, value in values.items():
+                    row = dict.fromkeys(COLUMNS)
+                    row |= {"trace": str(trace), "policy": policy, "budget": budget}
+                    row |= {"metric": name, "variant": METRICS[name].main, "layer": 0}
+                    row |= {"params": "{}", "value": value, "unit": METRICS[name].unit}
+                    rows.append(row | {"fidelity": "open"})
+    return pl.DataFrame(rows, schema=COLUMNS)
+
+
+def test_lines_are_means_over_prompts(table):
+    """A panel per metric with its unit, a line per policy, the interval as a band."""
+    figure = over_budgets(table)
+    error, wiped = figure.axes
+    lines = {line.get_label(): line.get_ydata() for line in error.lines}
+
+    assert lines["tova"] == pytest.approx([0.51, 0.26])
+    assert lines["ams"] == pytest.approx([0.41, 0.16])
+    assert error.get_ylabel() == "output error (relative, lower is better)"
+    assert wiped.get_ylabel() == "wipeout (share, lower is better)"
+    assert [tick.get_text() for tick in error.get_xticklabels()] == ["32", "64"]
+    assert error.get_xlabel() == "budget per KV head (entries)"
+    assert len(error.collections) == 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["tova", "ams"]
+    assert figure.get_suptitle() == "Mean over 3 prompts, with 95 % interval (fidelity: open)"
+
+
+def test_the_front_is_marked(table):
+    """At equal size only the better policy is on the front."""
+    axis = pareto(table).axes[0]
+    filled = [line for line in axis.lines if line.get_markersize() == 7]
+
+    assert [list(line.get_xdata()) for line in filled] == [[], [32.0, 64.0]]
+    assert axis.get_xlabel() == "entries that a row sees, mean"
+
+
+def test_a_table_without_the_metrics_is_an_error(table):
+    """It says what the table has."""
+    with pytest.raises(PolicyError, match="no value of regret; it has output_error"):
+        over_budgets(table, ["regret"])
+    with pytest.raises(PolicyError, match="unknown metric 'wipout'; did you mean 'wipeout'"):
+        over_budgets(table, ["wipout"])
+    with pytest.raises(PolicyError, match="needs entries_seen"):
+        pareto(table.filter(pl.col("metric") != "entries_seen"))
+
+
+def test_a_metric_without_a_better_direction_has_no_front(table):
+    """Its panel has points and no mark, and the caption says that others have one."""
+    neutral = table.with_columns(
+        metric=pl.col("metric").replace("wipeout", "middle_coverage"),
+        variant=pl.when(pl.col("metric") == "wipeout").then(pl.lit("")).otherwise("variant"),
+    )
+
+    figure = pareto(neutral, ["output_error", "middle_coverage"])
+
+    error, middle = figure.axes
+    marks = [
+        [len(line.get_xdata()) for line in axis.lines if line.get_markersize() == 7]
+        for axis in (error, middle)
+    ]
+    assert marks == [[0, 2], [0, 0]]
+    assert middle.get_ylabel() == "middle coverage (share)"
+    assert "on the front, where one direction is better" in figure.get_suptitle()
+
+
+def test_many_metrics_stand_in_rows_of_three(table):
+    """Whatever was asked for, a panel each."""
+    names = ["output_error", "wipeout", "entries_seen"]
+    parts = [table, *(table.filter(metric="output_error").with_columns(metric=pl.lit(name))
+                      for name in ("missing_mass", "error_distance"))]  # fmt: skip
+
+    figure = over_budgets(pl.concat(parts), [*names, "missing_mass", "error_distance"])
+
+    assert [axis.get_ylabel().split(" (")[0] for axis in figure.axes] == [
+        *("output error", "wipeout", "entries seen", "missing mass", "error distance")
+    ]
+    places = [axis.get_subplotspec() for axis in figure.axes]
+    assert [(one.rowspan.start, one.colspan.start) for one in places] == [
+        *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=9), st.booleans()
+)
+def test_the_front_is_what_no_point_dominates(points, higher):
+    """As a loop over all pairs says."""
+    seen, mean = (np.array(x, dtype=float) for x in zip(*points, strict=True))
+    loss = -mean if higher else mean
+    expected = [
+        not any(
+            seen[j] <= seen[i] and loss[j] <= loss[i] and (seen[j] < seen[i] or loss[j] < loss[i])
+            for j in range(len(seen))
+        )
+        for i in range(len(seen))
+    ]
+
+    assert front(pl.DataFrame({"seen": seen, "mean": mean}), higher=higher).to_list() == expected
+
+
+def test_21_series_are_told_apart():
+    """By colour or by line."""
+    styles = series(map(str, range(21)))
+
+    assert len({(one["color"], one["linestyle"]) for one in styles.values()}) == 21
+
+
+def test_budgets_are_ordered_by_size():
+    """Entries as numbers, then shares."""
+    assert asked_order(["64", "128", "5%", "50%", "32", "64"]) == ["32", "64", "128", "5%", "50%"]

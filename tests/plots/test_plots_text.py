@@ -1,0 +1,272 @@
+"""The text of a trace as a figure and as HTML, hostile tokens included, and bars of lift."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+
+import kvsim
+from kvsim.analysis.kept.text import retention_lift
+from kvsim.errors import NeedsError, PolicyError, TraceError
+from kvsim.plots.text import STATES, lift_bars, token_html, token_states, token_text
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</pre>",
+    "</span>",
+    '" onmouseover="alert(1)',
+    "' style='x",
+    "<!--",
+    "]]>",
+    "&lt;b&gt;",
+    "&#60;",
+    "$x^2$",
+    r"\n",
+    "\n",
+    "\x00",
+    "\u202e",
+    "\ud800",
+    "漢",
+    "%s{0}",
+]
+
+
+def made(text, n=90, name="small"):
+    """A random trace of two layers whose tokens are `text` again and again, or have none."""
+    torch.manual_seed(0)
+    words = None if text is None else [text[i % len(text)] for i in range(n)]
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, n, 8) * 2,
+        torch.randn(2, 2, n, 8),
+        torch.randn(2, 2, n, 8),
+        prompt_len=30,
+        rope=kvsim.Rope.default(8),
+        name=name,
+        token_text=words,
+    )
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Tokens that try to be markup."""
+    return made(HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def record(trace):
+    """A policy with events, the last of them before the end."""
+    return kvsim.replay(trace, kvsim.policy("tova"), budget=20, interval=25)
+
+
+class Read(HTMLParser):
+    """Tags with their attributes, and the text beside the title of the span around it."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.other, self.runs = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        """A tag of the page."""
+        self.tags.append((tag, sorted(name for name, _ in attrs)))
+        if tag == "span":
+            self.runs.append((dict(attrs)["title"], ""))
+
+    def handle_data(self, data):
+        """Text of the span that is open."""
+        title, text = self.runs[-1]
+        self.runs[-1] = title, text + data
+
+    def handle_comment(self, data):
+        """What is neither tag nor text."""
+        self.other.append(data)
+
+    handle_decl = unknown_decl = handle_pi = handle_comment
+
+
+def shown(token):
+    """What a reader sees of a token on the page."""
+    said = {"\n": "\\n\n", "\x00": "\\x00", "\u202e": "\\u202e", "\ud800": "\\ud800"}
+    return said.get(token, token)
+
+
+def states(record, layer, head, row):
+    """The state of each position: a loop over them."""
+    gone = record.evicted_at[layer, head].tolist()
+    return [
+        "not yet scored" if p > row else "retained" if gone[p] > row else "dropped"
+        for p in range(record.n_pos)
+    ]
+
+
+def test_states_are_those_of_the_head_after_the_event(trace, record):
+    """The layer's last event by default, or the row that is asked for."""
+    last = max(record.events)
+
+    found = token_states(trace, record)
+    early = token_states(trace, record, layer=0, head=1, row=60)
+
+    assert found.row == last < 89
+    assert [STATES[code] for code in found.codes] == states(record, 1, 0, last)
+    assert [STATES[code] for code in early.codes] == states(record, 0, 1, 60)
+    assert len({*found.codes}) == 3
+
+
+def test_no_token_becomes_markup(trace, record):
+    """The page has one pre and spans, and the text of each run is that of its tokens."""
+    page = token_html(trace, record)
+
+    read = Read()
+    read.feed(page)
+    read.close()
+    assert read.tags[0] == ("pre", ["style"])
+    assert {(tag, *names) for tag, names in read.tags[1:]} == {("span", "style", "title")}
+    assert read.other == []
+    expected = []
+    for state, token in zip(
+        states(record, 1, 0, max(record.events)), trace.token_text, strict=True
+    ):
+        if not expected or expected[-1][0] != state:
+            expected.append((state, ""))
+        expected[-1] = state, expected[-1][1] + shown(token)
+    assert read.runs == expected
+    page.encode("utf-8")  # no lone surrogate is left
+
+
+def test_a_part_of_the_page_holds_these_tokens_alone():
+    """Positions start to stop; the states are those of the whole."""
+    trace = made([f"w{i} " for i in range(90)])
+    record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=16)
+
+    page = token_html(trace, record, start=25, stop=70)
+
+    words = re.findall(r"w(\d+) ", page)
+    assert [int(word) for word in words] == list(range(25, 70))
+    codes = token_states(trace, record).codes[25:70]
+    assert page.count("<span") == 1 + np.count_nonzero(np.diff(codes))
+    assert token_html(trace, record) == token_html(trace, record, start=0, stop=90)
+
+
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=6))
+def test_whatever_the_tokens_are_the_page_has_its_own_tags_alone(words):
+    """Every angle bracket and quote of the page is one that the page itself wrote."""
+    trace = made(words, n=40)
+    record = RECORD
+
+    page = token_html(trace, record)
+    bare = token_html(made(["x"], n=40), record)
+
+    for mark in "<>\"'":
+        assert page.count(mark) == bare.count(mark)
+
+
+RECORD = kvsim.replay(made(None, n=40), kvsim.policy("tova"), budget=10, interval=7)
+
+
+def test_the_figure_places_every_token_in_the_style_of_its_state(trace, record):
+    """In reading order, printable and escaped, never as mathematics; a newline ends a line."""
+    figure = token_text(trace, record)
+
+    (axis,) = figure.axes
+    tokens = axis.texts
+    assert len(tokens) == 90
+    assert not any(one.get_parse_math() for one in tokens)
+    words = [one.get_text() for one in tokens[: len(HOSTILE)]]
+    assert words[:10] == HOSTILE[:10]
+    assert words[11:16] == ["\\n", "\\x00", "\\u202e", "\\ud800", "\\u6f22"]
+    colours = {"dropped": "#8a8a8a", "retained": "#d55e00", "not yet scored": "#009e73"}
+    expected = [colours[state] for state in states(record, 1, 0, max(record.events))]
+    assert [to_hex(one.get_color()) for one in tokens] == expected
+    places = [(one.get_position()[1], one.get_position()[0]) for one in tokens]
+    assert places == sorted(places)
+    assert all(x + len(t.get_text()) <= 100 for t, (_, x) in zip(tokens, places, strict=True))
+    assert places[12][0] > places[11][0]  # behind the newline
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    counts = [states(record, 1, 0, max(record.events)).count(name) for name in STATES]
+    assert labels == [f"{n} ({c})" for n, c in zip(STATES, counts, strict=True)]
+    assert "layer 1, KV head 0\nafter row 79 (fidelity: open)" in figure.get_suptitle()
+    figure.draw_without_rendering()
+
+
+def test_a_long_text_is_cut_and_says_so():
+    """60 lines, from the position that is asked for."""
+    trace = made(["word\n"])
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=20, interval=25)
+
+    figure = token_text(trace, record, start=3)
+
+    assert len(figure.axes[0].texts) == 60
+    assert "positions 3 to 62" in figure.get_suptitle()
+
+
+def test_bars_are_lifts_with_wilsons_interval():
+    """The largest and the smallest, of strings that are frequent enough; 1 is as all."""
+    trace = made(["a", "b", "<i>$", "c", "d\n", "a"])
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=60, interval=10)
+
+    figure = lift_bars(trace, record, tokens=1)
+
+    (axis,) = figure.axes
+    table = retention_lift(trace, record, 1, sink=4, recent=32)[[0, -1]]
+    assert [bar.get_width() for bar in axis.patches] == pytest.approx(table["lift"].to_list())
+    (whiskers,) = (c for c in axis.collections if hasattr(c, "get_segments"))
+    ends = np.array([[x for x, _ in part] for part in whiskers.get_segments()])
+    mean = table["mean"][0]
+    np.testing.assert_allclose(ends, table.select("low", "high").to_numpy() / mean)
+    names = [tick.get_text() for tick in axis.get_yticklabels()]
+    assert [name.split()[1] for name in names] == [f"({n})" for n in table["count"]]
+    assert "share of the token kept / share of all kept" in axis.get_xlabel()
+    assert axis.get_ylabel() == "token (positions)"
+    assert "layer 1, all heads, with 95 % interval (fidelity: open)" in figure.get_suptitle()
+    lift_bars(trace, record).draw_without_rendering()  # no token is taken for mathematics
+
+
+def test_bars_of_hostile_tokens_have_names_that_fit():
+    """Escaped, cut, no mathematics, and the panel keeps its width."""
+    trace = made([*HOSTILE, "z" * 5000], n=180)
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=160, interval=10)
+
+    figure = lift_bars(trace, record)
+
+    (axis,) = figure.axes
+    names = [tick.get_text().rsplit("  (", 1)[0] for tick in axis.get_yticklabels()]
+    assert len(names) == len(HOSTILE) + 1
+    assert {"\\ud800", "\\u202e", "\\x00", "\\u6f22", "$x^2$", "z" * 21 + "..."} < {*names}
+    assert all(len(name) <= 24 and name.isascii() and name.isprintable() for name in names)
+    assert not any(tick.get_parse_math() for tick in axis.get_yticklabels())
+    figure.draw_without_rendering()
+    assert axis.get_window_extent().width > 0.5 * figure.bbox.width
+
+
+def test_a_long_caption_stands_above_the_text():
+    """Its lines make the figure higher."""
+    traces = [made(["word "], name=name) for name in ("short", "a name " * 60)]
+    figures = [
+        token_text(one, kvsim.replay(one, kvsim.policy("tova"), budget=20, interval=25))
+        for one in traces
+    ]
+
+    for figure in figures:
+        figure.draw_without_rendering()
+        title = figure._suptitle.get_window_extent()
+        assert title.y0 >= figure.axes[0].get_window_extent().y1
+        assert title.x0 >= 0
+
+
+def test_what_cannot_be_shown_is_an_error(trace, record):
+    """No text, a row outside, a record of another trace, no frequent token."""
+    with pytest.raises(NeedsError, match="no text of its tokens"):
+        token_text(made(None), record)
+    with pytest.raises(IndexError, match="row is 90"):
+        token_html(trace, record, row=90)
+    with pytest.raises(TraceError):
+        token_html(trace, replace(record, prompt_len=31))
+    with pytest.raises(PolicyError, match="no token of small is on 50 positions"):
+        lift_bars(made(["a", "b"]), record, least=50)

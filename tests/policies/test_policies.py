@@ -1,0 +1,324 @@
+"""Policies by name: presets, parameters and clear refusals."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+
+import kvsim
+from kvsim.core.policy import Protection, Schedule
+from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
+from kvsim.policies import CATALOGUE, describe, names, parameters
+from kvsim.testing.strategies import make_case
+
+
+def make(name, **params):
+    """The policy or preset; around TOVA where it needs something inside, calibrated if it must."""
+    entry = CATALOGUE[name.partition("@")[0]]
+    inside = "" if entry.innermost or entry.default else "+tova"
+    return kvsim.policy(name + inside, **{**entry.required, **params})
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_policy_is_made_by_its_name_and_shows_it(name):
+    """The name, all parameters and the schedule stand in the repr, which is what a Record keeps."""
+    policy = make(name)
+
+    assert policy.name.startswith(name)
+    assert policy.name in repr(policy)
+    assert "interval" in repr(policy)
+    assert all(f"{key.replace('scorer__', '')}=" in repr(policy) for key in policy.params)
+
+
+@pytest.mark.parametrize("name", names())
+def test_parameters_of_a_policy_make_it_again(name):
+    """What a Record keeps, name and parameters, is enough to build the same policy."""
+    policy = make(name)
+
+    assert kvsim.policy(policy.name, **policy.params) == policy
+    assert set(policy.params) == set(parameters(policy.name))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_policy_names_its_source_and_its_formula(name):
+    """Module docstrings hold the paper where there is one, and the function its definition."""
+    base, _, preset = name.partition("@")
+    entry = CATALOGUE[base].preset(preset)
+    presets = [CATALOGUE[base].preset(p) for p in entry.presets]
+    pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
+    docs = [importlib.import_module(piece.__module__).__doc__ for piece in pieces]
+    formula = {"allocator": "plan", "propagation": "after"}.get(entry.kind, "score")
+
+    assert getattr(entry.piece, formula).__doc__
+    if not preset and name != "observed_attention":  # H2O's measure as kvpress averages it
+        assert any(entry.paper in doc for doc in docs)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_description_says_what_a_name_is(name):
+    """What the list shows agrees with the policy that the name makes."""
+    found, policy = describe(name), make(name)
+
+    assert found.keeps
+    assert found.params.items() <= policy.params.items()
+    if found.own_schedule:
+        assert (found.interval, found.prefill) == (
+            policy.schedule.interval,
+            policy.schedule.prefill,
+        )
+
+
+def test_the_names_of_the_papers_are_all_there():
+    """No policy of the list that kvsim promises is missing."""
+    promised = {
+        *("full", "random", "oracle", "streaming_llm@original", "tova@kvpress", "h2o@kvpress"),
+        *("snapkv@kvpress", "snapkv@original", "snapkv@gkv", "pyramidkv@reference"),
+        *("pyramidkv@kvpress", "keydiff", "knorm", "lagkv", "observed_attention"),
+        *("expected_attention@kvpress", "gkv", "global_max", "global_mean", "global_sum"),
+        *("global", "rkv@gkv", "rkv@original", "rkv@ams", "morphkv@gkv", "morphkv@original"),
+        *("cake", "cake@gkv", "rpc", "rpc@ams", "triattention", "qfilter", "ams@release"),
+        *("adakv@kvpress", "chunkkv@kvpress", "criticalkv"),
+    }
+
+    assert promised <= set(names())
+
+
+def test_parameters_replace_defaults_and_presets():
+    """A keyword wins over the preset, the preset over the default."""
+    assert kvsim.policy("snapkv").scorer.window == 32
+    assert kvsim.policy("snapkv@kvpress").scorer.window == 64
+    assert kvsim.policy("snapkv@kvpress", window=8).scorer.window == 8
+    assert kvsim.policy("snapkv@kvpress", window=8).scorer.pool == "avg"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("snapkw", {}, r"unknown policy 'snapkw'; did you mean 'snapkv'\?"),
+        ("tova@origin", {}, "tova has no preset 'origin'.*tova@kvpress"),
+        ("snapkv", {"windw": 8}, r"no parameter 'windw'; did you mean 'window'\?"),
+        ("tova", {"window": 8}, "parameters: protect_last, heads"),
+        ("tova", {"heads": "some"}, "tova: heads is 'some'; expected 'all' or 'group'"),
+        ("tova", {"protect": 4}, "protect is 4; expected Protection"),
+        ("tova", {"protect": {"sinks": 4}}, "protect is .*; expected Protection"),
+        ("tova", {"protect": {"sink": -1}}, "sink is -1; expected 0 or more"),
+        ("tova", {"protect": {"sink": 2.5}}, "sink is 2.5; expected 0 or more"),
+        ("pyramidkv", {"beta": float("nan")}, "pyramidkv: beta is nan; expected at least 1"),
+        ("ams", {"segment_mass": 1e-9}, "ams: segment_mass is 1e-09; expected a share"),
+        ("qfilter", {"calibration": "b@0123456789ab"}, "the name and digest of a trace"),
+        ("builtins:dict", {"sink": 1}, "is a dict; expected a kvsim.Policy"),
+        ("math:sqrt", {"sink": 1}, "'math:sqrt' cannot be made of"),
+        ("tova", {"scorer__heads": "all"}, "no parameter 'scorer__heads'"),
+        ("adakv", {}, "not how they are scored; name a scorer too, such as adakv\\+tova"),
+        ("global", {}, "not how they are scored"),
+        ("tova+snapkv", {}, "tova scores by itself and takes no scorer inside"),
+        ("adakv+ams+tova", {}, "ams is an allocator and adakv around it needs a scorer"),
+        ("global+adakv+tova", {}, "adakv is an allocator and global around it needs a scorer"),
+        ("ams+full", {}, "full decides itself how many entries each head keeps"),
+        ("global+global+tova", {}, "a global score already"),
+        ("adakv+tova", {"floor": 1.5}, "adakv: floor is 1.5; expected a share from 0 to 1"),
+        ("chunkkv+tova", {"chunk": 0}, "chunkkv: chunk is 0; expected at least 1"),
+        ("ams", {"pool_kernel": 4}, "ams: pool_kernel is 4; expected an odd width"),
+        ("ams", {"min_quota": -1}, "ams: min_quota is -1; expected at least 0"),
+        ("ams", {"max_segment": 8}, "ams: max_segment is 8; expected at least min_segment, 16"),
+        ("ams", {"segment_mass": 0.0}, "ams: segment_mass is 0.0; expected a share"),
+        ("ams", {"credit_decay": 1.1}, "ams: credit_decay is 1.1; expected 0 to 1"),
+        ("ams", {"mode": "loose"}, "ams: mode is 'loose'; expected 'strict', 'reference'"),
+        ("pyramidkv", {"beta": 0.5}, "pyramidkv: beta is 0.5; expected at least 1"),
+        ("gkv", {"decay": 1.5}, "gkv: decay is 1.5"),
+        ("gkv", {"pool": "max", "pool_kernel": 4}, "pool_kernel is 4; expected an odd"),
+        ("rkv", {"mix_lambda": 2.0}, "mix_lambda is 2.0"),
+        ("expected_attention", {"query_buffer": 1}, "query_buffer is 1; expected at least 2"),
+        ("expected_attention", {"n_future": 0}, "n_future is 0"),
+        ("qfilter", {}, "qfilter: calibration is missing; give calibration="),
+        ("ams+triattention", {}, "triattention: calibration is missing"),
+        ("qfilter", {"calibration": "prefix:0"}, "qfilter: calibration is 'prefix:0'"),
+        ("qfilter", {"calibration": "no/such/trace"}, "qfilter: calibration is 'no/such/trace'"),
+        ("oracle", {"by": "luck"}, "oracle: by is 'luck'"),
+        ("criticalkv+tova", {"first_stage": 2.0}, "criticalkv: first_stage is 2.0"),
+        ("snapkv", {"window": 0}, "window is 0; expected at least 1"),
+        ("snapkv", {"window": "many"}, "window is 'many'; expected int"),
+        ("snapkv", {"window": 2.5}, "window is 2.5; expected int"),
+        ("snapkv", {"pool_kernel": 4}, "pool_kernel is 4; expected an odd width"),
+        ("snapkv", {"pool": "median"}, "pool is 'median'"),
+        ("streaming_llm", {"sink": -1}, "sink is -1; expected 0 or more"),
+        ("h2o", {"recent": -1}, "recent is -1"),
+        ("no.such.module:NAME", {}, "cannot import 'no.such.module'"),
+        ("math:no_such_policy", {}, "'math' has no 'no_such_policy'"),
+        ("math:pi", {}, "is a float; expected a kvsim.Policy"),
+    ],
+)
+def test_what_cannot_be_a_policy_is_refused_with_a_way_out(name, params, message):
+    """The error names what was found and what was expected, with a suggestion if one is close."""
+    with pytest.raises(PolicyError, match=message):
+        kvsim.policy(name, **params)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "budget", "smallest"),
+    [
+        ("streaming_llm", {}, 3, 4),
+        ("streaming_llm", {"sink": 9}, 1, 9),
+        ("snapkv", {}, 31, 32),
+        ("snapkv@kvpress", {}, 32, 64),
+        ("h2o", {"recent": 10}, 9, 10),
+    ],
+)
+def test_a_budget_below_what_is_protected_names_the_smallest_that_works(
+    name, params, budget, smallest
+):
+    """And that budget does work."""
+    policy = kvsim.policy(name, **params)
+
+    with pytest.raises(BudgetError, match=f"smallest budget that works is {smallest}"):
+        policy.check_budget(budget)
+    policy.check_budget(smallest)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_budget_below_one_entry_is_always_refused(name):
+    """Nothing can be kept in no room."""
+    with pytest.raises(BudgetError, match="expected at least 1 entry"):
+        make(name).check_budget(0)
+
+
+def test_a_keyword_goes_to_the_outermost_part_that_has_it():
+    """`scorer__` looks one part further in; the rest keeps its defaults."""
+    plain = kvsim.policy("ams+snapkv", window=9)
+    inner = kvsim.policy("ams+snapkv", scorer__window=9)
+    deep = kvsim.policy("adakv+criticalkv+expected_attention", epsilon=0.5, scorer__sink=2)
+
+    assert (plain.allocator.window, plain.scorer.window) == (9, 32)
+    assert (inner.allocator.window, inner.scorer.window) == (128, 9)
+    assert (deep.scorer.epsilon, deep.scorer.scorer.epsilon, deep.scorer.scorer.sink) == (
+        0.5,
+        0.01,
+        2,
+    )
+    assert deep.params["scorer__scorer__epsilon"] == 0.01
+
+
+def test_what_a_cross_changes_stands_in_its_fields():
+    """TOVA's average over heads and TriAttention's pinned prompt are resolved by the name."""
+    heads = {
+        name: kvsim.policy(name).params["heads"]
+        for name in ("tova", "ams", "ams@release", "adakv+tova", "chunkkv+tova", "global+tova")
+    }
+
+    assert heads == {
+        "tova": "all",
+        "ams": "group",
+        "ams@release": "all",
+        "adakv+tova": "group",
+        "chunkkv+tova": "all",
+        "global+tova": "all",
+    }
+    assert kvsim.policy("triattention", calibration="oracle").scorer.protect_prompt
+    assert not kvsim.policy("ams+triattention", calibration="oracle").scorer.protect_prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("ams", Schedule(512, prefill=False)),
+        ("ams+snapkv", Schedule(512, prefill=False)),
+        ("adakv+snapkv", Schedule(None)),
+        ("adakv+gkv", Schedule(128)),
+        ("global+knorm", Schedule(128)),
+        ("ams+global+knorm", Schedule(512, prefill=False)),
+        ("criticalkv+tova", Schedule(1)),
+        ("rpc", Schedule(1024, prefill=False)),
+        ("morphkv@original", Schedule(1, prefill=False)),
+        ("oracle", Schedule(128)),
+    ],
+)
+def test_a_cross_fires_when_its_outermost_part_says(name, schedule):
+    """AMS and the global score have schedules of their own, other parts take the scorer's."""
+    assert kvsim.policy(name).schedule == schedule
+
+
+def test_protection_beside_the_policy_counts_in_its_smallest_budget():
+    """Sinks, recent entries and the prompt are kept under any policy, and the Record says so."""
+    trace = make_case("normal", n=60, prompt_len=20).trace()
+    kept = Protection(sink=2, recent=3, prompt=True)
+    policy = kvsim.policy("knorm", protect=kept)
+
+    with pytest.raises(BudgetError, match=r"22 is below the 23 entries.*that works is 23"):
+        kvsim.replay(trace, policy, budget=22, interval=8)
+    record = kvsim.replay(trace, policy, budget=25, interval=8)
+    assert record.params["protect"] == {"sink": 2, "recent": 3, "prompt": True}
+    assert record.retained(trace.n_pos - 1)[..., :20].all()
+    for row in record.events:
+        assert record.retained(row)[..., row - 2 : row + 1].all()
+    shared = kvsim.policy("cake", window=3, protect=Protection(sink=8))
+    layers = make_case("sharp", layers=3, n=60, prompt_len=20).trace()
+    assert kvsim.replay(layers, shared, budget=14, interval=8).retained(59)[..., :8].all()
+
+
+def test_what_a_trace_or_a_schedule_lacks_is_said_before_any_work():
+    """The output projection, and rows enough for moments."""
+    trace = replace(make_case("normal", layers=2, n=40, prompt_len=4), o_proj=None).trace()
+
+    with pytest.raises(NeedsError, match=r"o_proj.*--o-proj"):
+        kvsim.replay(trace, kvsim.policy("criticalkv+tova"), budget=8)
+    with pytest.raises(NeedsError, match="o_proj"):
+        kvsim.replay(trace, kvsim.policy("expected_attention", value_norm="wo_v"), budget=8)
+    with pytest.raises(PolicyError, match="after 4 rows; expected at least 5"):
+        kvsim.replay(trace, kvsim.policy("expected_attention", sink=3), budget=3)
+
+
+def test_tight_budgets_of_ams_are_said():
+    """AMS goes on below its protected size, shortening one end, and the Record says which."""
+    trace = make_case("normal", n=60, prompt_len=4).trace()
+    strict = kvsim.replay(trace, kvsim.policy("ams"), budget=20, interval=8)
+    release = kvsim.replay(trace, kvsim.policy("ams@release"), budget=20, interval=8)
+
+    assert "holds 4 of 4 sinks and 16 of 32 recent entries" in strict.remark
+    assert "holds 0 of 4 sinks and 20 of 32 recent entries" in release.remark
+    assert strict.retained(trace.n_pos - 1)[..., :4].all()
+    assert kvsim.replay(trace, kvsim.policy("ams", window=8), budget=50, interval=4).remark == ""
+
+
+def test_a_policy_that_never_acts_is_remarked_on():
+    """Numbers without a loss are not a policy's merit where none of its events could evict."""
+    trace = make_case("normal", n=60, prompt_len=4).trace()
+    idle = kvsim.replay(trace, kvsim.policy("ams"), budget=20)
+
+    assert "ams: nothing is evicted at budget 20, because no event fires" in idle.remark
+    assert "give an interval" in idle.remark
+    assert kvsim.replay(trace, kvsim.policy("full"), budget=20).remark == ""
+    assert kvsim.replay(trace, kvsim.policy("tova"), budget=60).remark == ""
+
+
+def test_what_comes_late_is_refused_early():
+    """Layers that share a budget, buffers too short, budgets whose way out grows with them."""
+    trace = make_case("normal", layers=3, n=60, prompt_len=20).trace()
+
+    with pytest.raises(MemoryLimitError, match="cake shares a budget over all layers, which need"):
+        kvsim.replay(trace, kvsim.policy("cake", window=4), budget=8, memory=(64 << 20) + 999)
+    with pytest.raises(PolicyError, match=r"interval is 3, .* expected at least 6"):
+        kvsim.replay(trace, kvsim.policy("expected_attention@kvpress"), budget=8, interval=3)
+    pinned = kvsim.policy("pyramidkv", window=4, protect=Protection(prompt=True))
+    with pytest.raises(BudgetError, match="smallest budget that works is") as refused:
+        kvsim.replay(trace, pinned, budget=20, interval=16)
+    enough = int(str(refused.value).rpartition(" ")[2])
+    assert kvsim.replay(trace, pinned, budget=enough, interval=16).retained(59)[..., :20].all()
+    with pytest.raises(BudgetError):
+        kvsim.replay(trace, pinned, budget=enough - 1, interval=16)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"interval": 2.5}, "interval is 2.5; expected at least 1 row"),
+        ({"interval": "32"}, "interval is '32'"),
+        ({"layers": []}, "expected some layers"),
+        ({"layers": [1.0]}, "layer is 1.0; expected 0..0"),
+    ],
+)
+def test_what_is_no_schedule_and_no_layer_is_refused(given, message):
+    """With one line, and not from deep inside."""
+    trace = make_case("normal", n=30, prompt_len=4).trace()
+
+    with pytest.raises(PolicyError, match=message):
+        kvsim.replay(trace, kvsim.policy("tova"), 8, **given)

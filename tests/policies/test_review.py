@@ -1,0 +1,52 @@
+"""Wrappers say what they cannot rank; shares of a budget are those of exact numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from kvsim import Policy, Trace, replay
+from kvsim.core.attention import Rope
+from kvsim.core.policy import Schedule, Scorer
+from kvsim.core.view import View
+from kvsim.errors import ScoreError
+from kvsim.policies.criticalkv import CriticalKV
+from kvsim.policies.gkv import Global
+from kvsim.policies.knorm import Knorm
+
+
+@dataclass(frozen=True)
+class Undeclared(Scorer):
+    """Negative scores, which it does not declare."""
+
+    def score(self, view: View) -> Tensor:
+        """Short keys."""
+        length: Tensor = view.keys.norm(dim=-1)
+        return -length
+
+
+def _trace(n: int) -> Trace:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, heads, n, 8)).astype("f") for heads in (2, 1, 1))
+    o_proj = rng.normal(size=(1, 2, 8, 6)).astype("f")
+    return Trace.from_arrays(q, k, v, prompt_len=n - 4, rope=Rope.default(8), o_proj=o_proj)
+
+
+@pytest.mark.parametrize("wrapper", [Global, CriticalKV])
+def test_undeclared_negative_scores(wrapper: type[Global | CriticalKV]) -> None:
+    """A wrapper that compares sizes refuses negative scores that nobody declared, and names it."""
+    schedule = Schedule(interval=1)
+    with pytest.raises(ScoreError, match=r"Undeclared .* `signed`"):
+        replay(_trace(24), Policy("mine", wrapper(Undeclared()), schedule=schedule), 8)
+    assert replay(_trace(24), Policy("mine", wrapper(Knorm()), schedule=schedule), 8).events
+
+
+def test_first_stage_is_an_exact_share() -> None:
+    """int(100 x 0.57) is 56 entries of a first stage, which float32 would round to 57."""
+    policy = Policy("mine", CriticalKV(Knorm(), first_stage=0.57), schedule=Schedule(None))
+    record = replay(_trace(204), policy, 100, internals=True)
+    scores = record.internals[0].scores
+    assert (scores >= 1).sum(-1).tolist() == [[int(100 * 0.57)]] == [[56]]

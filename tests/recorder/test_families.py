@@ -1,0 +1,559 @@
+"""Families of models: each is recorded so that its attention follows from the trace alone."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import families
+import kvsim
+from families import FAMILIES, NEW, PROMPT, Family, ids
+from kvsim import store
+from kvsim.errors import CaptureError
+from kvsim.recorder.hooks import attention_modules
+
+CASES = [(name, kernel) for name, family in FAMILIES.items() for kernel in family.kernels]
+PROJECTIONS = ("o_proj", "dense", "c_proj")
+
+#: (scale, softcap, window, whether there are sinks) of each layer, from the configurations.
+EXPECTED = {
+    "mistral": [(16**-0.5, None, 100, False)] * 2,
+    "gemma2": [(40**-0.5, 5.0, 100, False), (40**-0.5, 5.0, None, False)],
+    "gemma3": [(40**-0.5, None, window, False) for window in (100, None, 100)],
+    "granite": [(0.1, None, None, False)] * 2,
+    "gpt_oss": [(16**-0.5, None, 100, True), (16**-0.5, None, None, True)],
+    "gpt2": [(8**-0.5, None, None, False)] * 2,
+}
+PLAIN = [(16**-0.5, None, None, False)] * 2
+
+#: (layout, rotated dimensions) of each layer.
+TURNS = {
+    "cohere": [("interleaved", 16)] * 2,
+    "glm4": [("interleaved", 8)] * 2,
+    "gemma3": [("half", 16)] * 3,
+    "gpt2": [("half", 0)] * 2,
+    "gpt_neox": [("half", 4)] * 2,
+    "phi4-mini": [("half", 12)] * 2,
+    "smollm3": [("half", 16), ("half", 0)],
+}
+
+
+@functools.cache
+def recorded(name, kernel):
+    """A family's model, what it computes in one forward, and its trace."""
+    model = FAMILIES[name].build(kernel)
+    trace = kvsim.capture(model, None, ids(PROMPT), max_new_tokens=NEW)
+    return model, trace
+
+
+def projections(model):
+    """The output projections of the attention modules, in order."""
+    return [
+        next(getattr(module, name) for name in PROJECTIONS if hasattr(module, name))
+        for module in attention_modules(model).values()
+    ]
+
+
+def own_outputs(model, tokens, qheads):
+    """What each layer's output projection is given in one forward [layer, qhead, n, d]."""
+    seen = []
+    handles = [
+        one.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+        for one in projections(model)
+    ]
+    with torch.no_grad():
+        model(torch.as_tensor(tokens)[None])
+    for handle in handles:
+        handle.remove()
+    return torch.stack([x.unflatten(-1, (qheads, -1)).transpose(0, 1) for x in seen])
+
+
+def by_definition(trace, layer, model):
+    """Attention output [qhead, n, d] in float64 from q, k, v and the model's configuration."""
+    module = attention_modules(model)[layer]
+    q, k, v = (trace.read(name, slice(layer, layer + 1))[0].double() for name in "qkv")
+    k, v = (x.repeat_interleave(trace.group, 0) for x in (k, v))
+    scale = getattr(module, "scaling", q.shape[-1] ** -0.5)
+    z = scale * q @ k.mT
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    if cap:
+        z = cap * torch.tanh(z / cap)
+    back = torch.arange(z.shape[-1])[:, None] - torch.arange(z.shape[-1])
+    hidden = back < 0
+    window = getattr(model.config, "sliding_window", None)
+    kinds = getattr(model.config, "layer_types", None)
+    if window and (kinds is None or kinds[layer] == "sliding_attention"):
+        hidden |= back >= window
+    z = z.masked_fill(hidden, -torch.inf)
+    sinks = getattr(module, "sinks", None)
+    if sinks is not None:
+        z = torch.cat([z, sinks.detach().double()[:, None, None].expand(-1, len(back), 1)], -1)
+    return z.softmax(-1)[..., : len(back)] @ v
+
+
+def state(model):
+    """Everything that a capture touches and must leave as it was."""
+    hooks = [
+        (len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
+    ]
+    homes = {sys.modules[type(module).__module__] for module in attention_modules(model).values()}
+    functions = [vars(home).get("apply_rotary_pos_emb") for home in homes]
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    return (
+        hooks,
+        functions,
+        attributes,
+        dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
+        model.training,
+    )
+
+
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_attention_follows_from_the_trace(name, kernel):
+    """Output by the definition equals the model's to 1e-5, in the prompt and in the response."""
+    model, trace = recorded(name, kernel)
+
+    assert (trace.prompt_len, trace.n_pos) == (PROMPT, PROMPT + NEW)
+    for layer in range(trace.n_layers):
+        expected = by_definition(trace, layer, model)
+        found = trace.read("attn_out", slice(layer, layer + 1))[0]
+        for rows in (slice(0, PROMPT), slice(PROMPT, None)):
+            gap = (found - expected)[:, rows].abs().amax()
+            assert float(gap / expected[:, rows].abs().max()) < 1e-5
+        again, _ = kvsim.core.attention.causal_attention(
+            *(trace.read(x, slice(layer, layer + 1))[0] for x in "qkv"), trace.formulas[layer]
+        )
+        assert float((again - found).abs().max() / found.abs().max()) < 1e-5
+    assert max(trace.meta["capture_check"]["max_relative_error"]) < 1e-5
+    # far from uniform, so that errors would show
+    assert trace.attention(0, range(50, 100)).amax(-1).mean() > 0.1
+
+
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_the_output_is_what_the_model_goes_on_with(name, kernel):
+    """In the prompt the recorded output is, bit for bit, what the output projection is given."""
+    model, _ = recorded(name, kernel)
+    trace = kvsim.capture(model, None, ids(PROMPT), max_new_tokens=0)
+
+    assert torch.equal(trace.attn_out, own_outputs(model, ids(PROMPT), trace.n_qheads))
+
+
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_the_header_says_what_the_configuration_says(name, kernel):
+    """Scale, softcap, window and sinks; how many dimensions turn, and which with which."""
+    model, trace = recorded(name, kernel)
+
+    found = [(f.scale, f.softcap, f.window, bool(f.sinks)) for f in trace.formulas]
+    assert found == EXPECTED.get(name, PLAIN)
+    turns = [(rope.layout, rope.rotary_dim) for rope in trace.ropes]
+    assert turns == TURNS.get(name, [("half", 16)] * 2)
+    if name == "gpt_oss":
+        for module, formula in zip(attention_modules(model).values(), trace.formulas, strict=True):
+            assert formula.sinks == tuple(module.sinks.double().tolist())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_before_the_rotary_embedding_do_not_depend_on_the_position(name):
+    """In the first layer equal tokens have equal keys, once what the trace names is undone."""
+    family = FAMILIES[name]
+    model, _ = recorded(name, family.kernels[0])
+    trace = kvsim.capture(model, None, [5] * 40, max_new_tokens=0)
+
+    keys = trace.ropes[0].unrotate(trace.k[0], torch.arange(40))
+
+    same = torch.allclose(keys, keys[:, :1].expand_as(keys), atol=1e-3 * float(keys.abs().max()))
+    assert same == (name != "gpt2")  # which adds a position to its embeddings
+    if name != "gpt2":
+        turned = (trace.k[0] - trace.k[0][:, :1]).abs().max()
+        assert turned > 0.1 * keys.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_capture_changes_nothing(name):
+    """The model computes the same before and after, and holds no hook, also after an error."""
+    model, _ = recorded(name, FAMILIES[name].kernels[-1])
+    tokens = torch.tensor([ids(30)])
+    with torch.no_grad():
+        before = model(tokens).logits
+    held = state(model)
+
+    def stop(done, total):
+        if done > 12:
+            raise ArithmeticError
+
+    kvsim.capture(model, None, ids(10), max_new_tokens=3)
+    with pytest.raises(ArithmeticError):
+        kvsim.capture(model, None, ids(10), max_new_tokens=9, progress=stop)
+
+    assert state(model) == held
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_stored_exactly(name, tmp_path):
+    """No bit of a bfloat16 model's arrays is lost, and its output is met within its rounding."""
+    family = FAMILIES[name]
+    model = family.build(family.kernels[0], torch.bfloat16)
+
+    trace = kvsim.capture(model, None, ids(PROMPT), max_new_tokens=5, out=tmp_path / "a.zarr")
+
+    rows = slice(0, PROMPT)
+    alone = kvsim.capture(model, None, ids(PROMPT), max_new_tokens=0)
+    own = own_outputs(model, ids(PROMPT), trace.n_qheads)
+    assert torch.equal(alone.attn_out, own.float())
+    assert torch.equal(trace.read("attn_out", pos=rows), own.float())
+    for array in "qkv":
+        found = trace.read(array)
+        assert torch.equal(found, found.bfloat16().float())
+        assert trace.source_dtypes[array] == "bfloat16"
+    assert max(trace.meta["capture_check"]["max_relative_error"]) < 5e-2
+    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "smollm3", "mistral"])
+def test_a_stored_trace_is_whole(name, tmp_path):
+    """It verifies, reads back with the same formulas, and replays where a layer sees everything."""
+    trace = families.trace_of(name, out=tmp_path / "a.zarr")
+
+    again = kvsim.open_trace(tmp_path / "a.zarr")
+
+    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    assert (again.formulas, again.ropes) == (trace.formulas, trace.ropes)
+    assert again.digest == recorded(name, FAMILIES[name].kernels[0])[1].digest
+    if name == "mistral":
+        return
+    record = kvsim.replay(again, kvsim.policy("snapkv"), 64)
+    assert record.layers == tuple(i for i in range(again.n_layers) if i not in again.windowed)
+    mass = kvsim.measure(again, record, metrics=["retained_mass"])["value"]
+    assert 0 < mass.min() < 1
+
+
+def test_a_window_that_hides_nothing_is_no_window():
+    """What is recorded depends on what was computed, so a short text has plain attention."""
+    model, _ = recorded("mistral", "sdpa")
+
+    trace = kvsim.capture(model, None, ids(90), max_new_tokens=10)
+    longer = kvsim.capture(model, None, ids(90), max_new_tokens=11)
+
+    assert [formula.window for formula in trace.formulas] == [None, None]
+    assert [formula.window for formula in longer.formulas] == [100, 100]
+
+
+def test_a_softcap_that_the_kernel_does_not_apply_is_no_part_of_the_trace():
+    """torch's kernel has none; what it computed is recorded, and a note says what is missing."""
+    model = FAMILIES["gemma2"].build("sdpa")
+
+    trace = kvsim.capture(model, None, ids(40), max_new_tokens=2)
+
+    assert [formula.softcap for formula in trace.formulas] == [None, None]
+    assert any("softcap of 5.0" in note and "eager" in note for note in trace.meta["notes"])
+
+
+def test_a_model_with_a_softcap_is_loaded_with_the_kernel_that_has_one(tmp_path):
+    """By default the model's own attention is what is loaded."""
+    FAMILIES["gemma2"].build().save_pretrained(tmp_path / "gemma2")
+
+    model, _ = kvsim.recorder.load_model(tmp_path / "gemma2")
+    other, _ = kvsim.recorder.load_model(tmp_path / "gemma2", attention="sdpa")
+
+    assert model.config._attn_implementation == "eager"
+    assert other.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama"])
+def test_a_folder_of_weights_alone_has_no_tokenizer(name, tmp_path):
+    """transformers makes an empty tokenizer for some families, which would cut responses."""
+    FAMILIES[name].build().save_pretrained(tmp_path / name)
+
+    _, tokenizer = kvsim.recorder.load_model(tmp_path / name)
+
+    assert tokenizer is None
+
+
+@pytest.mark.parametrize(("prompt", "new", "factor"), [(500, 12, 1), (520, 0, 2), (520, 30, 2)])
+def test_frequencies_that_depend_on_the_length_are_those_in_effect(prompt, new, factor):
+    """Longrope has two sets, and a prompt longer than the original context takes the long one."""
+    model = FAMILIES["phi4-mini"].build()
+
+    trace = kvsim.capture(model, None, ids(prompt), max_new_tokens=new)
+
+    short = [1e4 ** (-i / 6) / (1.0 + i) for i in range(6)]
+    expected = torch.tensor(short) / factor
+    assert torch.allclose(torch.tensor(trace.rope.inv_freq), expected, rtol=1e-5)
+
+
+def test_frequencies_that_change_on_the_way_are_refused():
+    """A response that grows past the original context has keys of two kinds: no trace says that."""
+    model = FAMILIES["phi4-mini"].build()
+
+    with pytest.raises(CaptureError, match="frequencies change with the length") as caught:
+        kvsim.capture(model, None, ids(500), max_new_tokens=30)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rotation_that_differs_late_is_refused(monkeypatch):
+    """Keys are checked in every row, not only in the first ones."""
+    model, _ = recorded("llama", "sdpa")
+    home = sys.modules[type(attention_modules(model)[0]).__module__]
+    turn = home.apply_rotary_pos_emb
+
+    def off(q, k, cos, sin, *args):
+        q, after = turn(q, k, cos, sin, *args)
+        return q, after * 1.01 if k.shape[2] == 1 else after
+
+    monkeypatch.setattr(home, "apply_rotary_pos_emb", off)
+    with pytest.raises(CaptureError, match=r"keys of layer 0 from position 256 on differ by 0\.0"):
+        kvsim.capture(model, None, ids(PROMPT), max_new_tokens=NEW)
+
+
+def test_keys_that_are_turned_by_unknown_means_are_refused(monkeypatch):
+    """A model that has a rotary embedding, and calls no function of the known name, is refused."""
+    model, _ = recorded("llama", "sdpa")
+    home = sys.modules[type(attention_modules(model)[0]).__module__]
+    turn = home.apply_rotary_pos_emb
+    monkeypatch.setattr(home, "turn_in_another_way", turn, raising=False)
+    source = type(attention_modules(model)[0]).forward
+    code = source.__code__.replace(
+        co_names=tuple(
+            "turn_in_another_way" if name == "apply_rotary_pos_emb" else name
+            for name in source.__code__.co_names
+        )
+    )
+    monkeypatch.setattr(source, "__code__", code)
+
+    with pytest.raises(CaptureError, match="unknown way"):
+        kvsim.capture(model, None, ids(20), max_new_tokens=1)
+
+
+REFUSED = {
+    "ALiBi": (
+        lambda: transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=64, hidden_size=48, n_layer=2, n_head=6)
+        ),
+        "called the attention kernel of transformers' table 0 times",
+    ),
+    "a kernel of its own": (
+        lambda: transformers.GPTJForCausalLM(
+            transformers.GPTJConfig(vocab_size=64, n_embd=48, n_layer=2, n_head=6, rotary_dim=4)
+        ),
+        "called the attention kernel of transformers' table 0 times",
+    ),
+    "chunks of attention": (
+        lambda: Family(
+            "Llama4",
+            "",
+            config="Llama4TextConfig",
+            changes={
+                "attention_chunk_size": 16,
+                "num_local_experts": 2,
+                "intermediate_size_mlp": 64,
+            },
+        ).build("sdpa"),
+        "recomputed from its q, k, v, differs",
+    ),
+    "layers without attention": (
+        lambda: Family("Qwen3Next", "", changes={"num_hidden_layers": 4}).build("sdpa"),
+        "1 of 4 layers of Qwen3NextForCausalLM have attention",
+    ),
+    "no attention": (
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=64, hidden_size=48, num_hidden_layers=2)
+        ),
+        "no attention modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_compute_something_else_are_refused(case, tmp_path):
+    """What a trace cannot describe is refused in one line, and nothing is written."""
+    make_model, message = REFUSED[case]
+    model = make_model().eval()
+
+    with pytest.raises(CaptureError, match=message) as caught:
+        kvsim.capture(model, None, ids(40), max_new_tokens=4, out=tmp_path / "a.zarr")
+
+    assert "\n" not in str(caught.value)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_token_is_recorded():
+    """Position 0 does not turn, so any rotary embedding fits; the first of the model is named."""
+    model, _ = recorded("gemma3", "sdpa")
+
+    trace = kvsim.capture(model, None, [3], max_new_tokens=0)
+
+    assert trace.n_pos == 1
+    longer = kvsim.capture(model, None, [3], max_new_tokens=20)
+    assert longer.ropes == recorded("gemma3", "sdpa")[1].ropes
+
+
+def test_the_families_named_by_the_documentation_are_all_tested():
+    """Every model type that transformers' classes of the table have is one of the cases."""
+    types = {family.build().config.model_type for family in FAMILIES.values()}
+
+    wanted = "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 cohere granite"
+    assert types >= {*wanted.split(), "smollm3", "glm4", "gpt_oss", "gpt_neox", "gpt2"}
+
+
+# --- residual stream and output projection ---
+
+
+def random_biases(model):
+    """The model with other biases of its output projections than 0, which would test nothing."""
+    with torch.no_grad():
+        for projection in projections(model):
+            if getattr(projection, "bias", None) is not None:
+                projection.bias.copy_(torch.randn(projection.bias.shape))
+    return model
+
+
+def own_layers(model):
+    """The decoder layers, under the names that the families of the table have for them."""
+    base = model.base_model
+    return base.h if hasattr(base, "h") else base.layers
+
+
+def own_stream(model, tokens):
+    """Layer inputs and outputs of projections in one forward, [layer, n, hidden] each."""
+    inputs, outputs = [], []
+
+    def before(_, args, kwargs):
+        inputs.append((args[0] if args else kwargs["hidden_states"])[0].clone())
+
+    handles = [one.register_forward_pre_hook(before, with_kwargs=True) for one in own_layers(model)]
+    handles += [
+        one.register_forward_hook(lambda _, __, output: outputs.append(output[0].clone()))
+        for one in projections(model)
+    ]
+    with torch.no_grad():
+        model(torch.as_tensor(tokens)[None])
+    for handle in handles:
+        handle.remove()
+    return torch.stack(inputs), torch.stack(outputs)
+
+
+def gap(found, expected):
+    """Largest difference in a layer, over its largest number."""
+    difference = (found.double() - expected.double()).abs().amax((1, 2))
+    return float((difference / expected.double().abs().amax((1, 2))).max())
+
+
+def projected(trace, model):
+    """Attention output through the recorded projection, and the model's bias [layer, n, hidden]."""
+    sums = torch.einsum("lind,lidh->lnh", trace.attn_out.double(), trace.o_proj.double())
+    for layer, projection in enumerate(projections(model)):
+        if getattr(projection, "bias", None) is not None:
+            sums[layer] += projection.bias.detach()
+    return sums
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stream_and_the_projections_are_the_models_own(name, tmp_path):
+    """Layer inputs, and outputs of the projections by the trace, are those of one forward."""
+    family = FAMILIES[name]
+    model = random_biases(family.build(family.kernels[0]))
+    options = {"max_new_tokens": 5, "residual": True, "o_proj": True}
+
+    stored = kvsim.capture(model, None, ids(PROMPT), out=tmp_path / "a.zarr", **options)
+    memory = kvsim.capture(model, None, ids(PROMPT), **options)
+
+    inputs, outputs = own_stream(model, stored.tokens)
+    assert gap(stored.residual, inputs) < 1e-5
+    assert gap(projected(stored, model), outputs) < 1e-5
+    # another layer, row or head would show
+    assert gap(stored.residual[1:], inputs[:-1]) > 0.1
+    assert gap(stored.residual.roll(1, 1), inputs) > 0.1
+    swapped = torch.einsum(
+        "lind,lidh->lnh", stored.attn_out.double(), stored.o_proj.double().roll(1, 1)
+    )
+    assert gap(swapped, outputs) > 0.1
+    assert torch.equal(stored.residual, memory.residual)
+    assert torch.equal(stored.o_proj, memory.o_proj)
+    assert store.verify(stored.path, deep=True).ok
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stream_of_a_prompt_is_kept_bit_for_bit(name):
+    """A prompt alone is recorded by the very forward that hooks see."""
+    family = FAMILIES[name]
+    model = family.build(family.kernels[-1], torch.bfloat16)
+
+    trace = kvsim.capture(model, None, ids(60), max_new_tokens=0, residual=True)
+
+    assert torch.equal(trace.residual, own_stream(model, ids(60))[0].float())
+
+
+def test_the_stream_begins_as_the_model_begins(tmp_path):
+    """Gemma 2 and Granite scale the embedding, GPT-2 adds positions; verify tells them apart."""
+    granite = replace(FAMILIES["granite"], changes={"embedding_multiplier": 12.0})
+    models = {
+        "gemma2": FAMILIES["gemma2"].build("eager"),
+        "granite": granite.build("sdpa"),
+        "gpt2": FAMILIES["gpt2"].build("sdpa"),
+    }
+    tokens = [3, 5, 5, 3, 5, 9]
+    rows = {name: one.get_input_embeddings().weight[tokens] for name, one in models.items()}
+    expected = {
+        "gemma2": rows["gemma2"] * 48**0.5,
+        "granite": rows["granite"] * 12.0,
+        "gpt2": rows["gpt2"] + models["gpt2"].base_model.wpe.weight[: len(tokens)],
+    }
+
+    for name, model in models.items():
+        trace = kvsim.capture(
+            model, None, tokens, max_new_tokens=2, residual=True, out=tmp_path / f"{name}.zarr"
+        )
+        assert torch.allclose(trace.residual[0, : len(tokens)], expected[name], rtol=1e-6)
+        assert torch.equal(trace.residual[0, 1], trace.residual[0, 2]) == (name != "gpt2")
+        assert store.verify(trace.path, deep=True).ok
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere"])
+def test_attention_that_was_given_something_else_is_refused(name):
+    """The norm in front of attention is found under its names, also where the MLP is parallel."""
+    model = FAMILIES[name].build("sdpa")
+    norm = "ln_1" if name == "gpt2" else "input_layernorm"
+    getattr(own_layers(model)[1], norm).register_forward_hook(lambda _, __, out: out.roll(1, 1))
+
+    capture = functools.partial(kvsim.capture, model, None, ids(40), max_new_tokens=0)
+    assert capture().n_pos == 40
+    with pytest.raises(CaptureError, match=rf"layer 1 was .* differs by .* from {norm} of the res"):
+        capture(residual=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_projections_of_other_names_are_measured(name):
+    """What is not the matrix of the module is refused, whatever it is called."""
+    model = FAMILIES[name].build("sdpa")
+    projections(model)[1].register_forward_hook(lambda _, __, out: out * 1.01)
+
+    called = "c_proj" if name == "gpt2" else "dense"
+    with pytest.raises(CaptureError, match=rf"{called} of layer 1 differs by 0\.0"):
+        kvsim.capture(model, None, ids(40), max_new_tokens=0, o_proj=True)
+
+
+def test_opt_has_both(tmp_path):
+    """Its projection is called out_proj, and its positions are learned."""
+    changes = {"ffn_dim": 64, "word_embed_proj_dim": 48, "hidden_size": 48, "pad_token_id": 1}
+    model = Family("OPT", "", changes=changes).build("sdpa")
+
+    trace = kvsim.capture(
+        model, None, ids(40), max_new_tokens=5, residual=True, o_proj=True, out=tmp_path / "a.zarr"
+    )
+
+    with torch.no_grad():
+        states = model(trace.tokens[None], output_hidden_states=True).hidden_states
+    assert gap(trace.residual, torch.cat(states[:-1])) < 1e-5
+    weights = [layer.self_attn.out_proj.weight for layer in model.model.decoder.layers]
+    expected = torch.stack([weight.T.unflatten(0, (6, 8)) for weight in weights])
+    assert torch.equal(trace.o_proj, expected)
+    assert store.verify(trace.path, deep=True).ok

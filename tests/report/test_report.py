@@ -1,0 +1,217 @@
+"""`kvsim report`: one page that needs nothing else and escapes whatever a run holds."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import polars as pl
+import pytest
+
+import kvsim
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.table import COLUMNS
+from kvsim.cli import _status
+from kvsim.core.policy import Policy
+from kvsim.errors import OutputError, PolicyError
+from kvsim.report import read_run, write_report
+from kvsim.sweeps.run import sweep
+
+HOSTILE = "<script>alert('x')</script>&\"' {body} [link](javascript:x)"
+
+
+class Reader(HTMLParser):
+    """What stands in a page: tags with their attributes, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        """A tag."""
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        """Text between tags."""
+        self.text += data
+
+
+def read(path):
+    """A page, parsed."""
+    reader = Reader()
+    reader.feed(path.read_text("utf-8"))
+    return reader
+
+
+def saved(folder, values, **more):
+    """A run folder with made-up values by policy, one per prompt."""
+    folder.mkdir()
+    rows = []
+    for policy, numbers in values.items():
+        for trace, value in enumerate(numbers):
+            for name in ("output_error", "wipeout"):
+                row = dict.fromkeys(COLUMNS)
+                row |= {"trace": f"t{trace}", "policy": policy, "metric": name, "value": value}
+                row |= {"variant": METRICS[name].main, "budget": 64, "layer": 0, "params": "{}"}
+                rows.append(row | {"unit": METRICS[name].unit, "fidelity": "open"} | more)
+    pl.DataFrame(rows, schema=COLUMNS).write_parquet(folder / "results.parquet")
+    (folder / "run.json").write_text(json.dumps({"budgets": ["64"], "remarks": [HOSTILE]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run of the sample."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    policies: list[Policy] = [kvsim.policy("tova"), kvsim.policy("ams", window=16)]
+    found = sweep([trace], policies, ["25%", 64], interval=64, prefill=False)
+    return found.save(tmp_path_factory.mktemp("runs") / "real")
+
+
+def test_a_page_has_results_figures_claims_and_provenance(run, tmp_path, capsys):
+    """From one command, with the numbers of the Table."""
+    out = tmp_path / "pages" / "r.html"
+    status = _status(["report", str(run), "--out", str(out)])
+    page = read(out)
+    table = read_run(run).table
+    error = table.filter(policy="tova", share="25%", metric="output_error")["value"].mean()
+
+    assert (status, capsys.readouterr().out) == (0, f"Written to {out}.\n")
+    assert f"{error:.3f}" in page.text
+    for part in ("Results", "Figures", "Beside tova", "The traces", "What the papers say"):
+        assert part in page.text
+    assert "AMS around tova wipes out fewer regions" in page.text
+    assert "cannot be said" in page.text
+    assert '"budgets"' in page.text
+    assert "sha256:" in page.text
+    assert len([1 for tag, _ in page.tags if tag == "img"]) == 2
+
+
+def test_a_page_needs_nothing_else(run, tmp_path):
+    """No scripts, no links, no address but those of the images that it holds."""
+    page = read(write_report([run], tmp_path / "r.html"))
+    places = [a[name] for _, a in page.tags for name in ("src", "href") if name in a]
+
+    assert all(place.startswith("data:image/svg+xml;base64,") for place in places)
+    assert {"script", "link", "iframe", "object"}.isdisjoint(tag for tag, _ in page.tags)
+    assert any("default-src 'none'" in str(a.get("content")) for _, a in page.tags)
+
+
+def test_texts_of_a_run_are_escaped(tmp_path):
+    """Names of policies and domains, remarks and folders may hold anything."""
+    folder = saved(tmp_path / "<b>run", {HOSTILE: [0.1, 0.2], "tova": [0.3, 0.5]}, domain=HOSTILE)
+    second = saved(tmp_path / "other", {HOSTILE: [0.1], "tova": [0.3]}, domain="ore", budget=32)
+    page = write_report([folder, second], tmp_path / "r.html").read_text("utf-8")
+    found = read(tmp_path / "r.html")
+
+    assert {"script", "b>run"}.isdisjoint(tag for tag, _ in found.tags)
+    assert "<script" not in page
+    assert found.text.count("alert('x')") >= 4
+    assert html.escape(HOSTILE) in page
+
+
+def test_verdicts_follow_from_the_intervals(tmp_path):
+    """What lies above zero on all prompts holds, beside its number."""
+    values = {"tova": [2.0, 2.2, 2.1], "ams": [1.0, 1.1, 1.0]}
+    folder = saved(tmp_path / "r", values, interval=16, prefill=False)
+    page = read(write_report([folder], tmp_path / "r.html"))
+
+    assert re.search(r"AMS is better than tova\s*holds", page.text)
+    assert "+1.067" in page.text
+    assert re.search(r"Of \d+ claims these results have numbers for \d+: \d+ hold", page.text)
+
+
+def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
+    """Every claim is on the page, with the command that gives what it lacks."""
+    out = write_report([saved(tmp_path / "r", {"h2o": [0.1, 0.2]})], tmp_path / "r.html")
+    page = read(out)
+
+    for paper, number in (("Q", 13), ("G", 14), ("E", 7), ("S", 6)):
+        for i in range(1, number + 1):
+            assert f"<td>{paper}{i}</td>" in out.read_text("utf-8")
+    assert "kvsim replay --policy tova,ams --interval N --no-prefill --out RUN" in page.text
+    assert "kvsim report RUN TRACE..." in page.text
+
+
+def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
+    """By default the first one of which regions can be lost, or the one that is asked for."""
+    folder = saved(tmp_path / "r", {"full": [0.0, 0.0], "tova": [0.3, 0.5], "h2o": [0.1, 0.2]})
+    table = pl.read_parquet(folder / "results.parquet")
+    kept = table.filter((pl.col("policy") != "full") | (pl.col("metric") != "wipeout"))
+    kept.write_parquet(folder / "results.parquet")
+    page = read(write_report([folder], tmp_path / "r.html"))
+    asked = read(write_report([folder], tmp_path / "b.html", "h2o"))
+
+    assert "Beside tova" in page.text
+    assert "Beside h2o" in asked.text
+    with pytest.raises(PolicyError, match="no policy 'rkv'"):
+        write_report([folder], tmp_path / "c.html", "rkv")
+
+
+def test_labels_split_the_results(tmp_path):
+    """A table for a label of several values, none for one."""
+    folder = saved(tmp_path / "r", {"tova": [0.1, 0.2]}, domain="ore", level=1)
+    table = pl.read_parquet(folder / "results.parquet")
+    domain = pl.when(pl.col("trace") == "t1").then(pl.lit("fruit")).otherwise(pl.col("domain"))
+    table.with_columns(domain=domain).write_parquet(folder / "results.parquet")
+    page = read(write_report([folder], tmp_path / "r.html"))
+
+    assert "By domain" in page.text
+    assert "By level" not in page.text
+
+
+def test_what_is_no_run_is_refused(tmp_path, run, capsys):
+    """With what was expected; nothing is written."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(OutputError, match=r"no run folder: .*run\.json is missing"):
+        read_run(empty)
+    damaged = saved(tmp_path / "damaged", {"tova": [0.1]})
+    (damaged / "run.json").write_text("{")
+    with pytest.raises(OutputError, match="damaged"):
+        read_run(damaged)
+    old = saved(tmp_path / "old", {"tova": [0.1]})
+    pl.read_parquet(old / "results.parquet").drop("domain").write_parquet(old / "results.parquet")
+    with pytest.raises(OutputError, match="no columns domain"):
+        read_run(old)
+    (tmp_path / "there.html").write_text("mine")
+    assert _status(["report", str(run), "--out", str(tmp_path / "there.html")]) == 2
+    assert "exists; give another --out" in capsys.readouterr().err
+    assert (tmp_path / "there.html").read_text() == "mine"
+    assert _status(["report", str(run), "--out", str(tmp_path / "there.html"), "--overwrite"]) == 0
+    assert _status(["report", str(tmp_path / "there.html"), "--out", str(tmp_path / "x.html")]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+
+
+def test_results_of_one_policy_are_told_apart_by_what_differs(tmp_path):
+    """Ablations by their parameters, and by the schedule where that alone differs."""
+    one = saved(tmp_path / "one", {"tova": [0.1, 0.2]}, interval=64, prefill=False)
+    other = saved(tmp_path / "other", {"tova": [0.3, 0.4]}, params='{"heads": "group"}')
+    third = saved(tmp_path / "third", {"tova": [0.5, 0.6]}, interval=16, prefill=False)
+    page = read(write_report([one, other, third], tmp_path / "r.html"))
+
+    assert "tova (heads=group)" in page.text
+    assert "tova (after: every 64 rows)" in page.text
+    assert "tova (after: every 16 rows)" in page.text
+    asked = read(write_report([one, other], tmp_path / "b.html", "tova (heads=group)"))
+    assert "Beside tova (heads=group)" in asked.text
+
+
+def test_what_cannot_be_told_apart_is_refused(tmp_path):
+    """Two values in one place, a name that another result would have, or no value at all."""
+    one = saved(tmp_path / "one", {"tova": [0.1]})
+    again = saved(tmp_path / "again", {"tova": [0.2]})
+    with pytest.raises(PolicyError, match="different values of output_error for tova on t0"):
+        write_report([one, again], tmp_path / "r.html")
+    other = saved(tmp_path / "other", {"tova": [0.1], "tova (a=1)": [0.1]}, params='{"a": 1}')
+    with pytest.raises(PolicyError, match=r"two results would be called tova \(a=1\)"):
+        write_report([one, other], tmp_path / "r.html")
+    with pytest.raises(PolicyError, match="no values"):
+        write_report([saved(tmp_path / "none", {"tova": [None]})], tmp_path / "r.html")
+    broken = saved(tmp_path / "broken", {"tova": [0.1]}, params=HOSTILE)
+    with pytest.raises(PolicyError, match=r"parameters of tova are .*; expected a JSON object"):
+        write_report([broken], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()

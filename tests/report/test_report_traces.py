@@ -1,0 +1,297 @@
+"""`kvsim report` of traces: numbers with intervals, figures, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
+from kvsim.analysis.findings import FINDINGS, findings
+from kvsim.analysis.output.reconstruction import reconstruction_table
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import Interval
+from kvsim.cli import _status
+from kvsim.errors import OutputError, PolicyError, TraceError
+from kvsim.report import page, read_run, write_report
+from kvsim.report.html import called
+from kvsim.report.study import METHODS, RATIOS, study
+from kvsim.sweeps.run import sweep
+
+HOSTILE = "<script>alert('x')</script>&\"' $\\foo$ {body}"
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, text, and the cells of each table, by the heading above it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.tables, self._heading, self._inside = [], "", {}, "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        """A tag."""
+        self.tags.append((tag, dict(attrs)))
+        self._inside = {"h2": "h2", "td": "td"}.get(tag, self._inside)
+        if tag == "h2":
+            self._heading = ""
+        if tag == "tr":
+            self.tables.setdefault(self._heading, []).append([])
+        if tag == "td":
+            self.tables[self._heading][-1].append("")
+
+    def handle_endtag(self, tag):
+        """The end of one."""
+        self._inside = "" if tag == self._inside else self._inside
+
+    def handle_data(self, data):
+        """Text between tags."""
+        self.text += data
+        if self._inside == "h2":
+            self._heading += data
+        if self._inside == "td":
+            self.tables[self._heading][-1][-1] += data
+
+    def row(self, heading, *first):
+        """The first row of a section's tables that starts with these cells."""
+        return next(r for r in self.tables[heading] if r[: len(first)] == list(first))
+
+
+def settling(layers, n, *, speed, seed, name, **more):
+    """A trace of which the queries and keys approach the same ones from layer to layer."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    depth = torch.arange(layers) / max(1, layers - 1)
+    near = torch.sin((depth * speed).clamp(max=1) * torch.pi / 2)[:, None, None, None]
+    far = (1 - near**2).sqrt()
+    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
+    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
+    v = normal(layers, 2, n, 8)
+    more = {"prompt_len": n - 8, "token_text": [HOSTILE] * n, **more}
+    return kvsim.Trace.from_arrays(2 * q, k, v, rope=kvsim.Rope.default(8), name=name, **more)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the sample."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    found = sweep([trace], [kvsim.policy("tova")], [64], interval=64, prefill=False)
+    return found.save(tmp_path_factory.mktemp("runs") / "real")
+
+
+@pytest.fixture(scope="module")
+def beside(run, tmp_path_factory):
+    """The page of the run and its trace, from the command line."""
+    out = tmp_path_factory.mktemp("pages") / "beside.html"
+    assert _status(["report", str(run), "sample", "--out", str(out)]) == 0
+    return out.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def several():
+    """Of nine layers: one with a hostile name selects, one never does, one has no response."""
+    return [
+        settling(9, 100, speed=3.0, seed=0, name=HOSTILE),
+        settling(9, 100, speed=0.0, seed=1, name="random"),
+        settling(9, 80, speed=3.0, seed=2, name="prompt", prompt_len=80),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(several):
+    """The page of three traces without a run."""
+    return page([], traces=several)
+
+
+EXPECTED, LAYERS = "Expected beside observed attention", "How layers rank the prompt"
+EVICTION, QUERIES = "What one eviction does to the output", "How queries are distributed"
+
+
+def test_a_page_has_what_its_traces_say_beside_the_run(beside):
+    """Sections of both, and claims that a run alone cannot answer."""
+    found = Reader(beside)
+    titles = [title for title in found.tables if title]
+
+    for title in ("Results", "What the traces say", EXPECTED, LAYERS, EVICTION, QUERIES):
+        assert title in titles
+    assert "Where this comes from" in found.text
+    assert found.text.index("Results") < found.text.index(EXPECTED)
+    assert found.text.index(QUERIES) < found.text.index("What the papers say")
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    assert trace.digest in found.row("What the traces say", "sample")
+    assert not any("expectation" in row[0] for row in found.tables["The traces"] if row)
+    claim = found.row("What the papers say", "E1")
+    layer = findings(trace, ["expectation"]).filter(layer=1)["value"].mean()
+    assert f"{layer:+.3f}" in claim[-1]
+
+
+def test_the_numbers_are_those_of_the_analyses(beside):
+    """Of one prompt, without intervals: layer by layer, and of all."""
+    found, trace = Reader(beside), kvsim.open_trace(kvsim.sample_trace())
+    agreement = expected_and_observed(trace, trace.prompt_len).spearman.mean(-1)  # [step, layer]
+    for layer in range(3):
+        values = [f"{x:.3f}" for x in agreement[:, layer]]
+        assert found.row(EXPECTED, str(layer))[1:] == values
+    assert found.row(EXPECTED, "all")[1:] == [f"{x:.3f}" for x in agreement.mean(-1)]
+
+    table = findings(trace)
+    for layer in range(3):
+        part = table.filter(layer=layer)
+        entropy = part.filter(metric="layer_entropy")["value"].item()
+        row = found.row(LAYERS, str(layer))
+        assert row[1] == f"{entropy:.3f}"
+        relative = part.filter(metric="rank_relative", variant="k=25%")["value"].to_list()
+        assert row[3] == (f"{relative[0]:.3f}" if relative else "-")
+        gaps = [part.filter(variant=f"skip={skip}")["value"].item() for skip in (4, 0)]
+        row = found.row(QUERIES, str(layer))
+        assert row[2:] == [f"{gap:.3f}" for gap in gaps]
+        distance = part.filter(metric="normal_distance")
+        assert row[1] == f"{distance['value'].mean():.3f}chance {distance['chance'].mean():.3f}"
+    errors = reconstruction_table(trace, [kvsim.policy("snapkv")], RATIOS)
+    means = [errors.filter(ratio=ratio)["relative_head_error"].mean() for ratio in RATIOS]
+    assert found.row(EVICTION, "snapkv")[1:] == [f"{mean:.3f}" for mean in means]
+    assert "layer 1 alone is tested" in found.text
+
+
+def test_several_traces_have_intervals_and_are_counted(alone, several):
+    """Over prompts; a trace without a response has no expectation, and is counted as one."""
+    found = Reader(alone)
+    with_response = several[:2]
+    by_step = np.array(
+        [expected_and_observed(t, t.prompt_len).spearman.mean((1, 2)) for t in with_response]
+    )
+    cells = [f"{Interval.of(by_step[:, i]).text('.3f')} (2 of 3)" for i in range(len(STEPS))]
+    assert found.row(EXPECTED, "all")[1:] == cells
+    entropy = pl.concat([findings(t, ["layer_entropy"]) for t in several]).filter(layer=4)
+    assert found.row(LAYERS, "4")[1] == Interval.of(entropy["value"].to_numpy()).text(".3f")
+    assert "9 layers" in found.text
+    assert "means over prompts" in found.text
+    assert "kvsim report: 3 traces" in found.text
+
+
+def test_selection_layers_count_the_prompts_that_select(alone, several):
+    """Of three, the random one never does; ASL's own threshold before the others."""
+    table = pl.concat([findings(trace, ["selection_layer"]) for trace in several])
+    at = table.filter(variant="k=25%,tau=0.3")["value"].to_list()
+    assert at[1] is None
+    known = np.array([x for x in at if x is not None], float)
+    row = Reader(alone).row(LAYERS, "k=25%,tau=0.3")
+
+    assert row == ["k=25%,tau=0.3", Interval.of(known).text(".1f"), f"{len(known)} of 3"]
+    variants = [r[0] for r in Reader(alone).tables[LAYERS] if r and r[0].startswith("k=")]
+    assert sorted(variants) == sorted(table["variant"].unique())
+    assert all(name.endswith("tau=0.3") for name in variants[:3])
+    assert "ASL select on any" not in alone
+
+
+def test_an_eviction_without_a_rule_is_named_and_counted(alone):
+    """A quarter of 64 rows is less than SnapKV's window, and of the others more."""
+    found = Reader(alone)
+    assert re.search(r"Not measured: snapkv: budget 16 is below the 32 entries", found.text)
+    assert {row[0] for row in found.tables[EVICTION] if row} == set(METHODS)
+    assert found.row(EVICTION, "snapkv")[3] == "-"
+    assert "of 3)" not in "".join(found.row(EVICTION, "tova"))
+
+
+def test_names_and_texts_of_traces_are_escaped(alone):
+    """On the page and in the figures, where they are no mathematics either."""
+    found = Reader(alone)
+    assert "script" not in {tag for tag, _ in found.tags}
+    assert "<script" not in alone
+    assert html.escape(HOSTILE) in alone
+    images = [attributes["src"] for tag, attributes in found.tags if tag == "img"]
+    drawn = [base64.b64decode(x.partition(",")[2]) for x in images if "svg" in x.partition(",")[0]]
+    assert len(drawn) >= 7
+    assert not any(b"<script" in one for one in drawn)
+    kinds = {x.partition(",")[0] for x in images}
+    assert kinds == {"data:image/svg+xml;base64", "data:image/png;base64"}
+    wide = [int(a["width"]) for tag, a in found.tags if tag == "img" and "width" in a]
+    assert len(wide) == 2
+    assert all(300 < width < 1200 for width in wide)
+
+
+def test_every_step_is_reported_in_order(several):
+    """From 0 up, of one number; the last trace comes last."""
+    seen = []
+    found = study(several[1:], lambda *at: seen.append(at))
+    done, total, what = zip(*seen, strict=True)
+
+    assert list(done) == list(range(2 * (len(FINDINGS) + 1)))
+    assert set(total) == {len(done)}
+    assert what[0] == "random: expectation"
+    assert what[-1] == "prompt: reconstruction error"
+    assert found.findings.height == sum(findings(trace).height for trace in several[1:])
+    assert found.first.trace is several[1]
+
+
+def test_a_trace_too_short_for_anything_still_has_a_page():
+    """Of two tokens: what it is, and that the papers cannot be answered."""
+    one = settling(2, 2, speed=1.0, seed=0, name="short", prompt_len=1)
+    found = Reader(page([], traces=[one]))
+
+    assert "What the traces say" in found.tables
+    assert EXPECTED not in found.tables
+    assert LAYERS not in found.tables
+    assert "cannot be said" in found.text
+
+
+def test_headings_of_metrics_and_findings():
+    """Their summaries on hover, their main variants below."""
+    for name, what in {**METRICS, **FINDINGS}.items():
+        assert html.escape(what.summary) in called(name)
+        assert what.main in called(name)
+    with pytest.raises(KeyError):
+        called("nothing")
+
+
+def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
+    """Another content under the same name, another name, two of one name; nothing is written."""
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    own = sample.q, sample.k, sample.v
+    given = {"prompt_len": sample.prompt_len, "rope": sample.rope, "scale": sample.scale}
+    other = kvsim.Trace.from_arrays(*own, name="sample", **given)
+    stranger = kvsim.Trace.from_arrays(*own, name="stranger", **given)
+    out = tmp_path / "r.html"
+
+    assert other.digest != sample.digest
+    with pytest.raises(OutputError) as refused:
+        write_report([run], out, traces=[other])
+    for part in (other.digest, sample.digest, str(run), "give that trace, or replay this one"):
+        assert part in str(refused.value)
+    with pytest.raises(OutputError, match=r"stranger is not among the traces of .*: sample; leave"):
+        write_report([run], out, traces=[sample, stranger])
+    with pytest.raises(TraceError, match="are both called 'sample', and results"):
+        write_report([], out, traces=[sample, other])
+    with pytest.raises(PolicyError, match="nothing to report; give a run or a trace"):
+        write_report([], out)
+    with pytest.raises(PolicyError, match="no policies to compare with 'tova'"):
+        write_report([], out, "tova", traces=[sample])
+    assert not out.exists()
+    assert read_run(run).parameters["traces"] == {"sample": sample.digest}
+
+
+def test_what_is_neither_run_nor_trace_is_refused(run, tmp_path, capsys):
+    """With a line that says what was found, and status 2."""
+    missing, plain = tmp_path / "x.zarr", tmp_path / "plain"
+    plain.mkdir()
+    out = ["--out", str(tmp_path / "r.html")]
+    for path, says in (
+        (missing, "does not exist, expected a trace"),
+        (plain, "is no run folder"),
+        (run / "records.zarr", "is no kvsim trace"),
+    ):
+        assert _status(["report", "sample", str(path), *out]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    assert _status(["report", *out]) == 2
+    assert not (tmp_path / "r.html").exists()

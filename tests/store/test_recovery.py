@@ -1,0 +1,901 @@
+"""Interrupted captures: what is kept, what `recover` makes of it, and what is never lost."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvsim.core.trace import open_trace
+from kvsim.errors import CaptureError, TraceError, TraceExistsError, TraceNotFoundError
+from kvsim.recorder import capture, capture_many, load_model
+from kvsim.recorder.prompts import Prompt
+from kvsim.store import (
+    TraceWriter,
+    check_writable,
+    describe,
+    draft,
+    find_drafts,
+    publication,
+    recover,
+    verify,
+)
+from kvsim.store.group import Group
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PROMPT, RESPONSE = 300, 260
+
+
+def load(name):
+    """A benchmark script as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+check_prefix = load("crash").check_prefix
+
+
+@functools.cache
+def small(dtype=torch.float32, attention="sdpa"):
+    """A random model of two layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        attn_implementation=attention,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def ids(n):
+    """Random token ids of the small model."""
+    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def record(path, *, model=None, prompt=PROMPT, **options):
+    """Record a prompt and a response of more than one block each."""
+    settings = {"max_new_tokens": RESPONSE, **options}
+    return capture(model or small(), None, ids(prompt), out=path, **settings)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The undisturbed capture, of 560 tokens."""
+    return record(tmp_path_factory.mktemp("whole") / "whole.zarr")
+
+
+def stopping(at, error=KeyboardInterrupt):
+    """A progress function that raises after so many tokens."""
+
+    def progress(done, total):
+        if done == at:
+            raise error
+
+    return progress
+
+
+def interrupted(path, at=550, **options):
+    """Record until an interrupt; gives the only draft beside the path."""
+    with pytest.raises(KeyboardInterrupt):
+        record(path, progress=stopping(at), **options)
+    (left,) = find_drafts(path.parent)
+    return left
+
+
+def names(folder):
+    """What lies in a folder, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- the committed prefix, exactly ---
+
+
+def test_a_recovered_trace_is_the_committed_prefix(tmp_path, whole):
+    """An interrupt keeps the committed tokens, and recovery makes a trace of exactly these."""
+    left = interrupted(tmp_path / "a.zarr")
+
+    assert (left.tokens, left.complete, left.writing) == (512, False, False)
+    assert recover(tmp_path / "a.zarr") == tmp_path / "a.zarr"
+    found = open_trace(tmp_path / "a.zarr")
+    assert (found.n_pos, found.prompt_len) == (512, PROMPT)
+    check_prefix(found, whole)
+    assert names(tmp_path) == ["a.zarr"]
+    assert names(found.path) == names(whole.path)
+    assert found.meta["generation"] == {
+        **whole.meta["generation"],
+        "new_tokens": 512 - PROMPT,
+        "stopped": "interrupted",
+    }
+    assert found.meta["notes"] == ["recovered: 512 of at most 560 tokens"]
+    for key in ("model", "versions", "labels"):
+        assert found.meta[key] == whole.meta[key]
+    assert found.name == "a"
+
+
+def test_a_prompt_that_was_cut_is_shorter(tmp_path, whole, monkeypatch):
+    """Where not even the prompt was committed, all that is there is prompt."""
+    append = TraceWriter.append
+
+    def stop(self, name, layer, block):
+        append(self, name, layer, block)
+        if (name, layer, self._committed) == ("lse", 1, 256):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TraceWriter, "append", stop)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr")
+    monkeypatch.undo()
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    assert (found.n_pos, found.prompt_len) == (256, 256)
+    check_prefix(found, whole)
+    assert found.meta["generation"]["new_tokens"] == 0
+    assert found.meta["notes"] == [
+        "recovered: 256 of at most 560 tokens",
+        "the prompt had 300 tokens, of which 256 were recovered",
+    ]
+
+
+def test_texts_and_the_response_are_recovered(tmp_path):
+    """With a tokenizer tokens have texts, and the response is their texts together."""
+    model, tokenizer = load_model("tiny")
+    options = {"max_new_tokens": 300, "labels": {"task": "walk"}}
+    prompt = [i % 60 for i in range(200)]
+    full = capture(model, tokenizer, prompt, out=tmp_path / "full.zarr", **options)
+    with pytest.raises(KeyboardInterrupt):
+        capture(
+            model, tokenizer, prompt, out=tmp_path / "a.zarr", progress=stopping(300), **options
+        )
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    check_prefix(found, full)
+    assert found.meta["text"]["response"] == "".join(full.token_text[200:256])
+    assert found.labels == {"task": "walk"}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_the_capture_allowed_is_recovered(attention, tmp_path):
+    """A recovered bfloat16 trace verifies: the tolerance of its kernel comes with it."""
+    interrupted(tmp_path / "a.zarr", model=small(torch.bfloat16, attention))
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    assert verify(found.path).ok
+    assert len(found.meta["capture_check"]["max_relative_error"]) == 2
+    assert found.source_dtypes["k"] == "bfloat16"
+
+
+def test_arrays_that_were_not_complete_are_left_out(tmp_path, whole):
+    """Stream and projections are there with the first tokens; what comes at the end is noted."""
+    interrupted(tmp_path / "a.zarr", o_proj=True, attention=True, residual=True)
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    check_prefix(found, whole)
+    assert found.residual.shape == (2, 512, 32)
+    weights = [layer.self_attn.o_proj.weight.T for layer in small().model.layers]
+    assert torch.equal(found.o_proj, torch.stack(weights).unflatten(1, (4, 8)))
+    assert "attention" not in describe(found.path)["arrays"]
+    assert found.meta["notes"][1:] == ["recovered without attention, which was not complete"]
+    assert verify(found.path).ok
+
+
+def test_projections_that_were_not_complete_are_left_out(tmp_path, whole, monkeypatch):
+    """An interrupt between the first block of the last layer and its projection is noted."""
+    write = TraceWriter.write_o_proj
+
+    def stop(writer, layer, weights):
+        if layer == 1:
+            raise KeyboardInterrupt
+        write(writer, layer, weights)
+
+    monkeypatch.setattr(TraceWriter, "write_o_proj", stop)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr", o_proj=True)
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    assert found.n_pos == 256
+    assert torch.equal(found.q, whole.q[:, :, :256])
+    assert not found.has("o_proj")
+    assert found.meta["notes"][-1] == "recovered without o_proj, which was not complete"
+
+
+def test_what_was_written_at_the_end_is_kept_if_it_is_whole(tmp_path, whole, monkeypatch):
+    """An interrupt after the last token loses nothing but what was not begun."""
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TraceWriter, "publish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr", o_proj=True, attention=True)
+    monkeypatch.setattr(TraceWriter, "write_attention", stop)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "b.zarr", o_proj=True, attention=True)
+    monkeypatch.undo()
+
+    found, less = (open_trace(recover(tmp_path / name)) for name in ("a.zarr", "b.zarr"))
+
+    assert found.digest == less.digest == whole.digest
+    assert found.meta == whole.meta
+    assert less.meta["generation"] == whole.meta["generation"]
+    assert less.meta["notes"] == ["recovered without attention, which was not complete"]
+    assert verify(found.path).attention_error
+    assert verify(found.path).ok
+    assert torch.equal(found.o_proj, less.o_proj)
+
+
+# --- what cannot be recovered ---
+
+
+def test_nothing_committed_is_a_clear_refusal(tmp_path):
+    """A draft without committed tokens says how to remove it."""
+    shapes = {"q": (1, 2, 300, 8), "k": (1, 1, 300, 8), "v": (1, 1, 300, 8)}
+    writer = TraceWriter(
+        tmp_path / "a b.zarr",
+        shapes=shapes,
+        source_dtypes=dict.fromkeys(shapes, "float32"),
+        layer_ids=[0],
+    )
+    for name, shape in shapes.items():
+        writer.append(name, 0, torch.ones(shape[1], 256, 8))
+    writer._file.close()  # as if the process had ended
+    (left,) = find_drafts(tmp_path)
+
+    with pytest.raises(
+        TraceError, match=r"no committed tokens.*remove it with `kvsim trace discard '"
+    ) as caught:
+        recover(tmp_path / "a b.zarr")
+
+    assert str(left.path) in str(caught.value)
+    assert left.path.exists()
+
+
+def test_an_interrupt_before_the_first_commit_leaves_nothing(tmp_path):
+    """Too few tokens to keep: no draft."""
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr", prompt=20, progress=stopping(200))
+
+    assert names(tmp_path) == []
+
+
+def test_a_model_that_cannot_be_recorded_leaves_nothing(tmp_path):
+    """What kvsim refuses is removed, however much was committed."""
+    with pytest.raises(CaptureError):
+        record(tmp_path / "a.zarr", progress=stopping(550, CaptureError("no such model")))
+
+    assert names(tmp_path) == []
+
+
+def test_an_error_of_others_keeps_the_draft_and_says_so(tmp_path, whole):
+    """Memory that runs out is an interruption like any other."""
+    with pytest.raises(MemoryError) as caught:
+        record(tmp_path / "a.zarr", progress=stopping(550, MemoryError("device")))
+
+    (left,) = find_drafts(tmp_path)
+    (note,) = caught.value.__notes__
+    assert note == (
+        f"512 of at most 560 tokens are kept, `kvsim trace recover {left.path}` "
+        "makes a trace of them"
+    )
+    check_prefix(open_trace(recover(left.path)), whole)
+
+
+def test_a_draft_that_is_being_written_is_refused(tmp_path):
+    """A live capture is left alone, by its path and by its folder, and ends as if nothing was."""
+    refused = []
+
+    def look(done, total):
+        if done == 550:
+            (left,) = find_drafts(tmp_path)
+            assert left.writing
+            for path in (left.path, tmp_path / "a.zarr"):
+                with pytest.raises(TraceError, match="is being written by a capture"):
+                    recover(path)
+                refused.append(path)
+
+    record(tmp_path / "a.zarr", progress=look)
+
+    assert len(refused) == 2
+    assert verify(tmp_path / "a.zarr").ok
+    assert names(tmp_path) == ["a.zarr"]
+
+
+def test_several_drafts_have_to_be_named(tmp_path, whole):
+    """Two interrupted captures of one path: the error lists both, each can be recovered."""
+    first = interrupted(tmp_path / "a.zarr")
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr", progress=stopping(400))
+    second = next(left for left in find_drafts(tmp_path) if left != first)
+
+    with pytest.raises(TraceError, match="has several drafts") as caught:
+        recover(tmp_path / "a.zarr")
+
+    assert f"{first.path} (512 tokens)" in str(caught.value)
+    assert f"{second.path} (256 tokens)" in str(caught.value)
+    assert open_trace(recover(second.path, out=tmp_path / "b.zarr")).n_pos == 256
+    assert open_trace(recover(tmp_path / "a.zarr")).n_pos == 512
+
+
+def test_no_draft_of_this_path(tmp_path):
+    """A path without a draft is named; a folder with drafts says which."""
+    with pytest.raises(TraceNotFoundError, match=r"expected a hidden folder \.a\.zarr\.tmp-\*"):
+        recover(tmp_path / "a.zarr")
+    with pytest.raises(TraceNotFoundError, match="does not exist"):
+        recover(tmp_path / ".a.zarr.tmp-1-0123abcd")
+    left = interrupted(tmp_path / "a.zarr")
+    with pytest.raises(TraceNotFoundError, match=r"in it are .*\(512 tokens\), name one") as caught:
+        recover(tmp_path)
+    assert str(left.path) in str(caught.value)
+
+
+def test_recovery_does_not_overwrite_unasked(tmp_path, whole):
+    """A path that is taken is refused, the draft stays; `overwrite` and `out` are ways on."""
+    record(tmp_path / "a.zarr", max_new_tokens=0)
+    left = interrupted(tmp_path / "a.zarr", overwrite=True)
+    assert open_trace(tmp_path / "a.zarr").n_pos == PROMPT
+
+    with pytest.raises(TraceExistsError, match="exists, expected a free path"):
+        recover(left.path)
+
+    with pytest.raises(TraceError, match=r"cannot be written \(.*is kept"):
+        recover(left.path, out=left.path / "zarr.json" / "b.zarr")
+    recover(left.path, out=tmp_path / "new" / "b.zarr")
+    left = interrupted(tmp_path / "a.zarr", overwrite=True)
+    recover(left.path, overwrite=True)
+    check_prefix(open_trace(tmp_path / "a.zarr"), whole)
+    check_prefix(open_trace(tmp_path / "new" / "b.zarr"), whole)
+    assert names(tmp_path) == ["a.zarr", "new"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"committed_tokens": -256}, "has no committed tokens"),
+        ({"committed_tokens": "many"}, "has no committed tokens"),
+        ({"committed_tokens": 2**20}, "q has 4 of 8192 chunks"),
+        ({"rope": {}}, "attribute rope is not readable"),
+        ({"prompt_len": None}, "attribute prompt_len is None"),
+    ],
+)
+def test_a_changed_header_is_an_error(change, message, tmp_path):
+    """What no writer writes is one line, and nothing is published."""
+    left = interrupted(tmp_path / "a.zarr")
+    root = json.loads((left.path / "zarr.json").read_text())
+    root["attributes"].update(change)
+    (left.path / "zarr.json").write_text(json.dumps(root))
+
+    with pytest.raises(TraceError, match=message):
+        recover(left.path)
+
+    assert names(tmp_path) == [left.path.name]
+
+
+def test_a_draft_without_an_array_is_an_error(tmp_path):
+    """A draft whose keys are gone is no trace."""
+    left = interrupted(tmp_path / "a.zarr")
+    shutil.rmtree(left.path / "k")
+
+    with pytest.raises(TraceError, match="no array k, expected layer, q, k, v"):
+        recover(left.path)
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_a_damaged_draft_is_an_error(damage, tmp_path):
+    """A chunk that changed or went missing is named, and nothing is published."""
+    left = interrupted(tmp_path / "a.zarr")
+    chunk = left.path / "k" / "c" / "1" / "0" / "1" / "0"
+    if damage == "flip":
+        data = bytearray(chunk.read_bytes())
+        data[len(data) // 2] ^= 1
+        chunk.write_bytes(data)
+    else:
+        chunk.unlink()
+    message = r"a chunk of k is damaged \(c/1/0/1/0" if damage == "flip" else "k has 3 of 4 chunks"
+
+    with pytest.raises(TraceError, match=message):
+        recover(tmp_path / "a.zarr")
+
+    assert names(tmp_path) == [left.path.name]
+
+
+def test_a_torn_line_of_tokens_is_ignored(tmp_path, whole):
+    """Tokens are there before their positions are committed, so the last line is never needed."""
+    left = interrupted(tmp_path / "a.zarr")
+    file = left.path / draft.TOKENS
+    ahead = file.read_bytes().splitlines(keepends=True)
+    assert len(ahead) == 550
+    file.write_bytes(b"".join(ahead[:512]) + b'{"token": 1')
+
+    check_prefix(open_trace(recover(left.path)), whole)
+
+
+def test_without_token_ids_the_rest_is_recovered(tmp_path, whole):
+    """Tokens that the disk lost are noted; queries, keys and values are what they were."""
+    left = interrupted(tmp_path / "a.zarr")
+    file = left.path / draft.TOKENS
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:300]))
+
+    found = open_trace(recover(left.path))
+
+    assert found.tokens is None
+    assert torch.equal(found.q, whole.q[:, :, :512])
+    assert found.meta["notes"][1:] == ["recovered without token ids, which were not on disk"]
+    assert verify(found.path).ok
+
+
+def test_stray_partial_files_are_swept(tmp_path, whole):
+    """What a killed write leaves is no part of the trace."""
+    left = interrupted(tmp_path / "a.zarr")
+    stray = left.path / "k" / "c" / "0" / "0" / "0" / "0.abc.partial"
+    stray.write_bytes(b"x")
+
+    found = open_trace(recover(left.path))
+
+    assert not list(found.path.rglob("*.partial"))
+    check_prefix(found, whole)
+
+
+def test_half_of_a_removed_array_is_swept(tmp_path, whole):
+    """A recovery that was killed while it removed or wrote arrays leaves no part of them."""
+    left = interrupted(tmp_path / "a.zarr", o_proj=True)
+    (left.path / "o_proj" / "zarr.json").unlink()
+    shutil.copytree(whole.path / "tokens", left.path / "tokens")
+    shutil.copytree(whole.path / "q" / "c", left.path / "token_text" / "c")
+
+    found = open_trace(recover(left.path))
+
+    check_prefix(found, whole)
+    assert names(found.path) == names(whole.path)
+
+
+# --- kill -9 ---
+
+
+def test_killed_captures_and_recoveries():
+    """SIGKILL at random moments leaves whole traces, exact prefixes, or nothing committed."""
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "crash.py", "--kills", "3", "--seed", str(os.getpid())],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("3 captures killed: ")
+
+
+# --- a disk that refuses ---
+
+
+class Disk:
+    """Refuses every write after the first `room` ones, as a full disk does."""
+
+    def __init__(self, monkeypatch, room):
+        self.room, self.written = room, 0
+        put, add = Group._put, draft.TokenFile.add
+
+        def put_or_refuse(group, key, *parts):
+            self.write()
+            put(group, key, *parts)
+
+        def add_or_refuse(file, tokens, texts):
+            self.write()
+            return add(file, tokens, texts)
+
+        monkeypatch.setattr(Group, "_put", put_or_refuse)
+        monkeypatch.setattr(draft.TokenFile, "add", add_or_refuse)
+
+    def write(self):
+        """Count a write, or refuse it."""
+        self.written += 1
+        if self.written > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+SHORT = {"prompt": 250, "max_new_tokens": 10, "o_proj": True}
+
+
+def test_a_disk_that_is_full_at_any_write(tmp_path, monkeypatch):
+    """Whichever write fails, nothing half is published, and what is kept is exact."""
+    with monkeypatch.context() as patch:
+        free = Disk(patch, 10**6)
+        reference = record(tmp_path / "whole.zarr", **SHORT)
+    kept = []
+    for room in range(free.written):
+        folder = tmp_path / str(room)
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            Disk(patch, room)
+            with pytest.raises(TraceError, match="No space left on device") as caught:
+                record(folder / "a.zarr", **SHORT)
+        told = str(caught.value)
+        assert "\n" not in told
+        assert "free some space" in told
+        if "nothing was kept" in told:
+            assert names(folder) == []
+            kept.append(0)
+            continue
+        (left,) = find_drafts(folder)
+        assert names(folder) == [left.path.name]
+        assert f"`kvsim trace recover {left.path}`" in told
+        found = open_trace(recover(folder / "a.zarr"))
+        check_prefix(found, reference)
+        if left.complete:
+            assert "the complete trace is kept" in told
+            assert found.meta == reference.meta
+            assert torch.equal(found.o_proj, reference.o_proj)
+        kept.append(found.n_pos)
+
+    assert sorted(set(kept)) == [0, 256, 260]
+    assert kept == sorted(kept)
+
+
+def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, whole):
+    """Whichever write of a recovery fails, the next one gives the same trace."""
+    left = interrupted(tmp_path / "a.zarr", attention=True)
+    with monkeypatch.context() as patch:
+        free = Disk(patch, 10**6)
+        recover(shutil.copytree(left.path, tmp_path / "other" / left.path.name))
+    reference = open_trace(tmp_path / "other" / "a.zarr")
+    check_prefix(reference, whole)
+    assert free.written > 8
+    for room in range(free.written):
+        path = tmp_path / str(room) / "a.zarr"
+        copy = shutil.copytree(left.path, path.parent / left.path.name)
+        with monkeypatch.context() as patch:
+            Disk(patch, room)
+            with pytest.raises(TraceError, match="No space left on device") as told:
+                recover(path)
+        assert f"is kept; free some space and run `kvsim trace recover {copy}` again" in str(
+            told.value
+        )
+        assert names(path.parent) == [copy.name]
+
+        found = open_trace(recover(path))
+        assert found.digest == reference.digest
+        assert found.meta == reference.meta
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """Four captures in processes of their own; gives their folders and what they said.
+
+    Three write into one folder at the same time, two of them to one path. The fourth may not write
+    files of more than 100 kB.
+    """
+    program = """
+import importlib.util, multiprocessing, os, resource, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("test_recovery", sys.argv[1])
+tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tests)
+tests.torch.set_num_threads(1)
+tests.small()
+shared, limited = Path(sys.argv[2]), Path(sys.argv[3])
+barrier = multiprocessing.get_context("fork").Barrier(3)
+
+def child(name, do):
+    if os.fork() == 0:
+        try:
+            do()
+            print(name, "published", flush=True)
+        except tests.TraceError as error:
+            print(name, error, flush=True)
+        finally:
+            os._exit(0)
+
+def meet(done, total):  # all three have begun before any goes on
+    if done == tests.PROMPT:
+        barrier.wait(60)
+
+def limit():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    tests.record(limited / "a.zarr", attention=True)
+
+for name in ("same", "same", "own"):
+    child(name, lambda: tests.record(shared / f"{name}.zarr", progress=meet))
+child("limited", limit)
+for _ in range(4):
+    os.wait()
+"""
+    shared, limited = (tmp_path_factory.mktemp(name) for name in ("shared", "limited"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, __file__, shared, limited],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert done.stderr == ""
+    return shared, limited, sorted(done.stdout.splitlines())
+
+
+def test_a_file_that_the_system_refuses(processes):
+    """A limit of the system on the size of files stops the largest array; the rest is kept."""
+    _, folder, told = processes
+
+    (refused,) = (line for line in told if line.startswith("limited "))
+    assert "cannot be written (File too large), 560 of at most 560 tokens are kept" in refused
+    found = open_trace(recover(folder / "a.zarr"))
+    assert found.n_pos == PROMPT + RESPONSE
+    assert found.meta["notes"] == ["recovered without attention, which was not complete"]
+    assert verify(found.path).ok
+
+
+# --- the path ---
+
+
+def snapshot(folder):
+    """The digests of the whole traces of a folder, hidden or not."""
+    found = {}
+    for path in folder.iterdir():
+        with suppress(TraceError):
+            found[path.name] = open_trace(path).digest
+    return found
+
+
+STEPS = ("set aside", "put in place", "flush the folder")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, monkeypatch):
+    """Old and new trace are both whole after the fault, and one of them is at the path."""
+    path = tmp_path / "a.zarr"
+    old = record(path, max_new_tokens=0)
+    rename, sync = Path.rename, publication.sync
+
+    def fail_rename(self, target):
+        aside, new = self == path, target == path and ".tmp-" in self.name
+        if (step == STEPS[0] and aside) or (step == STEPS[1] and new):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    def fail_sync(folder):
+        if step == STEPS[2] and folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(folder)
+
+    monkeypatch.setattr(Path, "rename", fail_rename)
+    monkeypatch.setattr(publication, "sync", fail_sync)
+    with pytest.raises(TraceError, match="Input/output error") as told:
+        record(path, overwrite=True)
+    monkeypatch.undo()
+
+    whole = snapshot(tmp_path)
+    (left,) = find_drafts(tmp_path)
+    assert len(set(whole.values())) == 2
+    assert str(left.path) in str(told.value)
+    if step == STEPS[2]:
+        assert whole["a.zarr"] != old.digest
+        assert left.kind == "old"
+        assert "did not say that it is on disk" in str(told.value)
+    else:
+        assert whole["a.zarr"] == old.digest
+        assert open_trace(recover(left.path, overwrite=True)).n_pos == PROMPT + RESPONSE
+
+
+def test_a_writer_that_dies_between_two_renames(tmp_path, monkeypatch):
+    """With nothing at the path, old and new trace are listed, and either can be put there."""
+    path = tmp_path / "a.zarr"
+    old = record(path, max_new_tokens=0)
+    rename = Path.rename
+
+    class Died(BaseException):
+        pass
+
+    def die(self, target):
+        if target == path:  # the rename back fails, too: the process is no more
+            raise Died
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", die)
+    with pytest.raises(Died):
+        record(path, overwrite=True)
+    monkeypatch.undo()
+
+    assert [left.kind for left in find_drafts(tmp_path)] == ["old", "tmp"]
+    aside, new = find_drafts(tmp_path)
+    with pytest.raises(TraceError, match="several drafts") as told:
+        recover(path)
+    assert f"{aside.path} (was to be replaced)" in str(told.value)
+    assert f"{new.path} (complete, 560 tokens)" in str(told.value)
+    assert open_trace(recover(aside.path)).digest == old.digest
+    with pytest.raises(TraceExistsError):
+        recover(new.path)
+    assert open_trace(recover(new.path, overwrite=True)).n_pos == PROMPT + RESPONSE
+    assert names(tmp_path) == ["a.zarr"]
+
+
+def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
+    """A kill while the replaced trace was being removed leaves a rest, which is refused."""
+    record(tmp_path / "a.zarr", max_new_tokens=0)
+    rest = (tmp_path / "a.zarr").rename(tmp_path / ".a.zarr.old-1-0123abcd")
+    (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
+
+    with pytest.raises(
+        TraceError, match=r"left of a trace that was replaced.*`kvsim trace discard "
+    ):
+        recover(tmp_path / "a.zarr")
+
+
+def test_another_file_system_is_refused(tmp_path, monkeypatch):
+    """`out` on another disk: one line, and the draft can still be recovered."""
+    left = interrupted(tmp_path / "a.zarr")
+
+    def cross(self, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", cross)
+        with pytest.raises(TraceError, match="is on another file system than"):
+            recover(left.path, out=tmp_path / "b.zarr")
+
+    assert find_drafts(tmp_path)[0].complete
+    assert open_trace(recover(left.path)).n_pos == 512
+
+
+# --- several at once ---
+
+
+def test_two_processes_and_one_path(processes, whole):
+    """One is published, the other says so and is recovered elsewhere; a third goes its own way."""
+    folder, _, told = processes
+    (left,) = find_drafts(folder)
+
+    assert told.count("same published") == told.count("own published") == 1
+    (refused,) = (line for line in told if line.startswith("same ") and "published" not in line)
+    assert "same.zarr exists, expected a free path" in refused
+    assert f"`kvsim trace recover {left.path} --out OTHER`" in refused
+    recover(left.path, out=folder / "other.zarr")
+    assert names(folder) == ["other.zarr", "own.zarr", "same.zarr"]
+    for name in names(folder):
+        trace = open_trace(folder / name)
+        check_prefix(trace, whole)
+        assert trace.digest == whole.digest
+
+
+def test_two_threads_and_one_path(tmp_path, whole):
+    """One is published; the other is refused, and if it had begun, it can be recovered."""
+    ends = []
+
+    def run():
+        try:
+            ends.append(record(tmp_path / "a.zarr").digest)
+        except TraceExistsError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=100)
+
+    assert sorted(end == whole.digest for end in ends) == [False, True]
+    assert any("exists, expected a free path" in end for end in ends)
+    for left in find_drafts(tmp_path):
+        assert open_trace(recover(left.path, out=tmp_path / "b.zarr")).digest == whole.digest
+    assert open_trace(tmp_path / "a.zarr").digest == whole.digest
+
+
+def test_an_interrupted_series_keeps_what_is_complete_and_what_is_not(tmp_path):
+    """Of several prompts the first is a trace, the second a draft, the third was not begun."""
+    prompts = [Prompt(name, ids(PROMPT)) for name in ("one", "two", "three")]
+    seen = []
+
+    def progress(done, total):
+        seen.append(done)
+        if seen.count(550) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture_many(small(), None, prompts, tmp_path, max_new_tokens=RESPONSE, progress=progress)
+
+    (left,) = find_drafts(tmp_path)
+    assert names(tmp_path) == [left.path.name, "one.zarr"]
+    assert open_trace(recover(tmp_path / "two.zarr")).n_pos == 512
+
+
+# --- what is refused before any work ---
+
+
+def test_a_folder_for_reading_only(tmp_path, monkeypatch, unprivileged):
+    """It is refused by trying, before a model is loaded or run."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(0o555)
+    monkeypatch.chdir(folder)
+    with unprivileged():
+        with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
+            check_writable(Path())
+        with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
+            record(Path("a.zarr"), progress=stopping(PROMPT, AssertionError))
+
+
+def test_the_probe_leaves_nothing(tmp_path):
+    """A folder that can be written to is as it was, and one that is not there is not made."""
+    check_writable(tmp_path / "not" / "there")
+
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("file/a.zarr", "file is a file; expected a folder to write to"),
+        ("file/deeper/a.zarr", "file is a file; expected a folder to write to"),
+        ("taken.zarr", "taken.zarr exists, expected a free path"),
+    ],
+)
+def test_a_path_that_cannot_be_is_refused_before_a_model_is_loaded(out, message, tmp_path, run):
+    """The command looks at the path first: the model that it names does not exist."""
+    (tmp_path / "file").write_text("mine")
+    record(tmp_path / "taken.zarr", max_new_tokens=0)
+    before = names(tmp_path)
+
+    status, stdout, err = run(
+        "capture", "--model", tmp_path / "no-model", "--prompt", "x", "--out", tmp_path / out
+    )
+
+    assert (status, stdout) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert names(tmp_path) == before
+
+
+# --- the command ---
+
+
+def test_the_command_recovers(tmp_path, run):
+    """`kvsim trace recover` says what the trace has, as text and as JSON."""
+    interrupted(tmp_path / "a.zarr")
+    left = interrupted(tmp_path / "b" / "b.zarr")
+
+    status, out, err = run("trace", "recover", tmp_path / "a.zarr")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        f"{tmp_path / 'a.zarr'}: 512 tokens (prompt 300, response 212)",
+        "  note: recovered: 512 of at most 560 tokens",
+    ]
+    status, out, err = run("trace", "recover", left.path, "--out", tmp_path / "c.zarr", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["trace"] == describe(tmp_path / "c.zarr")
+    status, out, _ = run("info", tmp_path / "c.zarr")
+    assert "response 212, interrupted" in out
+    status, out, err = run("trace", "recover", tmp_path / "d.zarr")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: nothing to recover for ")
+    assert run("verify", tmp_path / "c.zarr")[0] == 0
+
+
+def test_opening_a_draft_points_to_the_command(tmp_path):
+    """Who gives the hidden folder where a trace is expected learns what to do."""
+    left = interrupted(tmp_path / "a.zarr")
+
+    with pytest.raises(TraceError, match=r"incomplete \(512 tokens.*`kvsim trace recover`"):
+        open_trace(left.path)

@@ -1,0 +1,328 @@
+"""Sweeps: budgets, run folders, failures that keep the rest."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.registry import METRICS
+from kvsim.core.policy import Policy, Protection, Schedule, Scorer
+from kvsim.core.record import read_records
+from kvsim.errors import BudgetError, MemoryLimitError, OutputError, PolicyError, ScoreError
+from kvsim.policies.oracle import Oracle
+from kvsim.sweeps.run import resolve_budget, summarise, sweep
+
+
+def make_trace(name="a", tokens=80):
+    """A small random trace."""
+    torch.manual_seed(0)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, tokens, 8),
+        torch.randn(2, 2, tokens, 8),
+        torch.randn(2, 2, tokens, 8),
+        prompt_len=30,
+        rope=kvsim.Rope.default(8),
+        name=name,
+    )
+
+
+@dataclass(frozen=True)
+class Broken(Scorer):
+    """A scorer that fails when it is asked."""
+
+    def score(self, view):
+        """NaN for everything."""
+        return view.pos * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(48, 48), ("64", 64), ("25%", 20), ("33%", 26), ("0.1%", 1), ("100%", 80), (" 10% ", 8)],
+)
+def test_a_budget_is_entries_or_a_share_of_the_final_length(budget, expected):
+    """Shares are rounded down, to one entry at least."""
+    assert resolve_budget(budget, 80) == expected
+
+
+@pytest.mark.parametrize("budget", ["many", "0%", "101%", "-5%", "%", "1.5"])
+def test_a_budget_that_is_neither_is_refused(budget):
+    """The message says what is expected."""
+    with pytest.raises(BudgetError, match="expected"):
+        resolve_budget(budget, 80)
+
+
+def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
+    """Traces, policies and budgets cross; a share is one row of the summary, not one per trace."""
+    traces = [make_trace("a"), make_trace("b", tokens=60)]
+    policies = [kvsim.policy("tova"), kvsim.policy("random")]
+
+    run = sweep(traces, policies, [16, "25%"], interval=8)
+
+    assert len(run.records) == 8
+    assert run.failures == ()
+    cells = run.table.filter(pl.col("metric") == "output_error")
+    assert cells.select("trace", "policy", "budget").n_unique() == 8
+    summary = summarise(run.table)
+    assert summary.select("policy", "budget", "share").rows() == [
+        ("tova", 16, None),
+        ("tova", 18, "25%"),  # 20 entries of one trace, 15 of the other
+        ("random", 16, None),
+        ("random", 18, "25%"),
+    ]
+
+
+def test_every_metric_of_a_policy_has_a_main_variant():
+    """One variant of each stands in the summary; a mean over variants would mean nothing."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    # segments and quotas are of ams alone
+    policies = [kvsim.policy("snapkv"), kvsim.policy("ams", window=16)]
+    run = sweep([trace], policies, ["25%"], interval=64)
+    of_policy = run.table.filter(pl.col("policy").is_not_null())
+    found = dict(of_policy.group_by("metric").agg(pl.col("variant").unique()).iter_rows())
+
+    assert [name for name, variants in found.items() if METRICS[name].main not in variants] == []
+
+
+def test_the_budget_of_a_summary_is_a_mean_over_traces():
+    """Of 60 and 80 tokens 25 % is 15 and 20, however many values each trace has."""
+    traces = [make_trace(str(n), n) for n in (60, 80)]
+    run = sweep(traces, [kvsim.policy("tova")], ["25%"], interval=8)
+    short = run.table.filter((pl.col("trace") == "80") | (pl.col("metric") == "output_error"))
+
+    assert summarise(short)["budget"].to_list() == [18]
+
+
+def test_two_policies_of_one_name_are_refused():
+    """Their results could not be told apart; what a policy protects is part of what it is."""
+    first = kvsim.policy("tova")
+    second = replace(first, protect=Protection(sink=4))
+
+    with pytest.raises(PolicyError, match="two different policies are called 'tova'"):
+        sweep([make_trace()], [first, second], [16])
+    run = sweep([make_trace()], [second], [16])
+    assert run.parameters["policies"]["tova"]["protect"] == {
+        "sink": 4,
+        "recent": 0,
+        "prompt": False,
+    }
+
+
+def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():
+    """Means of means, so that a trace with more heads or regions does not count more."""
+    trace = make_trace()
+    run = sweep([trace], [kvsim.policy("tova")], [16], interval=8)
+
+    summary = summarise(run.table).row(0, named=True)
+
+    error = run.table.filter(pl.col("metric") == "output_error")["value"].mean()
+    assert summary["output_error"] == pytest.approx(error)
+    assert summary["iou_chance"] == pytest.approx(16 / (16 + 2 * 8))
+
+
+def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
+    """run.json, records.zarr and results.parquet, and nothing half-written beside them."""
+    run = sweep([make_trace()], [kvsim.policy("snapkv", window=4)], [16])
+
+    folder = run.save(tmp_path / "runs" / "x")
+
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["x"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "records.zarr",
+        "results.parquet",
+        "run.json",
+    ]
+    assert pl.read_parquet(folder / "results.parquet").equals(run.table)
+    (record,) = read_records(folder / "records.zarr")
+    assert (record.evicted_at == run.records[0].evicted_at).all()
+    stored = json.loads((folder / "run.json").read_text())
+    assert stored["policies"] == {"snapkv": {"window": 4, "pool": "max", "pool_kernel": 7}}
+    assert stored["versions"]["kvsim"] == kvsim.__version__
+
+
+def test_a_run_is_never_saved_over_anything(tmp_path):
+    """What is at the path stays as it was."""
+    run = sweep([make_trace()], [kvsim.policy("tova")], [16])
+    (tmp_path / "mine.txt").write_text("mine")
+
+    with pytest.raises(OutputError, match="nothing was changed"):
+        run.save(tmp_path)
+
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_bad_budgets_are_found_before_any_work():
+    """No cell is replayed when one of them cannot be."""
+    calls = []
+
+    with pytest.raises(BudgetError, match="smallest budget that works is 32"):
+        sweep(
+            [make_trace()],
+            [kvsim.policy("tova"), kvsim.policy("snapkv")],
+            [8],
+            progress=lambda *call: calls.append(call),
+        )
+
+    assert calls == []
+
+
+def test_a_memory_budget_that_holds_no_layer_is_found_before_any_work():
+    """One error for the sweep, not one for every cell."""
+    with pytest.raises(MemoryLimitError, match="give at least --memory"):
+        sweep([make_trace()], [kvsim.policy("tova")], [8], memory=1000)
+
+
+# --- regret ---
+
+
+def best_by_trying(trace, budget, row, fixed):
+    """Most mass that any set of `budget` entries retains, by layer and KV head, and how many sets.
+
+    Mean over the rows after `row`, which hold the set and everything later, and the group. The
+    positions `fixed` belong to every set.
+    """
+    free = [pos for pos in range(row + 1) if pos not in fixed]
+    sets = [(*fixed, *more) for more in combinations(free, budget - len(fixed))]
+    best = []
+    for layer in range(trace.n_layers):
+        attention = trace.attention(layer, range(row + 1, trace.n_pos)).double()
+        mass = attention.unflatten(0, (trace.n_heads, -1)).mean((1, 2))  # [head, pos]
+        each = torch.stack([mass[:, list(one)].sum(-1) for one in sets])
+        best.append(each.amax(0) + mass[:, row + 1 :].sum(-1))
+    return torch.stack(best), len(sets)
+
+
+def by_group(table, name, trace):
+    """Values of a metric of one record, averaged over each group; [layer, head]."""
+    values = table.filter(pl.col("metric") == name).sort("layer", "qhead")["value"].to_torch()
+    return values.view(trace.n_layers, trace.n_heads, -1).mean(-1)
+
+
+def short_trace(seed):
+    """Nine tokens of prompt and five later rows, with attention far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, h, 14, 8, generator=generator) * 2 for h in (4, 2, 2))
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sink", [0, 2])
+def test_regret_is_the_distance_to_the_best_set(seed, sink):
+    """At one event, retained mass and regret add up to the best of all sets, found by trying."""
+    trace = short_trace(seed)
+    one = replace(kvsim.policy("random"), protect=Protection(sink=sink))
+
+    table = sweep([trace], [one], [4], interval=100, regret=True).table
+
+    mass, regret = (by_group(table, name, trace) for name in ("retained_mass", "regret"))
+    best, tried = best_by_trying(trace, 4, 8, range(sink))
+    assert tried == (126 if sink == 0 else 21)
+    assert torch.allclose(mass + regret, best, atol=1e-6)
+    assert float(regret.max()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova", "snapkv"])
+def test_no_policy_beats_the_oracle_at_one_event(name):
+    """Regret is not negative where the oracle is a bound: averaged over the group."""
+    params = {"window": 3} if name == "snapkv" else {}
+    for seed in range(5):
+        trace = short_trace(seed)
+
+        table = sweep([trace], [kvsim.policy(name, **params)], [5], interval=100, regret=True).table
+
+        assert float(by_group(table, "regret", trace).min()) > -1e-6
+
+
+def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
+    """Where every query head keeps its own set, the oracle has one for each as well."""
+    trace = short_trace(0)
+    one = kvsim.policy("snapkv@original", window=2)
+
+    run = sweep([trace], [one], [4], regret=True)
+
+    alone = trace.per_query_head()
+    mass, regret = (by_group(run.table, name, alone) for name in ("retained_mass", "regret"))
+    best, _ = best_by_trying(alone, 4, 8, (7, 8))  # the window is protected
+    assert regret.shape == (2, 4)
+    assert torch.allclose(mass + regret, best, atol=1e-6)
+
+
+def test_an_oracle_is_replayed_once_for_equal_terms(monkeypatch):
+    """Budget, events and protected entries decide; the policy does not matter."""
+    calls = []
+
+    def counted(trace, one, budget, **options):
+        calls.append((one.name, budget, one.protect.recent))
+        return kvsim.replay(trace, one, budget, **options)
+
+    monkeypatch.setattr("kvsim.sweeps.replay", counted)
+    policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
+    policies.append(kvsim.policy("snapkv", window=4))
+
+    run = sweep([make_trace()], policies, [16, 20], interval=8, regret=True)
+
+    asked = [call for call in calls if call[0] == "oracle"]
+    assert asked == [("oracle", 16, 0), ("oracle", 20, 0), ("oracle", 16, 4), ("oracle", 20, 4)]
+    regret = run.table.filter(pl.col("metric") == "regret")
+    assert set(regret["policy"]) == {"tova", "random", "snapkv"}  # no budget binds the other
+    assert summarise(run.table).filter(policy="full")["regret"].to_list() == [None, None]
+    assert run.parameters["regret"] is True
+    assert [record.policy for record in run.records].count("oracle") == 0
+
+
+def test_the_oracle_has_no_regret():
+    """It is compared with itself, at the events of the record."""
+    oracle = Policy("mine", Oracle(), schedule=Schedule(interval=5))
+
+    run = sweep([make_trace()], [oracle], [16], regret=True, metrics=["retained_mass"])
+
+    assert set(run.table["metric"]) == {"retained_mass", "regret"}
+    assert run.table.filter(pl.col("metric") == "regret")["value"].to_list() == [0.0] * 8
+
+
+def test_regret_is_measured_on_request_alone():
+    """Without it no oracle is replayed, and asking for the metric says what to do."""
+    run = sweep([make_trace()], [kvsim.policy("tova")], [16])
+    assert "regret" not in set(run.table["metric"])
+    assert "regret" not in summarise(run.table).columns
+
+    calls = []
+    with pytest.raises(PolicyError, match=r"was not replayed; give --regret \(.*regret=True"):
+        sweep(
+            [make_trace()],
+            [kvsim.policy("tova")],
+            [16],
+            metrics=["regret"],
+            progress=lambda *call: calls.append(call),
+        )
+    assert calls == []
+
+
+@pytest.mark.parametrize("error", [ScoreError("oracle: broken"), KeyboardInterrupt()])
+def test_a_cell_survives_its_oracle(monkeypatch, error):
+    """Where the oracle fails or is interrupted, the policy's own results are kept."""
+
+    def fail(self, view):
+        raise error
+
+    monkeypatch.setattr(Oracle, "score", fail)
+
+    run = sweep([make_trace()], [kvsim.policy("tova")], [16], interval=8, regret=True)
+
+    assert len(run.records) == 1
+    assert "output_error" in set(run.table["metric"])
+    assert "regret" not in set(run.table["metric"])
+    assert run.interrupted == isinstance(error, KeyboardInterrupt)
+    assert [f.error for f in run.failures] == ([] if run.interrupted else ["oracle: broken"])
+
+
+def test_a_cell_that_fails_is_listed_and_the_others_are_kept():
+    """A policy that breaks while it runs loses its own results alone."""
+    run = sweep([make_trace()], [Policy("broken", Broken()), kvsim.policy("tova")], [16])
+
+    assert [(f.policy, f.budget) for f in run.failures] == [("broken", 16)]
+    assert "NaN score" in run.failures[0].error
+    assert set(run.table["policy"].drop_nulls()) == {"tova"}

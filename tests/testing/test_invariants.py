@@ -1,0 +1,282 @@
+"""Every policy and preset satisfies every invariant, and so can a policy of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+import kvsim
+from kvsim.core.policy import Protection, Schedule, Scorer, Scores
+from kvsim.core.view import View
+from kvsim.errors import PolicyError
+from kvsim.policies import CATALOGUE, names, parameters
+from kvsim.testing import reference, strategies
+from kvsim.testing.invariants import (
+    EXEMPT,
+    INVARIANTS,
+    PerHead,
+    Trial,
+    check_policy,
+    smallest_budget,
+)
+
+# Parameters that bind on a few dozen tokens.
+SMALL = {
+    "window": 4,
+    "lag": 3,
+    "sink": 1,
+    "recent": 2,
+    "n_future": 8,
+    "query_buffer": 6,
+    "origin": "next",  # kvpress leaves out what was buffered first, which may be all there is
+    "calibration": "prefix:4",
+    "protect_prompt": False,
+    "chunk": 3,
+    "segment_mass": 0.2,
+    "min_segment": 3,
+    "max_segment": 7,
+    "segment_length": 5,
+    "compression": 2,
+}
+# Those that replace them for one policy; every pooling is used by one of them.
+OWN = {
+    "snapkv": {"window": 5, "pool_kernel": 3},
+    "snapkv@original": {"window": 3, "pool": None},
+    "h2o": {"recent": None},
+    "asl": {"tau": 1.01, "window": 2, "scorer__window": 3},
+    "asl_2pass": {"tau": 0.9, "window": 2},
+    "fastkv": {"rows": None, "window": 2},
+    "fastkv@proportional": {"rows": 0.6, "window": 2, "layer": 0},
+    "pyramidinfer": {"least": 2, "sink": 1, "recent": 0.2},
+}
+NAMES = names()
+SCORERS = [name for name in NAMES if CATALOGUE[name.partition("@")[0]].kind == "scorer"]
+INNER = [name for name in SCORERS if name != "full"]  # nothing can be chosen from everything
+OUTER = ("ams", "adakv", "chunkkv", "global")
+
+
+def small(name):
+    """Parameters of a policy, scorers inside included, small enough to bind."""
+    known = reference.defaults(name)  # all but what a preset alone decides
+    plain = {key: key.replace("scorer__", "") for key in parameters(name) if key in known}
+    return {key: SMALL[p] for key, p in plain.items() if p in SMALL} | OWN.get(name, {})
+
+
+def around(name):
+    """The name, with TOVA inside where something has to be."""
+    entry = CATALOGUE[name.partition("@")[0]]
+    return name if entry.innermost or entry.default else f"{name}+tova"
+
+
+def examples(usual: int) -> int:
+    """How many to draw: the usual number, more of them under the nightly profile."""
+    return usual * max(1, settings().max_examples // 100)
+
+
+@pytest.mark.parametrize("name", [around(name) for name in NAMES])
+def test_policy_satisfies_every_invariant(name):
+    """Each policy and preset, on generated traces at budgets near what it protects."""
+    check_policy(name, max_examples=examples(12), max_n=24, **small(name))
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("inner", INNER)
+def test_every_cross_satisfies_every_invariant(outer, inner):
+    """All scorers x {AMS, AdaKV, ChunkKV, the global score}."""
+    name = f"{outer}+{inner}"
+    check_policy(name, max_examples=examples(2), max_n=18, **small(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ams@release+expected_attention",
+        "adakv@kvpress+expected_attention",
+        "chunkkv@kvpress+snapkv",
+        "criticalkv+snapkv",
+        "criticalkv+keydiff",
+        "adakv+criticalkv+expected_attention",
+        "ams+global+knorm",
+        "chunkkv+global+h2o",
+    ],
+)
+def test_presets_and_longer_crosses_satisfy_every_invariant(name):
+    """Three parts, and what implementations do differently."""
+    check_policy(name, max_examples=examples(6), max_n=20, **small(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("h2o", {"recent": 2}),
+        ("h2o", {"recent": 0}),
+        ("streaming_llm", {"sink": 0}),
+        ("snapkv", {"window": 9, "pool": "avg", "pool_kernel": 7}),
+        ("snapkv", {"window": 1, "pool_kernel": 1}),
+        ("random", {"seed": 2**63}),
+        ("ams", {"mode": "reference", "min_segment": 3, "max_segment": 5, "min_quota": 3}),
+        ("ams", {"min_quota": 4, "min_segment": 2, "max_segment": 2, "sink": 0, "recent": 0}),
+        ("ams", {"suffix_fill": "observed", "window": 3, "credit": False, "max_segment": 16}),
+        ("adakv+snapkv", {"floor": 0.0, "window": 2}),
+        ("adakv+snapkv", {"floor": 1.0, "window": 2}),
+        ("gkv", {"mix_lambda": 0.0, "window": 2}),
+        ("expected_attention", {"rope": "mixture", "n_future": 3, "sink": 0}),
+        ("tova", {"protect": {"sink": 1, "recent": 1, "prompt": True}}),
+    ],
+)
+def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
+    """Parameters away from the defaults, h2o's fixed recent part among them."""
+    check_policy(name, max_examples=examples(20), **params)
+
+
+@dataclass(frozen=True)
+class Decaying(Scorer):
+    """A user's scorer: value norms times a running maximum of attention, signed, with a window."""
+
+    window: int = 2
+
+    columns: ClassVar[dict[str, float]] = {"best": float("nan")}
+    per_row: ClassVar[bool] = False
+
+    def score(self, view: View) -> Scores:
+        """log(norm of v) plus the largest attention so far, which halves at every event."""
+        now = view.attn(self.window, group="max").amax(2)
+        best = torch.fmax(0.5 * view["best"], now)
+        return Scores(best + 0.1 * torch.log1p(view.values.norm(dim=-1)), {"best": best})
+
+    def protection(self, budget: int) -> Protection:
+        """The window and the first entry."""
+        return Protection(sink=1, recent=self.window)
+
+
+def test_policy_of_the_users_own_can_be_checked():
+    """check_policy takes any Policy: one with columns, values and a schedule of its own."""
+    mine = kvsim.Policy("mine", Decaying(), schedule=Schedule(interval=3, prefill=False))
+    check_policy(mine, max_examples=examples(40))
+
+
+@pytest.mark.parametrize("name", [around(name) for name in NAMES])
+def test_every_policy_has_a_naive_counterpart(name):
+    """The invariant `naive_replay` never passes because nothing was compared."""
+    case = strategies.make_case("normal", layers=2, heads=2, group=2, n=20, prompt_len=8)
+    policy = kvsim.policy(name, **small(name))
+    trial = Trial(policy, case, 9, 4, None, 0)
+
+    assert trial.naive is not None
+    assert trial.naive.agrees(trial.record.evicted_at, case.tolerance)
+
+
+def test_exemptions_name_invariants_and_policies():
+    """What a policy is exempt from exists, and so does the policy."""
+    assert set(EXEMPT) <= set(CATALOGUE)
+    assert {name for names in EXEMPT.values() for name in names} <= set(INVARIANTS)
+
+
+def test_unknown_invariant_is_an_error_with_a_suggestion():
+    """A misspelt name does not silently check nothing."""
+    with pytest.raises(PolicyError, match="did you mean 'causality'"):
+        check_policy("tova", only=["causalty"])
+    with pytest.raises(PolicyError, match="unknown invariant"):
+        check_policy("tova", exempt=["nothing"])
+
+
+def test_smallest_budget_is_what_a_policy_always_keeps():
+    """The budgets that check_policy draws begin where the policy has a rule."""
+    case = strategies.make_case("normal", n=20)
+
+    assert smallest_budget(kvsim.policy("tova"), case) == 1
+    assert smallest_budget(kvsim.policy("streaming_llm"), case) == 4
+    assert smallest_budget(kvsim.policy("snapkv", window=7), case) == 7
+    assert smallest_budget(kvsim.policy("snapkv"), case) == 20
+
+
+@dataclass(frozen=True)
+class Probe(Scorer):
+    """Scores by recency, and checks everything that a View shows at each event."""
+
+    seen: list[int]
+    window: int = 3
+
+    columns: ClassVar[dict[str, float]] = {"age": 0.0}
+    per_row: ClassVar[bool] = False
+
+    def score(self, view: View) -> Scores:
+        """The position, after looking at all there is."""
+        self.seen.append(int(view.live.logical_not().sum()))
+        live, pos = view.live, view.pos
+        assert (view.count == live.sum(-1)).all()
+        assert (pos[~live] == -1).all()
+        assert (pos[live] >= 0).all()
+        assert (pos <= view.row).all()
+        assert (pos[..., -1] == view.row).all(), "the newest entry is in the last slot"
+        assert (live[..., 1:] >= live[..., :-1]).all(), "pads are on the left"
+        assert ((pos[..., 1:] > pos[..., :-1]) | ~live[..., :-1]).all()
+        for stored in (view.keys, view.values):
+            assert (stored[~live] == 0).all(), "keys and values are 0 on pads"
+        self._check_attention(view)
+        return Scores(pos.to(view.keys.dtype), {"age": view["age"] + live})
+
+    def _check_attention(self, view: View) -> None:
+        attention = view.attn(self.window)  # [L, H, G, w, n]
+        rows = range(view.first(self.window), view.row + 1)
+        assert attention.shape[3] == len(rows)
+        for w, row in enumerate(rows):
+            hidden = (~view.live | (view.pos > row)).unsqueeze(2).expand_as(attention[..., w, :])
+            assert (attention[..., w, :][hidden] == 0).all(), "no weight on pads or later entries"
+            seen = attention[..., w, :].sum(-1)
+            torch.testing.assert_close(seen, torch.ones_like(seen))
+        torch.testing.assert_close(view.attn(1), attention[..., -1:, :])
+        self._same(view.attn(self.window, "mean"), attention.mean(2))
+        self._same(view.attn(self.window, "max"), attention.amax(2))
+        self._same(view.attn(self.window, "sum"), attention.sum(2))
+
+    @staticmethod
+    def _same(found: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(found, expected)
+
+    def protection(self, budget: int) -> Protection:
+        """Nothing."""
+        return Protection()
+
+
+@pytest.mark.parametrize("quotas", [(6, 6, 6), (3, 9, 6), (1, 8, 9)])
+def test_view_shows_only_what_is_live(quotas):
+    """Padded or not, a View shows live entries in order and weights that sum to 1 over them."""
+    case = strategies.make_case("sharp", layers=2, heads=3, group=2, n=40, dim=8, prompt_len=20)
+    pads: list[int] = []
+    policy = kvsim.Policy("probe", Probe(pads), allocator=PerHead(quotas))
+    record = kvsim.replay(case.trace(), policy, 6, interval=4)
+    assert record.retained(39).sum(-1).tolist() == [[q + 0 for q in quotas]] * 2
+    assert len(pads) == 6
+    assert (max(pads) > 0) == (len(set(quotas)) > 1)
+
+
+def test_columns_follow_their_entries():
+    """A column counts the events that each entry lived through, whatever leaves around it."""
+    case = strategies.make_case("normal", layers=1, heads=2, n=30, dim=4, prompt_len=10)
+
+    @dataclass(frozen=True)
+    class Counting(Scorer):
+        columns: ClassVar[dict[str, float]] = {"events": 0.0}
+        per_row: ClassVar[bool] = False
+
+        def score(self, view: View) -> Scores:
+            rows = torch.tensor([r for r in range(9, view.row, 2) if r + 1 > 5])
+            expected = (view.pos.unsqueeze(-1) <= rows).sum(-1)
+            assert (view["events"] == expected).all()
+            noise = torch.sin(37.0 * (view.pos + 11 * view.row)).to(view.keys.dtype)
+            return Scores(noise, {"events": view["events"] + 1})
+
+        def protection(self, budget: int) -> Protection:
+            return Protection()
+
+    policy = kvsim.Policy("counting", Counting(), schedule=Schedule(interval=2))
+    record = kvsim.replay(case.trace(), policy, 5)
+    assert record.events == list(range(9, 30, 2))
+    assert np.unique(record.evicted_at[0]).size > 3
