@@ -15,8 +15,10 @@ libraries. Everything that is not listed in ``__all__`` may move between release
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvsim import renamed
+
 if TYPE_CHECKING:
-    from kvsim.analysis.table import measure
+    from kvsim.analysis import measure
     from kvsim.core.attention import Rope
     from kvsim.core.policy import Policy
     from kvsim.core.record import Record
@@ -60,6 +62,9 @@ _HOME = {
     "replay": "engine",
     "sample_trace": "tiny.sample",
 }
+
+
+renamed.install()
 
 
 def __getattr__(name: str) -> object:
