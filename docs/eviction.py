@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import binomtest
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -37,7 +38,6 @@ from apps.tiny.card import fill, proportion, table
 from apps.tiny.curriculum import collate
 from apps.tiny.evaluate import Results, digest
 from kvsim import Policy, Record, Trace, policy
-from kvsim.analysis.proportion import wilson
 from kvsim.runner.masked import masked_logits
 from kvsim.tiny import PATH
 from kvsim.tiny.tasks import TASKS, Sample, prompts
@@ -138,7 +138,8 @@ class Count:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the share of exact chains."""
-        return wilson(self.chain, self.n)
+        found = binomtest(self.chain, self.n).proportion_ci(method="wilson")
+        return float(found.low), float(found.high)
 
 
 # ------------------------------------------------------------------------------- the measurement

@@ -22,7 +22,7 @@ from kvsim import renamed
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 SOURCES = sorted(Path(kvsim.__file__).parent.rglob("*.py"))
-LARGE = ("matplotlib", "polars", "torch", "transformers", "zarr")
+LARGE = ("matplotlib", "polars", "scipy", "torch", "transformers", "zarr")
 
 
 def submodules():

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
+from scipy.stats import binomtest
 
 from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
 from apps.tiny.probes import FIGURES, FIRST, LAST
 from apps.tiny.results import Row, best, heads
-from kvsim.analysis.proportion import wilson
 from kvsim.tiny.model import SHAPES
 from kvsim.tiny.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
@@ -79,8 +79,8 @@ def fill(card: str, texts: Mapping[str, str]) -> str:
 
 
 def proportion(hits: int, n: int) -> str:
-    """``hits`` of ``n`` with their interval."""
-    low, high = wilson(hits, n)
+    """``hits`` of ``n`` with Wilson's 95 % interval."""
+    low, high = binomtest(hits, n).proportion_ci(method="wilson")
     return f"{hits}/{n} ({100 * low:.0f}-{100 * high:.0f} %)"
 
 

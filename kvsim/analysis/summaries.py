@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from scipy.stats import bootstrap
 
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered
@@ -24,6 +24,9 @@ from kvsim.schema import FIDELITY, numbered
 Floats = NDArray[np.float64]
 
 RESAMPLES = 4000
+
+# Results that are resampled at once: 4,000 means of each are in memory.
+_TOGETHER = 64
 
 #: What tells one result from another, beside the trace; `asked` is the budget as it was asked for.
 KEYS = ("policy", "params", "asked", "interval", "prefill", "metric", "variant", "unit")
@@ -41,18 +44,29 @@ class Interval:
 
     @classmethod
     def of(cls, values: Floats) -> Interval:
-        """Of one value per prompt [prompt]; NaN where there is none, and these are left out.
+        """The interval of one value per prompt [prompt]; see `of_each`."""
+        return cls.of_each([values])[0]
 
-        Percentiles of the means of 4,000 resamples of the prompts, the same for the same number
-        (Efron 1979, Ann. Statist. 7:1). One prompt has a mean and no interval.
+    @classmethod
+    def of_each(cls, rows: Sequence[Floats]) -> list[Interval]:
+        """Intervals of many results, each with one value per prompt [prompt], NaN for missing ones.
+
+        Percentiles of the means of 4,000 resamples of the prompts, which depend on the number of
+        prompts alone (Efron 1979, Ann. Statist. 7:1). One prompt has a mean and no interval.
         """
-        known = values[~np.isnan(values)]
-        if not len(known):
-            return cls(np.nan, np.nan, np.nan, 0)
-        if len(known) == 1:
-            return cls(float(known[0]), np.nan, np.nan, 1)
-        low, high = np.percentile(known[_resamples(len(known))].mean(1), [2.5, 97.5])
-        return cls(float(known.mean()), float(low), float(high), len(known))
+        present = [values[~np.isnan(values)] for values in rows]
+        by_size: dict[int, list[int]] = {}
+        for place, values in enumerate(present):
+            by_size.setdefault(len(values), []).append(place)
+        out = [cls(np.nan, np.nan, np.nan, 0)] * len(present)
+        for size, places in by_size.items():
+            for first in range(0, len(places) if size else 0, _TOGETHER):
+                some = places[first : first + _TOGETHER]
+                values = np.stack([present[place] for place in some])
+                mean, (low, high) = values.mean(1), _bootstrap(values)
+                for row, place in enumerate(some):
+                    out[place] = cls(float(mean[row]), float(low[row]), float(high[row]), size)
+        return out
 
     def text(self, form: str) -> str:
         """The mean, and the interval in brackets where there is one; empty without a value."""
@@ -62,10 +76,20 @@ class Interval:
         return mean if np.isnan(self.low) else f"{mean} [{low}, {high}]"
 
 
-@cache
-def _resamples(n: int) -> NDArray[np.int64]:
-    """Places of `RESAMPLES` samples with replacement; [resample, n]."""
-    return np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
+    """Ends of the 95 % percentile intervals of means of [result, prompt]; NaN for one prompt."""
+    if values.shape[1] < 2:
+        nan = np.full(len(values), np.nan)
+        return nan, nan
+    interval = bootstrap(
+        (values,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        axis=1,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return np.asarray(interval.low), np.asarray(interval.high)
 
 
 def stage_of(layer: int, n_layers: int) -> str:
@@ -148,18 +172,18 @@ def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     every = traces.over(*by) if by else traces
     own = traces.over(*by, *KEYS[:5])
     values = values.with_columns(of=pl.when(pl.col("policy").is_null()).then(every).otherwise(own))
-    rows = []
-    for key, found in values.group_by(*by, *KEYS, maintain_order=True):
-        one = Interval.of(found["value"].to_numpy().astype(np.float64))
-        rows.append(
-            {
-                **dict(zip((*by, *KEYS), key, strict=True)),
-                **_numbers(one),
-                "of": found["of"][0],
-                "chance": found["chance"].mean(),
-                "fidelity": max(found["fidelity"], key=_STRENGTH.__getitem__),
-            }
-        )
+    results = list(values.group_by(*by, *KEYS, maintain_order=True))
+    intervals = Interval.of_each([_column(rows, "value") for _, rows in results])
+    rows = [
+        {
+            **dict(zip((*by, *KEYS), key, strict=True)),
+            **_numbers(interval),
+            "of": found["of"][0],
+            "chance": found["chance"].mean(),
+            "fidelity": max(found["fidelity"], key=_STRENGTH.__getitem__),
+        }
+        for (key, found), interval in zip(results, intervals, strict=True)
+    ]
     schema = {name: values.schema[name] for name in (*by, *KEYS)} | _NUMBERS
     more: dict[str, Any] = {"of": pl.Int64, "chance": pl.Float64, "fidelity": _LABEL}
     return pl.DataFrame(rows, schema={**schema, **more})
@@ -199,19 +223,19 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
         own, on=on, how="left", nulls_equal=True, maintain_order="left"
     )
     keys = [*by, "policy", "params", "asked", "metric", "variant", "unit"]
-    rows = []
-    for key, found in paired.group_by(*keys, maintain_order=True):
-        gap = (found["value"] - found["other"]).to_numpy().astype(np.float64)
-        above = (np.sign(gap[~np.isnan(gap)]) + 1) / 2
-        rows.append(
-            {
-                **dict(zip(keys, key, strict=True)),
-                "base": base,
-                **_numbers(Interval.of(gap)),
-                "of": len(found),
-                "above": float(above.mean()) if len(above) else None,
-            }
-        )
+    paired = paired.with_columns(gap=pl.col("value") - pl.col("other"))
+    results = list(paired.group_by(*keys, maintain_order=True))
+    gaps = [_column(found, "gap") for _, found in results]
+    rows = [
+        {
+            **dict(zip(keys, key, strict=True)),
+            "base": base,
+            **_numbers(interval),
+            "of": len(gap),
+            "above": _share_above(gap),
+        }
+        for (key, _), gap, interval in zip(results, gaps, Interval.of_each(gaps), strict=True)
+    ]
     schema = {name: values.schema[name] for name in keys} | {"base": pl.String} | _NUMBERS
     return pl.DataFrame(rows, schema={**schema, "of": pl.Int64, "above": pl.Float64})
 
@@ -299,21 +323,33 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     within = paired.group_by(*keys, "level", "level_right", "trace", maintain_order=True).agg(
         pl.col("value", "value_right", "gap").mean(), values=pl.len()
     )
-    rows = []
-    for key, found in within.group_by(*keys, "level", "level_right", maintain_order=True):
-        rows.append(
-            {
-                **dict(zip((*keys, "stronger", "weaker"), key, strict=True)),
-                "at_stronger": found["value"].mean(),
-                "at_weaker": found["value_right"].mean(),
-                **_numbers(Interval.of(found["gap"].to_numpy())),
-                "values": found["values"].sum(),
-            }
-        )
+    results = list(within.group_by(*keys, "level", "level_right", maintain_order=True))
+    intervals = Interval.of_each([_column(found, "gap") for _, found in results])
+    rows = [
+        {
+            **dict(zip((*keys, "stronger", "weaker"), key, strict=True)),
+            "at_stronger": found["value"].mean(),
+            "at_weaker": found["value_right"].mean(),
+            **_numbers(interval),
+            "values": found["values"].sum(),
+        }
+        for (key, found), interval in zip(results, intervals, strict=True)
+    ]
     schema: dict[str, Any] = {name: within.schema[name] for name in keys}
     schema |= {"stronger": _LABEL, "weaker": _LABEL}
     schema |= {"at_stronger": pl.Float64, "at_weaker": pl.Float64}
     return pl.DataFrame(rows, schema={**schema, **_NUMBERS, "values": pl.Int64})
+
+
+def _column(table: pl.DataFrame, name: str) -> Floats:
+    """A column as floats, NaN for null."""
+    return table[name].to_numpy().astype(np.float64)
+
+
+def _share_above(gaps: Floats) -> float | None:
+    """Share of the gaps above 0, ties half; None where there is no gap."""
+    signs = np.sign(gaps[~np.isnan(gaps)])
+    return float((signs + 1).mean() / 2) if len(signs) else None
 
 
 def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:

@@ -48,8 +48,9 @@ class Claim:
     @cached_property
     def votes(self) -> dict[str, tuple[Interval, str]]:
         """Interval and vote of each case that has a number."""
-        found = {case: Interval.of(values) for case, values in self.cases.items()}
-        return {case: (one, self.vote(one)) for case, one in found.items() if one.n}
+        intervals = Interval.of_each(list(self.cases.values()))
+        cases = zip(self.cases, intervals, strict=True)
+        return {case: (interval, self.vote(interval)) for case, interval in cases if interval.n}
 
     @property
     def verdict(self) -> str:

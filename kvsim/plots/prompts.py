@@ -123,7 +123,7 @@ def counted(counts: Iterable[int]) -> str:
 
 def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object) -> Floats:
     """Draw the mean over prompts of values [n] over `at` [n], its interval as a band; the mean."""
-    ends = [Interval.of(column) for column in np.stack(list(values)).T]
+    ends = Interval.of_each(list(np.stack(list(values)).T))
     mean, low, high = (
         np.array([getattr(one, end) for one in ends]) for end in ("mean", "low", "high")
     )

@@ -232,10 +232,10 @@ def test_two_metrics_of_one_walk_share_it(monkeypatch):
 
         monkeypatch.setattr(f"kvsim.analysis.{where}.log_attention", call)
 
-    counted("recall")
-    counted("windows")
+    counted("output.recall")
+    counted("attention.windows")
     kvsim.measure(
         trace, records, ["wipeout_mass", "topk_recall", "attention_gap", "attention_return"]
     )
 
-    assert calls == {"recall": 2, "windows": 2}  # one walk for each of two layers
+    assert calls == {"output.recall": 2, "attention.windows": 2}  # one walk for each of two layers

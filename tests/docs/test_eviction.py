@@ -11,7 +11,6 @@ import torch
 import eviction
 from apps.tiny.curriculum import collate
 from apps.tiny.results import Results, digest
-from kvsim.analysis.proportion import wilson
 from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
@@ -115,9 +114,10 @@ def test_groups_have_a_gap_between_any_two():
 
     assert apart == [[0, 1], [20], [39, 40]]
     assert linked == [[0, 5, 12], [40]]
-    assert wilson(0, 40)[1] > wilson(5, 40)[0]
-    assert wilson(5, 40)[1] > wilson(12, 40)[0]
-    assert wilson(0, 40)[1] < wilson(12, 40)[0]
+    none, few, some = (one.interval for one in counts(0, 5, 12))
+    assert none[1] > few[0]
+    assert few[1] > some[0]
+    assert none[1] < some[0]
 
 
 def test_three_groups_leave_out_as_few_as_possible():

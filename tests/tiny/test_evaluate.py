@@ -344,9 +344,9 @@ def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
     ("hits", "n", "low", "high"),
     [(48, 48, 0.9259, 1.0), (0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634)],
 )
-def test_wilson_gives_published_intervals(hits, n, low, high):
+def test_a_proportion_has_wilsons_interval(hits, n, low, high):
     """The 95 % interval of a proportion agrees with tables."""
-    assert card.wilson(hits, n) == pytest.approx((low, high), abs=1e-4)
+    assert card.proportion(hits, n) == f"{hits}/{n} ({100 * low:.0f}-{100 * high:.0f} %)"
 
 
 def test_fill_replaces_what_is_between_markers():

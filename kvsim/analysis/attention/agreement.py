@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import pearsonr, rankdata
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -16,35 +17,16 @@ Bools = NDArray[np.bool_]
 
 def pearson(a: Floats, b: Floats) -> Floats:
     """Correlation over the last axis; NaN where one of the two does not vary."""
-    x, y = (one - one.mean(-1, keepdims=True) for one in (a, b))
-    size = np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
-    # a constant may differ from its own mean by rounding
+    a, b = np.broadcast_arrays(a, b)
     varied = (np.ptp(a, axis=-1) > 0) & (np.ptp(b, axis=-1) > 0)
-    out = np.full(size.shape, np.nan)
-    np.divide((x * y).sum(-1), size, out=out, where=varied & (size > 0))
+    out = np.full(varied.shape, np.nan)
+    out[varied] = pearsonr(a[varied], b[varied], axis=-1).statistic
     return out
 
 
 def spearman(a: Floats, b: Floats) -> Floats:
     """Rank correlation over the last axis; NaN where one of the two does not vary."""
-    return pearson(mean_ranks(a), mean_ranks(b))
-
-
-def mean_ranks(scores: Floats) -> Floats:
-    """Rank of each number, 1 the smallest; equal ones share the mean of theirs."""
-    n = scores.shape[-1]
-    order = scores.argsort(-1)
-    ascending = np.take_along_axis(scores, order, -1)
-    at = np.arange(n)
-    new = np.ones(scores.shape, bool)  # starts a run of equal numbers
-    new[..., 1:] = ascending[..., 1:] != ascending[..., :-1]
-    ends = np.ones(scores.shape, bool)
-    ends[..., :-1] = new[..., 1:]
-    first = np.maximum.accumulate(np.where(new, at, 0), -1)
-    last = np.minimum.accumulate(np.where(ends, at, n - 1)[..., ::-1], -1)[..., ::-1]
-    out = np.empty(scores.shape)
-    np.put_along_axis(out, order, 1 + (first + last) / 2, -1)
-    return out
+    return pearson(rankdata(a, axis=-1), rankdata(b, axis=-1))
 
 
 def best(scores: Floats, k: int) -> Bools:

@@ -19,9 +19,13 @@ matters is how large a difference is. Samples are [..., n], float64; moments div
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.stats import kurtosis, skew
 from torch import Tensor
 
 #: Bimodality coefficient of a uniform distribution.
@@ -68,16 +72,15 @@ def fit_normal(samples: Tensor) -> NormalFit:
     varied = ascending[..., 0] < ascending[..., -1]
     deviation = ascending.std(-1, correction=0).where(varied, 0.0)
     z = (ascending - mean.unsqueeze(-1)) / deviation.where(varied, torch.nan).unsqueeze(-1)
-    skew, kurtosis = (z**3).mean(-1), (z**4).mean(-1) - 3
     return NormalFit(
         mean=mean,
         deviation=deviation,
-        skew=skew,
-        kurtosis=kurtosis,
+        skew=_moment(skew, z),
+        kurtosis=_moment(kurtosis, z),
         ks=_ks(z),
         qq=_qq(z),
         wasserstein=_wasserstein(z),
-        bimodality=_bimodality(skew, kurtosis, samples.shape[-1]),
+        bimodality=_bimodality(z),
         modes=_modes(z),
     )
 
@@ -134,10 +137,15 @@ def _wasserstein(z: Tensor) -> Tensor:
     return area
 
 
-def _bimodality(skew: Tensor, kurtosis: Tensor, n: int) -> Tensor:
-    skew = skew * (n * (n - 1)) ** 0.5 / (n - 2)
-    kurtosis = (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * kurtosis + 6)
-    return (skew**2 + 1) / (kurtosis + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
+def _moment(of: Callable[..., Any], z: Tensor, *, bias: bool = True) -> Tensor:
+    """A standardised moment of scipy's, `bias=False` for the corrected one; [...]."""
+    return torch.from_numpy(np.asarray(of(z.cpu().numpy(), axis=-1, bias=bias))).to(z.device)
+
+
+def _bimodality(z: Tensor) -> Tensor:
+    n = z.shape[-1]
+    third, fourth = (_moment(of, z, bias=False) for of in (skew, kurtosis))
+    return (third**2 + 1) / (fourth + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
 
 
 def _modes(z: Tensor) -> Tensor:

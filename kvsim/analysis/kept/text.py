@@ -11,7 +11,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
-from kvsim.analysis.proportion import wilson
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
@@ -123,8 +122,7 @@ def retention_lift(
     n_heads = len(held)
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)
-    ends = [wilson(hits / n_heads, int(n)) for hits, n in zip(retained, count, strict=True)]
-    low, high = np.array(ends).reshape(-1, 2).T
+    low, high = _wilson(retained / n_heads, count)
     lift = rate / mean if mean > 0 else np.full(len(rate), np.nan)
     tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
     columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
@@ -132,6 +130,17 @@ def retention_lift(
     return table.with_columns(pl.col("lift").fill_nan(None)).sort(
         ["lift", "count", "token"], descending=[True, True, False], nulls_last=True
     )
+
+
+def _wilson(hits: Floats, n: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Wilson's 95 % interval of hits / n (Wilson 1927, J. Am. Stat. Assoc. 22:209).
+
+    Hits are means over heads; `scipy.stats.binomtest` has the interval of whole numbers alone.
+    """
+    z = 1.959964
+    centre = (hits + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * np.sqrt(hits * (n - hits) / n + z * z / 4)
+    return np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
 
 
 def _held(record: Record, layer: int, row: int | None) -> NDArray[np.bool_]:
