@@ -215,8 +215,12 @@ def costs(folder):
     (folder / "costs.json").write_text(json.dumps(out, indent=1, default=str))
 
 
-def compare(first, second):
-    """Print what differs between two folders; gives the number of places that do."""
+def compare(first, second, rounding=0.0):
+    """Print what differs between two folders; gives the number of places that do.
+
+    rounding: values that differ by no more, relative to the larger of the two and 1, are counted in
+    one line for each table.
+    """
     names = sorted({p.name for f in (first, second) for p in f.iterdir() if p.is_file()})
     wrong = 0
     for name in names:
@@ -229,7 +233,7 @@ def compare(first, second):
         elif name.endswith(".json"):
             lines = compare_documents(json.loads(a.read_text()), json.loads(b.read_text()))
         else:
-            lines = compare_tables(pl.read_parquet(a), pl.read_parquet(b))
+            lines = compare_tables(pl.read_parquet(a), pl.read_parquet(b), rounding)
         for line in lines:
             print(f"{name}: {line}")
         wrong += len(lines)
@@ -264,7 +268,7 @@ def compare_documents(a, b):
     return lines
 
 
-def compare_tables(a, b):
+def compare_tables(a, b, rounding):
     """Columns, rows and values that differ, by metric and key where there are such columns."""
     if a.columns != b.columns:
         odd = sorted({*a.columns} ^ {*b.columns})
@@ -290,7 +294,13 @@ def compare_tables(a, b):
     for column in floats:
         gap = (pl.col(column) - pl.col(f"{column}_b")).abs()
         differ = ~pl.col(column).eq_missing(pl.col(f"{column}_b"))
-        changed = both.filter(differ)
+        larger = pl.max_horizontal(pl.col(column).abs(), pl.col(f"{column}_b").abs(), pl.lit(1.0))
+        little = (gap <= rounding * larger).fill_null(value=False)
+        rounded = both.filter(differ & little)
+        if len(rounded):
+            most = rounded.select(gap.max()).item()
+            lines.append(f"{column} {len(rounded)} values differ by rounding, at most {most:.1e}")
+        changed = both.filter(differ & ~little)
         if not len(changed):
             continue
         grouped = (
@@ -309,9 +319,10 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["write", "compare"])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="traces whose label holds this alone")
+    parser.add_argument("--rounding", default=0.0, type=float, help="relative, of what is counted")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.what == "write":
         write(given.folders[0], given.only)
     else:
-        sys.exit(min(1, compare(*given.folders)))
+        sys.exit(min(1, compare(*given.folders, given.rounding)))
