@@ -9,7 +9,6 @@ Layers with sinks go by `Block.event`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     last = entries.pos.shape[-1] - 1
     for row in range(start, stop):
         view.open(row, held + row - start)
-        # the part of a View that per_row may use
-        scores = Scores.of(policy.scorer.score(cast("View", view)))
+        scores = Scores.of(policy.scorer.score(view))
         check(policy, scores.values, view.live, block.layers, row)
         entries.columns.update(scores.columns)
         free = view.live & ~protection.mask(entries.pos, row, prompt_len)
@@ -60,51 +58,75 @@ def _run(block: Block, start: int, stop: int) -> None:
     block.advance(stop)
 
 
-class RowView:
+class RowView(View):
     """The View of one row within a block of rows: every slot of the block, the live ones marked.
 
-    Slots are in position order; those of later rows and of entries that left are not live. Offers
-    what a scorer with `per_row` may ask for.
+    Slots are in position order. Those of later rows and of entries that left are not live; unlike
+    pads they have a position, and they can be anywhere.
     """
 
-    is_prompt = False
-
     def __init__(self, block: Block, start: int, stop: int) -> None:
+        super().__init__(
+            block.source,
+            block.entries,
+            block.setting,
+            row=start,
+            since=block.since,
+            layers=block.layers,
+        )
         self._block, self._start, self._stop = block, start, stop
         # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
         self._attention: Tensor | None = None
-        self.setting, self.layers, self.pos = block.setting, block.layers, block.entries.pos
-        self.budget = torch.full_like(block.layers, block.setting.budget).unsqueeze(-1)
-        self.live = self.pos < start
+        self._live = self.pos < start
         # the same as numbers: bool times float takes a slow path
-        self._open = self.live.to(block.source.keys.dtype)
-        self.row = start
+        self._open = self._live.to(block.source.keys.dtype)
+
+    @property
+    def live(self) -> Tensor:
+        """Which slots hold a live entry, bool [L, H, n]."""
+        return self._live
+
+    @property
+    def count(self) -> Tensor:
+        """Live entries of each head; int [L, H]."""
+        return self._live.sum(-1)
+
+    @property
+    def slot(self) -> Tensor:
+        """Place of each entry among the live ones of its head, negative for others; [L, H, n]."""
+        return (self._live.cumsum(-1) - 1).masked_fill_(~self._live, -1)
 
     def open(self, row: int, slot: int) -> None:
         """Go to `row`, whose own entry is at `slot`."""
         self.row, self._attention = row, None
-        self.live[..., slot] = True
+        self._windows.clear()
+        self._gathered.clear()
+        self._live[..., slot] = True
         self._open[..., slot] = 1.0
 
     def close(self, slot: Tensor) -> None:
-        """The entries at slot [L, H, 1] are gone."""
-        self.live.scatter_(-1, slot, value=False)
+        """The entries at slot [L, H, 1] have left."""
+        self._live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
-        if (
-            self._block.poison is not None and self._weights is not None
-        ):  # whoever still counts them will show
+        if self._block.poison is not None and self._weights is not None:
             later = self._weights[:, :, self.row + 1 - self._start :]
             later.scatter_(-1, slot[:, :, None, None].expand(*later.shape[:-1], 1), 1e30)
 
-    def __getitem__(self, column: str) -> Tensor:
-        return self._block.entries.columns[column]
+    def _gather(self, name: str, stored: Tensor) -> Tensor:
+        if name not in self._gathered:
+            at = gather(stored, self._block.entries)
+            self._gathered[name] = at.masked_fill(~self._live.unsqueeze(-1), 0.0)
+        return self._gathered[name]
 
     def attn(self, last: int, group: Group | None = None) -> Tensor:
-        """Attention of the current row (`last` is 1); [L, H, G, 1, n], or [L, H, 1, n] by group."""
+        """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
+
+        That of the current row alone comes from the product of the whole block.
+        """
         if last != 1:
-            raise ValueError(f"a scorer with per_row sees one row, this one asks for {last}")
+            return super().attn(last, group)
         if self._attention is None:
             self._attention = self._softmax()
         return reduce_group(self._attention.unsqueeze(3), group)
@@ -116,7 +138,7 @@ class RowView:
     def _softmax(self) -> Tensor:
         """Softmax over the live entries, [L, H, G, n]."""
         if self._weights is None:
-            z = self._logits(self._start, self._stop)
+            z = self._block_logits(self._start, self._stop)
             self._weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
             self._row_weights = torch.empty_like(self._weights[:, :, 0])
         weight = self._weights[:, :, self.row - self._start]
@@ -124,11 +146,11 @@ class RowView:
         weight = torch.mul(weight, self._open.unsqueeze(2), out=self._row_weights)
         total = weight.sum(-1, keepdim=True)
         if bool((total < _FAINT).any()):
-            z = self._logits(self.row, self.row + 1)[:, :, 0]
-            return z.masked_fill_(~self.live.unsqueeze(2), -torch.inf).softmax(-1)
+            z = self._block_logits(self.row, self.row + 1)[:, :, 0]
+            return z.masked_fill_(~self._live.unsqueeze(2), -torch.inf).softmax(-1)
         return weight.mul_(total.reciprocal_())
 
-    def _logits(self, start: int, stop: int) -> Tensor:
+    def _block_logits(self, start: int, stop: int) -> Tensor:
         """Logits of rows start..stop-1 against every slot; [L, H, w, G, n]."""
         source = self._block.source
         q = source.queries(start, stop).transpose(2, 3)  # [L, H, w, G, d]

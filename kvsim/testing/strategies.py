@@ -6,7 +6,7 @@ with that seed, so cases stay cheap and shrink by shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
-from kvsim.testing import reference
+from kvsim.schema import NEVER
 
 T = TypeVar("T")
 
@@ -84,46 +84,6 @@ class Case:
             name=repr(self),
         )
 
-    def naive(
-        self,
-        policy: str,
-        params: Mapping[str, Any],
-        *,
-        budget: int | Sequence[int],
-        interval: int | None,
-        prefill: bool | None,
-        protect: tuple[int, int, bool] = (0, 0, False),
-    ) -> reference.Outcome:
-        """The naive float64 replay of a policy by name."""
-        return reference.replay(
-            self.q,
-            self.k,
-            self.v,
-            prompt_len=self.prompt_len,
-            policy=policy,
-            params=params,
-            budget=budget,
-            interval=interval,
-            prefill=prefill,
-            scale=self.scale,
-            rope=([float(f) for f in self.rope.inv_freq], self.rope.attention_scaling),
-            o_proj=self.o_proj,
-            protect=protect,
-        )
-
-    def ties_are_exact(self, policy: str) -> bool:
-        """Whether scores of `policy` that tie in one order of summation tie in every other.
-
-        They do where a score is one number, or a sum of two, that equal entries share; not where
-        different numbers happen to add up to the same, or small ones vanish beside a large one; nor
-        where an allocator or a wrapper computes with the scores of others.
-        """
-        if "+" in policy or policy.startswith("ams"):
-            return False
-        if self.kind == "zero_keys":
-            return policy.startswith("tova")
-        return self.kind not in ("grid", "repeated_keys", "steep") and self.shape[2] <= 2
-
     @property
     def tolerance(self) -> float:
         """Relative score difference below which rounding may decide, in the trace's own dtype.
@@ -154,17 +114,6 @@ class Case:
             f"Case({self.kind}, {sizes}, prompt_len={self.prompt_len}, "
             f"seed={self.seed}, {self.q.dtype})"
         )
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A policy by name, its parameters, and how it is replayed."""
-
-    policy: str
-    params: Mapping[str, Any]
-    budget: int
-    interval: int | None
-    prefill: bool | None
 
 
 def make_case(
@@ -212,7 +161,7 @@ def make_case(
 _OF_TWELVE = st.integers(0, 11)
 
 
-def _mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
+def mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
     """`usual` in eleven draws of twelve, else `edge`; shrinks towards `usual`.
 
     As the functions below it is no strategy: making one for every draw takes longer than drawing.
@@ -236,7 +185,7 @@ def cases(
     One-entry traces and prompts of one or all tokens come up too.
     """
     usual = st.integers(max(min_n, min(12, max_n)), max_n)
-    n = _mostly(draw, usual, st.integers(min_n, max_n))
+    n = mostly(draw, usual, st.integers(min_n, max_n))
     return make_case(
         draw(st.sampled_from(kinds)),
         layers=draw(st.integers(1, max_layers)),
@@ -244,82 +193,10 @@ def cases(
         group=draw(st.sampled_from(GROUPS)),
         n=n,
         dim=draw(st.sampled_from((4, 8, 16))),
-        prompt_len=_mostly(draw, st.integers(1, n), st.sampled_from((1, n))),
+        prompt_len=mostly(draw, st.integers(1, n), st.sampled_from((1, n))),
         seed=draw(st.integers(0, 2**16)),
         dtype=draw(st.sampled_from(dtypes)),
     )
-
-
-def _whole(least: int, most: int) -> Callable[[int], st.SearchStrategy[Any]]:
-    return lambda _: st.integers(least, most)
-
-
-_SWITCH = (True, False)
-
-
-def _one(*values: Any) -> Callable[[int], st.SearchStrategy[Any]]:
-    return lambda _: st.sampled_from(values)
-
-
-#: What a parameter may be, given the longest window that is useful; the others keep their defaults.
-_DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
-    "sink": lambda most: st.integers(0, min(6, most)),
-    "recent": lambda most: st.integers(0, min(6, most)),
-    "seed": _whole(0, 5),
-    "window": lambda most: st.integers(1, most),
-    "pool": _one("max", "avg", None),
-    "pool_kernel": _one(1, 3, 5, 7),
-    "lag": _whole(1, 6),
-    "cross_scoring": _one(*_SWITCH),
-    "n_future": _whole(1, 20),
-    "covariance": _one(*_SWITCH),
-    "value_norm": _one("v", "none", "wo_v"),
-    "query_buffer": _whole(2, 12),
-    "rope": _one("mean", "mixture"),
-    "calibration": _one("prefix:1", "prefix:3", "prefix:8", "oracle"),
-    "protect_prompt": _one(*_SWITCH),
-    "offsets": _one("mean", "max"),
-    "by": _one("mass", "output"),
-    "fusion": _one("max", "sum"),
-    "decay": _one(0.0, 0.5, 0.8, 1.0),
-    "redundancy": _one(*_SWITCH),
-    "mix_lambda": _one(0.0, 0.3, 0.7, 1.0),
-    "threshold": _one(0.2, 0.5),
-    "gamma": _one(0.0, 3.0, 200.0),
-    "dispersion": _one("var", "std"),
-    "beta": _one(1.0, 3.0, 20.0),
-    "compression": _whole(1, 4),
-    "floor": _one(0.0, 0.2, 0.5, 1.0),
-    "chunk": _whole(1, 6),
-    "first_stage": _one(0.0, 0.5, 1.0),
-    "segment_mass": _one(0.05, 0.1, 0.3, 2.0),
-    "min_segment": _whole(1, 5),
-    "max_segment": _whole(5, 12),
-    "min_quota": _whole(0, 3),
-    "credit": _one(*_SWITCH),
-    "credit_decay": _one(0.0, 0.5, 0.9),
-    "credit_mix": _one(0.0, 0.5, 1.0),
-    "suffix_fill": _one("head_max", "global_max", "head_mean", "observed", "zero"),
-    "mode": _one("strict", "reference"),
-    "weights": _one("mass", "length", "equal"),
-    "segmentation": _one("mass", "mass", "fixed"),
-    "segment_length": _whole(1, 8),
-}
-
-
-def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
-    """Parameters of a built-in policy, small enough to bind; a window of at most `most` rows."""
-    drawn: dict[str, Any] = {}
-    for key, default in reference.defaults(name).items():
-        plain = key.rpartition("scorer__")[2]
-        if plain not in _DRAWN:
-            continue
-        value = draw(_DRAWN[plain](most))
-        # half of the budget by default; and a preset that shares between heads is meant to
-        drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
-        if plain == "calibration":
-            drawn[key] = value
-    return drawn
 
 
 _INTERVALS = st.sampled_from((None, 1)) | st.integers(2, 8)
@@ -330,36 +207,15 @@ _NO_PREFILL = st.just(value=False)
 def draw_schedule(draw: st.DrawFn, n: int, prompt_len: int) -> tuple[int | None, bool | None]:
     """(interval, prefill): the policy's own, every row, a few rows, or more rows than remain."""
     rest = max(1, n - prompt_len)
-    interval = _mostly(draw, _INTERVALS, st.integers(rest, rest + 3))
-    return interval, _mostly(draw, _PREFILL, _NO_PREFILL)
+    interval = mostly(draw, _INTERVALS, st.integers(rest, rest + 3))
+    return interval, mostly(draw, _PREFILL, _NO_PREFILL)
 
 
 def draw_budget(draw: st.DrawFn, least: int, most: int) -> int:
     """Entries to keep: mostly about the protected size and below `most`, sometimes above it."""
     most = max(least, most)
     near = st.integers(least, min(least + 3, most)) | st.integers(least, most)
-    return _mostly(draw, near, st.integers(most, most + 3))
-
-
-@st.composite
-def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(reference.RULES)) -> Setup:
-    """A built-in policy with parameters, schedule and a budget that it has a rule for.
-
-    Most budgets are below what the last event finds, so that something is evicted.
-    """
-    name = draw(st.sampled_from(names))
-    interval, prefill = draw_schedule(draw, case.n, case.prompt_len)
-    every = reference.parse(name).schedule[0] if interval is None else interval
-    last = max(
-        reference.event_rows(case.n, case.prompt_len, interval=every, prefill=prefill), default=0
-    )
-    useful = _mostly(draw, st.just(max(1, min(10, last))), st.just(10))
-    params = draw_parameters(draw, name, useful)
-    least = reference.smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
-    if "n_future" in params:  # moments need two samples behind the sinks
-        sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
-        least = max(least, min(sink + 1, case.n))
-    return Setup(name, params, draw_budget(draw, least, last), interval, prefill)
+    return mostly(draw, near, st.integers(most, most + 3))
 
 
 @st.composite
@@ -367,7 +223,7 @@ def evictions(draw: st.DrawFn, heads: int = 2, most: int = 40) -> npt.NDArray[np
     """`evicted_at` [heads, T] of one layer: a few rows evict, what leaves when is anything."""
     total = draw(st.integers(1, most))
     rows = draw(st.lists(st.integers(0, total - 1), max_size=8, unique=True))
-    choices = np.array([*sorted(rows), reference.NEVER], np.int32)
+    choices = np.array([*sorted(rows), NEVER], np.int32)
     first = np.searchsorted(choices, np.arange(total))  # nothing leaves before it came
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     stays = draw(st.sampled_from((0.0, 0.2, 0.8)))

@@ -32,10 +32,11 @@ from kvsim.core.select import compete, select
 from kvsim.policies import CATALOGUE, names
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS, Segments, normalise
-from kvsim.testing.reference import allocation
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from replay import Size, arrays, best, fresh, matrix_rate, put
+
+from reference import allocation
 
 BEGIN, END = "<!-- begin policies -->", "<!-- end policies -->"
 

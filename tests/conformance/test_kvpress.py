@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
+import reference
 from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
-from kvsim.testing import reference
 
 pytestmark = pytest.mark.peers
 

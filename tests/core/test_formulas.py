@@ -20,6 +20,7 @@ from kvsim.analysis.tiles import attention_tile
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.core.policy import Policy, Scorer
+from kvsim.engine.replay import Options, run
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.store.layout import read_json
@@ -251,7 +252,9 @@ def test_rows_one_by_one_equal_blocks_of_rows(name, policy):
     trace = make([name], seed=5)
 
     fast = kvsim.replay(trace, kvsim.policy(policy), 10, interval=1)
-    slow = kvsim.replay(trace, kvsim.policy(policy), 10, interval=1, _by_row=False)
+    by_event = kvsim.policy(policy)
+    schedule = by_event.schedule.override(1, None)
+    slow = run(trace, by_event, 10, schedule, Options(by_row=False))
 
     assert np.array_equal(fast.evicted_at, slow.evicted_at)
 

@@ -13,6 +13,7 @@ import torch
 import kvsim
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer
 from kvsim.engine import layers_per_block, rows
+from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
 
@@ -24,6 +25,12 @@ def make_trace(layers=2, heads=2, group=2, tokens=40, dim=8, prompt=10, seed=0, 
     k, v = (torch.randn(layers, heads, tokens, dim, dtype=torch.float64) for _ in range(2))
     arrays = {"q": q, "k": k, "v": v, **given}
     return kvsim.Trace.from_arrays(**arrays, prompt_len=prompt, rope=kvsim.Rope.default(dim))
+
+
+def replay_by_event(trace, name, budget):
+    """The Record of a policy of kvsim without the faster way through rows."""
+    policy = kvsim.policy(name)
+    return run(trace, policy, budget, policy.schedule, Options(by_row=False))
 
 
 def trace_of_logits(logits, prompt):
@@ -204,7 +211,7 @@ def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
 
     for name in ("tova", "h2o"):
         by_row = kvsim.replay(trace, kvsim.policy(name), budget=8)
-        by_event = kvsim.replay(trace, kvsim.policy(name), budget=8, _by_row=False)
+        by_event = replay_by_event(trace, name, 8)
 
         assert by_row.evicted_at[0, 0, 3] < 14
         assert (by_row.evicted_at == by_event.evicted_at).all()
@@ -214,7 +221,7 @@ def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
 def test_the_size_of_a_block_of_rows_changes_nothing(size, monkeypatch):
     """Blocks of one row, of some, and of all rows give the same Record."""
     trace = make_trace(tokens=70)
-    expected = kvsim.replay(trace, kvsim.policy("h2o"), budget=9, _by_row=False).evicted_at
+    expected = replay_by_event(trace, "h2o", 9).evicted_at
 
     monkeypatch.setattr(rows, "ROWS", size)
 

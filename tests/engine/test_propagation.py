@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvsim
+import reference
 from kvsim.analysis.kept.retention import entries_seen, wipeout
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Policy, Schedule
@@ -22,7 +23,6 @@ from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.full import Full
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.schema import NEVER
-from kvsim.testing import check_policy
 
 LAYERS, HEADS, GROUP, DIM = 7, 2, 2, 8
 
@@ -487,4 +487,4 @@ CHECKED = {
 def test_the_invariants_hold(case):
     """Everything that every policy must satisfy."""
     name, params = CHECKED[case]
-    check_policy(name, max_examples=20, **params)
+    reference.check(name, params, max_examples=20)

@@ -59,8 +59,8 @@ def test_layers_that_see_the_whole_text_share_budgets_as_if_alone(policy):
 
     assert record.layers == (1, 3, 4)
     assert np.array_equal(record.evicted_at, kvsim.replay(alone, one, 40, interval=16).evicted_at)
-    dealt = "the budget is dealt over the 3 layers of the trace that see the whole text"
-    assert (dealt in record.remark) == (policy != "cake@gkv")  # whose budgets are even
+    shared = "the budget is shared over the 3 layers of the trace that see the whole text"
+    assert (shared in record.remark) == (policy != "cake@gkv")  # whose budgets are even
 
 
 def test_a_layer_replayed_alone_has_the_budget_it_has_among_the_others():

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvsim
+import reference
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.record import NEVER
 from kvsim.errors import PolicyError
 from kvsim.policies.ams import AMS, Segments, cuts, merge, reference_quotas, split, strict_quotas
-from kvsim.testing import reference
-from kvsim.testing.reference import allocation
 from kvsim.testing.strategies import Case, make_case
+from reference import allocation
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

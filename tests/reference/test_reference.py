@@ -13,17 +13,21 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvsim
+import reference
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.kept.retention import retained_iou, wipeout
 from kvsim.analysis.output import error as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.engine import check_cell
 from kvsim.engine import rows as engine_rows
+from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE
-from kvsim.testing import reference, strategies
-from kvsim.testing.reference import NEVER, Event, Scored, classic, expected, loop, windows
-from kvsim.testing.strategies import Case, Setup
+from kvsim.testing import loops, strategies
+from kvsim.testing.loops import rows as loops_rows
+from kvsim.testing.strategies import Case
+from reference import NEVER, Event, Scored, classic, expected, windows
+from reference.strategies import Setup, naive, setups
 
 CATALOGUED = {*CATALOGUE, *(f"{n}@{p}" for n, entry in CATALOGUE.items() for p in entry.presets)}
 #: Policies that are replayed by the most cases, and measured.
@@ -84,13 +88,7 @@ def examples(usual: int) -> int:
     return usual * max(1, settings().max_examples // 100)
 
 
-def naive(case: Case, setup: Setup) -> reference.Outcome:
-    """The reference replay of a generated case."""
-    how = {"budget": setup.budget, "interval": setup.interval, "prefill": setup.prefill}
-    return case.naive(setup.policy, setup.params, **how)
-
-
-def possible(case: Case, setup: Setup) -> reference.Outcome:
+def possible(case: Case, setup: Setup) -> loops.Outcome:
     """The reference replay, where the policy has a rule for what was drawn; else draw again.
 
     It has none for too few rows to learn from, or a layer's share below what is protected.
@@ -105,25 +103,20 @@ def possible(case: Case, setup: Setup) -> reference.Outcome:
         raise
 
 
-def replay(case: Case, setup: Setup, **hooks) -> kvsim.Record:
+def replay(case: Case, setup: Setup, **options) -> kvsim.Record:
     """The engine's replay of the same case."""
-    return kvsim.replay(
-        case.trace(),
-        kvsim.policy(setup.policy, **setup.params),
-        setup.budget,
-        interval=setup.interval,
-        prefill=setup.prefill,
-        **hooks,
-    )
+    policy = kvsim.policy(setup.policy, **setup.params)
+    schedule = policy.schedule.override(setup.interval, setup.prefill)
+    return run(case.trace(), policy, setup.budget, schedule, Options(**options))
 
 
 def disagreement(
-    case: Case, setup: Setup, outcome: reference.Outcome | None = None, **hooks
+    case: Case, setup: Setup, outcome: loops.Outcome | None = None, **options
 ) -> str | None:
     """What the engine evicts otherwise than the reference, up to each head's first near-tie."""
     outcome = outcome or naive(case, setup)
-    record = replay(case, setup, **hooks)
-    ties = case.ties_are_exact(setup.policy)
+    record = replay(case, setup, **options)
+    ties = reference.ties_are_exact(setup.policy, case)
     if outcome.agrees(record.evicted_at, case.tolerance, ties=ties, faint=case.faint):
         return None
     return f"naive {outcome.evicted_at.tolist()}, engine {record.evicted_at.tolist()}"
@@ -147,7 +140,7 @@ def test_replay_in_float64_equals_the_naive_replay(name):
     @given(st.data())
     def check(data):
         case = data.draw(strategies.cases(max_n=longest))
-        setup = data.draw(strategies.setups(case, [name]))
+        setup = data.draw(setups(case, [name]))
         outcome = possible(case, setup)
         assume(outcome.cuts or name == "full")
         assert disagreement(case, setup, outcome) is None
@@ -183,7 +176,7 @@ def test_replay_of_narrow_floats_equals_the_naive_replay(name):
     def check(data):
         longest = 48 if name in SIMPLE else 22
         case = data.draw(strategies.cases(dtypes=(np.float32, np.float16), max_n=longest))
-        setup = data.draw(strategies.setups(case, [name]))
+        setup = data.draw(setups(case, [name]))
         outcome = possible(case, setup)
         assert disagreement(case, setup, outcome) is None
 
@@ -196,12 +189,12 @@ def test_replay_of_narrow_floats_equals_the_naive_replay(name):
 def test_small_blocks_of_rows_change_nothing(name, data):
     """Rows in blocks of three, attention received in blocks of one row: still the naive replay."""
     case = data.draw(strategies.cases(min_n=12))
-    setup = data.draw(strategies.setups(case, [name]))
+    setup = data.draw(setups(case, [name]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_rows, "ROWS", 3)
         patch.setattr("kvsim.core.view.LOGIT_BYTES", 1)
         assert disagreement(case, setup) is None
-        assert disagreement(case, setup, _by_row=False) is None
+        assert disagreement(case, setup, by_row=False) is None
 
 
 @pytest.mark.parametrize(
@@ -326,10 +319,10 @@ def test_reference_random_is_splitmix64():
 
 def test_schedule_counts_from_the_end_of_the_prompt():
     """Events fire after rows prompt_len - 1 + m * interval; m = 0 only with prefill."""
-    assert reference.event_rows(10, 4, interval=3, prefill=None) == [3, 6, 9]
-    assert reference.event_rows(10, 4, interval=3, prefill=False) == [6, 9]
-    assert reference.event_rows(10, 4, interval=None, prefill=True) == [3]
-    assert reference.event_rows(10, 10, interval=1, prefill=False) == []
+    assert loops.event_rows(10, 4, interval=3, prefill=None) == [3, 6, 9]
+    assert loops.event_rows(10, 4, interval=3, prefill=False) == [6, 9]
+    assert loops.event_rows(10, 4, interval=None, prefill=True) == [3]
+    assert loops.event_rows(10, 10, interval=1, prefill=False) == []
 
 
 # ------------------------------------------------------------ scores of the reference, by hand
@@ -798,7 +791,7 @@ def small(name: str) -> dict:
     }
 
 
-def any_replay(name: str, case: Case, budget: int, **kwargs) -> reference.Outcome:
+def any_replay(name: str, case: Case, budget: int, **kwargs) -> loops.Outcome:
     """The naive replay of a case, with all that any policy may ask for."""
     layers, heads, group, _, dim = case.shape
     o_proj = np.random.default_rng(0).standard_normal((layers, heads * group, dim, 6))
@@ -872,15 +865,15 @@ def test_margin_is_relative_to_the_terms_of_a_score():
     """A difference of large terms is less sure than its own size says."""
     at = event(keys=np.zeros((1, 3, 1)), budgets=[1])
     plain = Scored([{0: 3e-9, 1: 2e-9, 2: 1e-9}], [set()])
-    assert loop.choose("x", at, 0, plain, set())[1:] == pytest.approx((1 / 3, 3e-9))
+    assert loops_rows.choose("x", at, 0, plain, set())[1:] == pytest.approx((1 / 3, 3e-9))
     plain.noise = [{0: 1.0, 1: 0.5, 2: 0.5}]
-    kept, margin, size = loop.choose("x", at, 0, plain, set())
+    kept, margin, size = loops_rows.choose("x", at, 0, plain, set())
     assert (kept, size) == ({0}, 3e-9)
     assert margin == pytest.approx(1e-9)
     # 2 is not next to the cut, but nothing is known of it
     plain.noise = [{0: 3e-9, 1: 2e-9, 2: 1.0}]
-    assert loop.choose("x", at, 0, plain, set())[1] == pytest.approx(1 / 3)
-    assert loop.closest(plain, 0, {0}, {1, 2}) == [(pytest.approx(2e-9), math.inf)]
+    assert loops_rows.choose("x", at, 0, plain, set())[1] == pytest.approx(1 / 3)
+    assert loops_rows.closest(plain, 0, {0}, {1, 2}) == [(pytest.approx(2e-9), math.inf)]
 
 
 # --------------------------------------------------------------------------------- the metrics
@@ -891,7 +884,7 @@ def measured(draw, names=SIMPLE, **kwargs):
     """A case, how it is replayed, and its Record."""
     kinds = [kind for kind in strategies.KINDS if kind != "steep"]
     case = draw(strategies.cases(kinds=kinds, **kwargs))
-    setup = draw(strategies.setups(case, names))
+    setup = draw(setups(case, names))
     return case, setup, replay(case, setup)
 
 
@@ -899,7 +892,7 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
     """Error, its two factors and retained mass of every row equal the naive ones."""
     found = output_error(case.trace(), [record])[0]
     slots = 10_000.0 if record.positions == "slot" else None
-    expected = reference.outputs(
+    expected = loops.outputs(
         case.q, case.k, case.v, record.evicted_at, scale=case.scale, slot_theta=slots
     )
     tolerance = 1e-6 if case.q.dtype == np.float64 else 2e-4  # results are stored in float32
@@ -986,10 +979,10 @@ def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
         found = wipeout(evicted_at, length, threshold, sink, recent)
-        assert found.rows.tolist() == reference.acting_rows(record.evicted_at, layer)
+        assert found.rows.tolist() == loops.acting_rows(record.evicted_at, layer)
         for j, row in enumerate(found.rows.tolist()):
             for head in range(len(evicted_at)):
-                expected = reference.wipeout(
+                expected = loops.wipeout(
                     record.evicted_at,
                     layer,
                     head,
@@ -1017,11 +1010,11 @@ def test_retained_iou_equals_the_naive_one(drawn):
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
         found = retained_iou(evicted_at)
-        rows = reference.acting_rows(record.evicted_at, layer)
+        rows = loops.acting_rows(record.evicted_at, layer)
         assert found.rows.tolist() == rows[:-1]
         for j, (first, second) in enumerate(pairwise(rows)):
             for head in range(len(evicted_at)):
-                expected = reference.retained_iou(record.evicted_at, layer, head, first, second)
+                expected = loops.retained_iou(record.evicted_at, layer, head, first, second)
                 assert found.iou[head, j] == pytest.approx(expected.iou, abs=1e-12)
                 assert found.survival[head, j] == pytest.approx(expected.survival, abs=1e-12)
                 assert found.chance[head, j] == pytest.approx(expected.random_iou, abs=1e-12)
@@ -1039,7 +1032,7 @@ def test_window_overlap_equals_the_naive_one(case, window, share):
         return
     for layer in range(case.shape[0]):
         found = window_overlap(case.trace(), layer, window=window, shares=[share])
-        expected = reference.window_overlap(
+        expected = loops.window_overlap(
             case.q, case.k, layer, window=window, share=share, scale=case.scale
         )
         assert found.before[:, 0] == pytest.approx(expected.before, abs=1e-12)
@@ -1057,7 +1050,7 @@ def test_error_is_missing_mass_times_distance():
     """The identity of the two factors holds to rounding wherever something is missing."""
     case = strategies.make_case("sharp", heads=2, group=2, n=40, prompt_len=10, seed=1)
     outcome = naive(case, Setup("tova", {}, 6, None, None))
-    found = reference.outputs(case.q, case.k, case.v, outcome.evicted_at, scale=case.scale)
+    found = loops.outputs(case.q, case.k, case.v, outcome.evicted_at, scale=case.scale)
     some = ~np.isnan(found.distance)
     assert some.sum() > 50
     np.testing.assert_allclose(
@@ -1072,7 +1065,7 @@ def test_streaming_llm_wipes_out_what_lies_between_sinks_and_window():
     budget, length = 12, 4
     outcome = naive(case, Setup("streaming_llm", {}, budget, None, None))
     for row in (39, 43, 47):
-        found = reference.wipeout(outcome.evicted_at, 0, 0, row, length=length, sink=4, recent=0)
+        found = loops.wipeout(outcome.evicted_at, 0, 0, row, length=length, sink=4, recent=0)
         total = row + 1
         starts = [s for s in range(4, total, length) if s + length <= total]
         assert found.regions == len(starts)
@@ -1084,6 +1077,6 @@ def test_random_null_of_the_iou_has_its_closed_form():
     case = strategies.make_case("normal", n=48, prompt_len=16)
     budget, interval = 8, 8
     outcome = naive(case, Setup("random", {}, budget, interval, None))
-    found = reference.retained_iou(outcome.evicted_at, 0, 0, 23, 31)
+    found = loops.retained_iou(outcome.evicted_at, 0, 0, 23, 31)
     assert found.random_iou == pytest.approx(budget / (budget + 2 * interval))
     assert found.iou == pytest.approx(found.survival / (2 - found.survival))

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvsim.errors import BudgetError
-from kvsim.testing.reference import allocation
-from kvsim.testing.reference.allocation import adakv, ams, apportion, chunkkv, deal
+from reference import allocation
+from reference.allocation import adakv, ams, apportion, chunkkv, deal
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvsim
+import reference
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.testing import reference
-from kvsim.testing.reference import NEVER, propagation
-from kvsim.testing.strategies import Case, Setup
+from kvsim.testing.strategies import Case
 from kvsim.tiny.sample import sample_trace
+from reference import NEVER, propagation
+from reference.strategies import Setup, naive
 
 NAMES = ("asl", "asl_2pass", "fastkv", "fastkv@proportional", "gemfilter", "pyramidinfer")
 CROSSES = (
@@ -368,12 +369,6 @@ def draw(name: str, seed: int) -> tuple[Case, Setup]:
     return case, Setup(name, params, budget, interval, prefill)
 
 
-def naive(case: Case, setup: Setup) -> reference.Outcome:
-    """The reference replay."""
-    how = {"budget": setup.budget, "interval": setup.interval, "prefill": setup.prefill}
-    return case.naive(setup.policy, setup.params, **how)
-
-
 def replay(case: Case, setup: Setup) -> kvsim.Record:
     """The engine's."""
     return kvsim.replay(
@@ -707,7 +702,7 @@ def test_comparison_catches_a_wrong_reference(name, part, wrong, monkeypatch):
     if part == "np.linspace":
         right = np.linspace
         wrong = lambda low, high, n: right(high, low, n)  # noqa: E731
-    monkeypatch.setattr(f"kvsim.testing.reference.propagation.{part}", wrong)
+    monkeypatch.setattr(f"reference.propagation.{part}", wrong)
     assert any(
         disagreement(naive(case, setup), replay(case, setup)) is not None
         for case, setup in (draw(name, seed) for seed in range(240))

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import kvsim
+import reference
 from kvsim.analysis.table import fidelity, selection_fidelity
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.runner.decoder import Decoder
-from kvsim.testing import reference
 
 PROMPT = 130
 SIZES = {

@@ -12,19 +12,15 @@ from hypothesis import settings
 from torch import Tensor
 
 import kvsim
+import reference
 from kvsim.core.policy import Protection, Schedule, Scorer, Scores
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names, parameters
-from kvsim.testing import reference, strategies
-from kvsim.testing.invariants import (
-    EXEMPT,
-    INVARIANTS,
-    PerHead,
-    Trial,
-    check_policy,
-    smallest_budget,
-)
+from kvsim.testing import INVARIANTS, check_policy, strategies
+from kvsim.testing.invariants import EXEMPT
+from kvsim.testing.invariants.independence import PerHead
+from kvsim.testing.invariants.trial import Trial, smallest_budget
 
 # Parameters that bind on a few dozen tokens.
 SMALL = {
@@ -82,7 +78,7 @@ def examples(usual: int) -> int:
 @pytest.mark.parametrize("name", [around(name) for name in NAMES])
 def test_policy_satisfies_every_invariant(name):
     """Each policy and preset, on generated traces at budgets near what it protects."""
-    check_policy(name, max_examples=examples(12), max_n=24, **small(name))
+    reference.check(name, small(name), max_examples=examples(12), max_n=24)
 
 
 @pytest.mark.parametrize("outer", OUTER)
@@ -90,7 +86,7 @@ def test_policy_satisfies_every_invariant(name):
 def test_every_cross_satisfies_every_invariant(outer, inner):
     """All scorers x {AMS, AdaKV, ChunkKV, the global score}."""
     name = f"{outer}+{inner}"
-    check_policy(name, max_examples=examples(2), max_n=18, **small(name))
+    reference.check(name, small(name), max_examples=examples(2), max_n=18)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +104,7 @@ def test_every_cross_satisfies_every_invariant(outer, inner):
 )
 def test_presets_and_longer_crosses_satisfy_every_invariant(name):
     """Three parts, and what implementations do differently."""
-    check_policy(name, max_examples=examples(6), max_n=20, **small(name))
+    reference.check(name, small(name), max_examples=examples(6), max_n=20)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +128,7 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
 )
 def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
     """Parameters away from the defaults, h2o's fixed recent part among them."""
-    check_policy(name, max_examples=examples(20), **params)
+    reference.check(name, params, max_examples=examples(20))
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ def test_every_policy_has_a_naive_counterpart(name):
     """The invariant `naive_replay` never passes because nothing was compared."""
     case = strategies.make_case("normal", layers=2, heads=2, group=2, n=20, prompt_len=8)
     policy = kvsim.policy(name, **small(name))
-    trial = Trial(policy, case, 9, 4, None, 0)
+    trial = Trial(policy, case, 9, 4, None, 0, reference.rule_of(policy))
 
     assert trial.naive is not None
     assert trial.naive.agrees(trial.record.evicted_at, case.tolerance)

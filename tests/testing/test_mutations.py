@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kvsim
+import reference
 from kvsim.analysis.output import error as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.core import record as records
@@ -24,8 +25,7 @@ from kvsim.core.view import Entries, View, gather
 from kvsim.engine import block as engine_block
 from kvsim.engine.rows import RowView
 from kvsim.engine.source import TraceSource
-from kvsim.testing import reference, strategies
-from kvsim.testing.invariants import InvariantError, check_policy
+from kvsim.testing import InvariantError, check_policy, loops, strategies
 
 Patch = pytest.MonkeyPatch
 
@@ -48,7 +48,7 @@ def future_softmax(patch: Patch) -> None:
     """Weights of a row are divided by a sum that includes the rows after it in the block."""
 
     def wrong(self: RowView) -> Tensor:
-        weights = self._logits(self._start, self._stop).exp()[:, :, self.row - self._start]
+        weights = self._block_logits(self._start, self._stop).exp()[:, :, self.row - self._start]
         return weights * self.live.unsqueeze(2) / weights.sum(-1, keepdim=True)
 
     patch.setattr(RowView, "_softmax", wrong)
@@ -71,7 +71,7 @@ def dead_keys_in_rows(patch: Patch) -> None:
 
     def wrong(self: RowView) -> Tensor:
         if self._weights is None:
-            z = self._logits(self._start, self._stop)
+            z = self._block_logits(self._start, self._stop)
             self._weights = z.sub_(z.amax(-1, keepdim=True)).exp_()
         weight = self._weights[:, :, self.row - self._start]
         past = (self.pos <= self.row).unsqueeze(2)
@@ -294,7 +294,7 @@ def test_seeded_bug_is_caught(bug, name, params, invariant, monkeypatch):
     """The invariant that is meant to catch the bug does, alone, and says its own name."""
     bug(monkeypatch)
     with pytest.raises(InvariantError, match=f"invariant '{invariant}'"):
-        check_policy(name, max_examples=1000, only=[invariant], shrink=False, **params)
+        reference.check(name, params, max_examples=1000, only=[invariant], shrink=False)
 
 
 # -------------------------------------------------------------------- bugs in a user's own policy
@@ -451,7 +451,7 @@ def test_error_of_rows_that_still_see_the_evicted_is_caught(monkeypatch):
     """A mask that is one row too long does not give the reference's error."""
     case = strategies.make_case("sharp", heads=2, group=2, n=40, prompt_len=10, seed=2)
     record = kvsim.replay(case.trace(), kvsim.policy("tova"), 6)
-    expected = reference.outputs(case.q, case.k, case.v, record.evicted_at, scale=case.scale)
+    expected = loops.outputs(case.q, case.k, case.v, record.evicted_at, scale=case.scale)
     late = np.where(record.evicted_at < 39, record.evicted_at + 1, record.evicted_at)
     for evicted_at, right in [(record.evicted_at, True), (late, False)]:
         found = output_error(case.trace(), [replace(record, evicted_at=evicted_at)])[0]

@@ -9,7 +9,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.testing.reference.basics import NEVER, Bools, Floats, logits_of, softmax, turn
+from kvsim.schema import NEVER
+from kvsim.testing.loops.basics import Bools, Floats, logits_of, rotate, softmax
 
 
 def seen_by(evicted_at: npt.ArrayLike, row: int) -> Bools:
@@ -94,8 +95,8 @@ def outputs(
                 if slot_theta is not None:
                     shift = np.cumsum(seen) - 1 - np.arange(n)  # slot - position
                     turns = slot_theta ** (-np.arange(dim // 2) / (dim // 2))
-                    key = turn(keys[layer, i // (qheads // heads)], shift, turns)
-                    query = turn(queries[layer, i, row], shift[row], turns)
+                    key = rotate(keys[layer, i // (qheads // heads)], shift, turns)
+                    query = rotate(queries[layer, i, row], shift[row], turns)
                     found.out_seen[at], _ = _attend(factor * (key @ query), value, seen)
                 found.out_evicted[at], _ = _attend(z[i, row], value, past & ~seen)
     return found

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsim.testing.reference.basics import Floats, pool, softmax
-from kvsim.testing.reference.event import Event, Scored, first, last, unprotected
+from kvsim.testing.loops.basics import Floats, softmax
+from kvsim.testing.loops.event import Scored, first, last, unprotected
+from reference.event import Event, pool
 
 # ------------------------------------------------------------------------- positions and chance
 

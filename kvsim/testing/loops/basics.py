@@ -1,4 +1,4 @@
-"""What the naive replay and the naive metrics both need: types, softmax, logits, rotation."""
+"""Types, softmax, logits and rotation, which the replay and the metrics share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-#: `evicted_at` of an entry that never leaves.
-NEVER = 2**31 - 1
-
 
 def softmax(z: Floats) -> Floats:
-    """Weights that add up to 1, of logits [n]; none of none."""
+    """Weights of logits [n] that sum to 1; an empty array of an empty one."""
     if not len(z):
         return z
     weight = np.exp(z - z.max())
@@ -30,24 +27,14 @@ def logits_of(q: Floats, k: Floats, scale: float) -> Floats:
     return np.stack([scale * (q[i] @ k[i // group].T) for i in range(len(q))])
 
 
-def turn(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
-    """x [..., dim] turned forward by `by` [...] positions, each pair at its own frequency.
+def rotate(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
+    """x [..., dim] rotated forward by `by` [...] positions, each pair at its own frequency.
 
-    Dimension i goes with i + half, half the number of frequencies; dimensions past 2 half stay.
+    Dimension i is paired with i + half, half the number of frequencies; dimensions from 2 half on
+    are not rotated.
     """
     half = len(inv_freq)
     angle = np.multiply.outer(by, np.asarray(inv_freq, dtype=np.float64))
     a, b = x[..., :half], x[..., half : 2 * half]
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
-
-
-def pool(values: Sequence[float], kind: str | None, kernel: int) -> list[float]:
-    """Stride 1, same length: "max" pads with -inf, "avg" pads with 0 and divides by the kernel."""
-    if kind is None:
-        return list(values)
-    pooled = []
-    for slot in range(len(values)):
-        near = values[max(0, slot - kernel // 2) : slot + kernel // 2 + 1]
-        pooled.append(max(near) if kind == "max" else sum(near) / kernel)
-    return pooled

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvsim.errors import PolicyError
-from kvsim.testing.reference import classic, expected, windows
-from kvsim.testing.reference.event import Event, Scored
-from kvsim.testing.reference.propagation import ALONE, PROPAGATIONS
+from kvsim.testing.loops import Scored
+from reference import classic, expected, windows
+from reference.event import Event
+from reference.propagation import ALONE, PROPAGATIONS
 
 #: From an event, what a wrapped scorer gave and whether it is signed, to other scores.
 Wrap = Callable[..., Scored]
@@ -254,26 +255,6 @@ class Chain:
         if "criticalkv" in self.wrappers or self.allocator in ("ams", "adakv", "adakv@kvpress"):
             return "group"
         return "slot" if self.allocator == "ams@release" else "all"
-
-    def score(
-        self,
-        event: Event,
-        memory: Sequence[list[dict[int, float]]],
-        doubt: Sequence[list[dict[int, float]]],
-    ) -> Scored:
-        """The scorer, then its wrappers from the inside out; memory, doubt: of each piece."""
-        assert self.rule.score is not None  # noqa: S101  the loop asks no scores of `full`
-        average = event.average if event.average == "group" else self.average
-        at = event.at(params=self.params[-1], memory=memory[-1], average=average)
-        found = self.rule.score(at)
-        signed = self.signed
-        for i in range(len(self.wrappers), 0, -1):
-            outer = OUTER[self.wrappers[i - 1]]
-            assert outer.wrap is not None  # noqa: S101  parse lets only wrappers through
-            inside = event.at(params=self.params[i], memory=memory[i], doubt=doubt[i])
-            found = outer.wrap(inside, found, signed=signed)
-            signed = False
-        return found
 
     @property
     def calibration(self) -> Any:

@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.testing.reference.basics import Floats, pool, softmax
+from kvsim.testing import loops
+from kvsim.testing.loops import Doubt
+from kvsim.testing.loops.basics import Floats, softmax
+from reference.event import pool
 
 #: The parameters of every propagation and preset.
 PROPAGATIONS: dict[str, Mapping[str, Any]] = {
@@ -70,37 +73,19 @@ ALONE = ("asl_2pass", "gemfilter", "pyramidinfer")
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """How sure a choice of rows is: its margin and size, as Cut has them, and who depends on it."""
-
-    layers: range
-    margin: float
-    size: float = math.inf
-
-
-@dataclass(frozen=True)
-class Propagated:
+class Propagated(loops.Propagated):
     """The rows of the prompt that each layer works on, and how they were chosen.
 
-    alive: ascending positions, for each layer. dropped: the layers after which rows were dropped,
-    uncut: those whose cache is never cut. variance, rho: ASL's, of every layer from the first that
-    is tested, as if none had been selected; ranks: [layer][candidate], 1 for the best.
+    dropped: the layers after which rows were dropped. variance, rho: ASL's, of every layer from the
+    first that is tested, as if none had been selected; ranks: [layer][candidate], 1 for the best.
     """
 
-    alive: tuple[tuple[int, ...], ...]
     dropped: tuple[int, ...] = ()
     restarted: bool = False
-    uncut: range = range(0)
     selected: int | None = None
     variance: Mapping[int, float] = field(default_factory=dict)
     rho: Mapping[int, float] = field(default_factory=dict)
     ranks: tuple[tuple[int, ...], ...] = ()
-    doubts: tuple[Doubt, ...] = ()
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Rows of the prompt that each layer works on."""
-        return tuple(map(len, self.alive))
 
 
 def propagate(
@@ -302,7 +287,7 @@ def pyramidinfer(
         doubts.append(Doubt(deeper, *_gap(scores[forced:], ranking, many - forced)))
         if deeper:
             dropped.append(layer)
-    return Propagated(tuple(alive), tuple(dropped), doubts=tuple(doubts))
+    return Propagated(tuple(alive), dropped=tuple(dropped), doubts=tuple(doubts))
 
 
 def remaining(layer: int, n_layers: int, ratio: float) -> float:
@@ -396,13 +381,13 @@ def _after(layer: int, chosen: list[int], n_layers: int, n: int, **found: Any) -
     start = min(first_without(layer), n_layers)
     alive = (tuple(range(n)),) * start + (tuple(chosen),) * (n_layers - start)
     dropped = (layer,) if start < n_layers and len(chosen) < n else ()
-    return Propagated(alive, dropped, selected=layer, **found)
+    return Propagated(alive, dropped=dropped, selected=layer, **found)
 
 
 def _anew(layer: int, chosen: list[int], n_layers: int, **found: Any) -> Propagated:
     """The chosen rows in every layer."""
     found = {"selected": layer, **found}
-    return Propagated((tuple(chosen),) * n_layers, (layer,), restarted=True, **found)
+    return Propagated((tuple(chosen),) * n_layers, dropped=(layer,), restarted=True, **found)
 
 
 def _gap(

@@ -7,26 +7,20 @@ from functools import lru_cache
 import numpy as np
 
 from kvsim.errors import PolicyError
-from kvsim.testing.reference.basics import Floats, softmax, turn
-from kvsim.testing.reference.event import (
-    Event,
-    Rotary,
-    Scored,
-    first,
-    unprotected,
-    unrotate,
-)
+from kvsim.testing.loops.basics import Floats, rotate, softmax
+from kvsim.testing.loops.event import Rotary, Scored, first, unprotected, unrotate
+from reference.event import Event
 
 # ---------------------------------------------------------------------------- Expected Attention
 
 
 @lru_cache(maxsize=8192)
 def rotation(rope: Rotary, dim: int, pos: int) -> Floats:
-    """[dim, dim]: the matrix that turns a query to position `pos`, attention scaling included."""
+    """[dim, dim]: the matrix that rotates a query to position `pos`, attention scaling included."""
     inv_freq, scaling = rope
-    turned = 2 * len(inv_freq)
-    matrix = turn(np.eye(dim), np.full(dim, pos), inv_freq)
-    matrix[:, :turned] *= scaling
+    rotated = 2 * len(inv_freq)
+    matrix = rotate(np.eye(dim), np.full(dim, pos), inv_freq)
+    matrix[:, :rotated] *= scaling
     return matrix.T  # the rows above are the images of the unit vectors
 
 
@@ -96,9 +90,9 @@ def _expected(
     """The log of the expected score of one key, and the size of its terms."""
     rope, s, count = event.rotary(), event.scale, int(event.params["n_future"])
     if event.params["rope"] == "mean":
-        turned = mean_rotation(rope, len(key), start, count)
-        line = s * float(key @ turned @ mean)
-        square = s**2 / 2 * float(key @ turned @ spread @ turned.T @ key)
+        mean_matrix = mean_rotation(rope, len(key), start, count)
+        line = s * float(key @ mean_matrix @ mean)
+        square = s**2 / 2 * float(key @ mean_matrix @ spread @ mean_matrix.T @ key)
         return line + square, abs(line) + abs(square)
     each = []
     for pos in range(start, start + count):

@@ -9,12 +9,10 @@ import math
 
 import numpy as np
 
-from kvsim.testing.reference.basics import pool, softmax
-from kvsim.testing.reference.classic import averaged, over_heads
-from kvsim.testing.reference.event import Event, Scored, first, last, union
-
-#: A choice on the way: its margin and size, as Cut defines them.
-Decision = tuple[float, float]
+from kvsim.testing.loops.basics import softmax
+from kvsim.testing.loops.event import Decision, Scored, first, last, union
+from reference.classic import averaged, over_heads
+from reference.event import Event, pool
 
 
 def candidates(event: Event, head: int, rows: range) -> list[int]:

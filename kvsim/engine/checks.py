@@ -1,0 +1,128 @@
+"""What a replay refuses, and what it remarks, before any work is done."""
+
+from __future__ import annotations
+
+import operator
+
+from kvsim.core.policy import Policy, Schedule
+from kvsim.core.trace import Trace
+from kvsim.engine.depth import Descent
+from kvsim.engine.layers import layers_per_block, sharing
+from kvsim.engine.source import unhidden, windows
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.schema import NEVER, plural
+
+
+def whole(budget: int) -> int:
+    """The budget as an int. BudgetError for anything else, a share or a truth value included."""
+    try:
+        if not isinstance(budget, bool) and operator.index(budget) <= NEVER:
+            return operator.index(budget)
+    except TypeError:
+        pass
+    raise BudgetError(
+        f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
+    )
+
+
+def check_cell(
+    trace: Trace,
+    policy: Policy,
+    budget: int,
+    memory: int | None,
+    schedule: Schedule | None = None,
+) -> None:
+    """Raise what a replay would raise, without any work.
+
+    BudgetError: no rule for the budget. NeedsError: an array that the trace lacks. PolicyError: an
+    event before there are enough rows for the scorer. MemoryLimitError.
+    """
+    schedule = schedule or policy.schedule
+    missing = sorted(name for name in policy.scorer.needs if not trace.has(name))
+    if missing:
+        trace.read(missing[0])  # its error says how the array is recorded
+    if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
+        policy.check_budget(
+            budget,
+            prompt_len=trace.prompt_len,
+            n_layers=sharing(trace),
+            schedule=schedule,
+        )
+        _check_rows(trace, policy, budget, schedule)
+    policy.scorer.check(trace, schedule)
+    _check_propagation(trace, policy)
+    layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
+
+
+def _check_rows(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> None:
+    """Raise PolicyError where the first event that evicts has too few rows for the scorer."""
+    first = next((r for r in schedule.rows(trace.prompt_len, trace.n_pos) if r >= budget), None)
+    least = policy.scorer.least_rows
+    if first is not None and first + 1 < least:
+        raise PolicyError(
+            f"{policy.name}: the first event that evicts fires after {first + 1} rows; "
+            f"expected at least {least}; use a longer prompt, another schedule or other "
+            "parameters"
+        )
+
+
+def _check_propagation(trace: Trace, policy: Policy) -> None:
+    """Raise PolicyError where a propagation cannot pass through the layers of the trace."""
+    if policy.propagation is None:
+        return
+    if not trace.whole:
+        raise PolicyError(
+            f"{policy.name}: goes through the layers from the first one on, and the trace has "
+            f"layers {list(trace.layer_ids)}; expected 0, 1, 2, ... to the model's last"
+        )
+    policy.propagation.check(trace.n_layers)
+    if trace.windowed:
+        raise PolicyError(
+            f"{policy.name}: hands rows of the prompt from layer to layer, and {trace.name} "
+            f"has a sliding window in {windows(trace)}; expected layers that see the whole "
+            "text; take a policy that cuts each layer by itself, such as snapkv, or record a "
+            f"text of at most {unhidden(trace)} tokens"
+        )
+
+
+def remark(
+    trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
+) -> str:
+    """What readers of the outcome should know; empty for nothing."""
+    events = schedule.rows(trace.prompt_len, trace.n_pos)
+    fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
+    fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
+    if budget < trace.n_pos and policy.bounded and fires and not any(e >= budget for e in events):
+        first = f"; the first event fires after row {events[0]}" if events else ""
+        return (
+            f"{policy.name}: nothing is evicted at budget {budget}, because no event fires while "
+            f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
+        )
+    remarks = [policy.remark(budget)]
+    if trace.windowed:
+        remarks.append(  # about the trace, so that it appears once for all policies
+            f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "
+            f"shorter than the text, and are not replayed: {windows(trace)}"
+        )
+    remarks.append(_budget_remark(trace, policy, budget))
+    if policy.propagation is not None:
+        across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
+        remarks.append(f"{policy.name}: {across}" if across else "")
+        if policy.propagation.alone and schedule.interval is not None:
+            remarks.append(
+                f"{policy.name}: nothing is evicted in decoding, for which it has no rule"
+            )
+    return "; ".join(filter(None, remarks))
+
+
+def _budget_remark(trace: Trace, policy: Policy, budget: int) -> str:
+    """Over which layers a budget is shared, if those are not all of the model's; else empty."""
+    shares, n = policy.layer_budgets, sharing(trace)
+    planned = shares.planned(budget, n, trace.n_pos)
+    partial = bool(trace.windowed) or not trace.whole
+    if not partial or not (shares.across_layers or len(set(planned)) > 1):
+        return ""
+    shared = f"{policy.name}: the budget is shared over the {plural(n, 'layer')} of the trace"
+    seeing = f" that see{'s' * (n == 1)} the whole text" if trace.windowed else ""
+    some = "" if trace.whole else ", which are not all of the model's"
+    return f"{shared}{seeing}{some}"

@@ -1,0 +1,141 @@
+"""Which layers of a trace are replayed, and which of them together as one block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvsim.core.policy import Policy, is_count
+from kvsim.core.trace import Trace
+from kvsim.core.view import LOGIT_BYTES
+from kvsim.engine.depth import Descent
+from kvsim.engine.source import check_unwindowed, unhidden, windows
+from kvsim.errors import MemoryLimitError, PolicyError
+
+#: Bytes of keys, queries and working space that one block of layers may take by default.
+DEFAULT_MEMORY = 2 << 30
+
+
+def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The layers to replay, as indices in the trace; by default all that see the whole text."""
+    if layers is None:
+        chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
+        if not chosen:
+            raise PolicyError(
+                f"{trace.name}: every layer that it holds has a sliding window that is shorter "
+                f"than its {trace.n_pos} tokens: {windows(trace)}; expected layers that see the "
+                "whole text, because a window bounds the cache by itself; record "
+                f"{'' if trace.whole else 'other layers of the model, or '}a text of at most "
+                f"{unhidden(trace)} tokens"
+            )
+        return chosen
+    chosen = tuple(layers)
+    for layer in chosen:
+        if not is_count(layer, 0) or layer >= trace.n_layers:
+            raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
+        check_unwindowed(trace, layer)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
+    return chosen
+
+
+def sharing(trace: Trace) -> int:
+    """Layers that see the whole text and share a budget; at least 1."""
+    return max(1, trace.n_layers - len(trace.windowed))
+
+
+def _difference(trace: Trace, first: int, second: int) -> str:
+    """In what two layers that see the whole text differ; empty if a block may hold both."""
+    # a window longer than the text has no effect
+    a, b = (replace(trace.formulas[layer], window=None) for layer in (first, second))
+    if a != b:
+        names = ("scale", "softcap", "sinks")
+        return next(name for name in names if getattr(a, name) != getattr(b, name))
+    return "" if trace.ropes[first] == trace.ropes[second] else "rotary embedding"
+
+
+def check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
+    """Raise PolicyError where layers that share a budget cannot be replayed as one block."""
+    for layer in chosen:
+        difference = _difference(trace, chosen[0], layer)
+        if difference:
+            left_out = f", beside a window in {windows(trace)}" if trace.windowed else ""
+            raise PolicyError(
+                f"{policy.name}: the layers share one budget, and layers {chosen[0]} and {layer} "
+                f"of {trace.name} differ in their {difference}{left_out}; expected layers that "
+                "compute alike; take a policy that gives each layer its own budget, such as snapkv"
+            )
+
+
+def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
+    """How many layers fit the memory budget with q, k, v and working space.
+
+    MemoryLimitError where not even one does.
+    """
+    limit = DEFAULT_MEMORY if memory is None else memory
+    item = torch.empty((), dtype=trace.dtype).element_size()
+    stored = (trace.n_qheads + 2 * trace.n_heads) * trace.n_pos * trace.dim * item
+    # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
+    # in another order); logits, mask and attention of the window; projections in two layouts
+    event = 4 * trace.n_heads * trace.n_pos * trace.dim * item
+    event += 3 * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
+    if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
+        event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
+    layers, subject = 1, "one layer of this trace needs"
+    if policy.layer_budgets.across_layers:
+        layers = sharing(trace)
+        subject = f"{policy.name} shares a budget over all layers, which need"
+    need = layers * (stored + event) + 4 * LOGIT_BYTES  # and those of one block of rows
+    if need > limit:
+        raise MemoryLimitError(
+            f"{subject} {need / 2**20:.0f} MiB to replay, the memory budget is "
+            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MiB"
+        )
+    return layers * max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers that are replayed together.
+
+    rows: the propagated rows of the prompt, None for all of them. whole: nothing is ever evicted.
+    """
+
+    layers: tuple[int, ...]
+    rows: Tensor | None
+    whole: bool
+
+
+def runs(
+    trace: Trace, layers: Sequence[int], most: int, policy: Policy, descent: Descent | None
+) -> Iterator[Run]:
+    """Runs of layers that compute alike, on the same rows, each at most `most` long.
+
+    Their layers follow each other in the trace, except where they share a budget.
+    """
+    run: list[int] = []
+    rows, whole = None, False
+    for layer in layers:
+        of_layer, never_cut = _rows_of(layer, policy, descent)
+        alike = (
+            of_layer is rows
+            and never_cut == whole
+            and not _difference(trace, layer, (run or [layer])[-1])
+        )
+        follows = not run or layer == run[-1] + 1 or policy.layer_budgets.across_layers
+        if run and (len(run) == most or not follows or not alike):
+            yield Run(tuple(run), rows, whole)
+            run = []
+        run, rows, whole = [*run, layer], of_layer, never_cut
+    yield Run(tuple(run), rows, whole)
+
+
+def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tensor | None, bool]:
+    """The propagated rows of a layer, None for all, and whether its cache is never cut."""
+    if descent is None or policy.propagation is None:
+        return None, False
+    return descent.rows[layer], policy.propagation.whole(descent.selection, layer)

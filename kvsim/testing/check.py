@@ -1,0 +1,101 @@
+"""`check_policy`: every invariant on one policy, over generated traces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from kvsim.core.policy import Policy
+from kvsim.errors import KvsimError, PolicyError, suggest
+from kvsim.policies import policy as named
+from kvsim.testing.invariants import EXEMPT, INVARIANTS
+from kvsim.testing.invariants.trial import Broken, Trial, smallest_budget
+from kvsim.testing.loops import Rule
+from kvsim.testing.strategies import cases, draw_budget, draw_schedule
+
+
+class InvariantError(KvsimError, AssertionError):
+    """A policy breaks an invariant; the message names it and the smallest failing case."""
+
+
+@st.composite
+def trials(draw: st.DrawFn, policy: Policy, rule: Rule | None, max_n: int) -> Trial:
+    """The policy on any small trace, at budgets near what it protects and at any schedule."""
+    case = draw(cases(dtypes=(np.float64, np.float32, np.float16), max_n=max_n))
+    interval, prefill = draw_schedule(draw, case.n, case.prompt_len)
+    salt = draw(st.integers(0, 2**16))
+    trial = Trial(policy, case, case.n, interval, prefill, salt, rule)
+    schedule = policy.schedule.override(interval, prefill)
+    least = smallest_budget(policy, case, schedule)
+    # an event that acts needs enough rows for the scorer
+    least = max(least, min(policy.scorer.least_rows, case.n))
+    return replace(trial, budget=draw_budget(draw, least, max(trial.rows, default=0)))
+
+
+@contextmanager
+def _named(policy: Policy, name: str, trial: Trial) -> Iterator[None]:
+    """Add the invariant and the trial to an error raised inside."""
+    try:
+        yield
+    except Broken as broken:
+        raise InvariantError(
+            f"{policy.name} breaks the invariant {name!r}: {broken}\n  {trial}"
+        ) from broken
+    except KvsimError as error:
+        raise InvariantError(
+            f"{policy.name} fails during the invariant {name!r}: {error}\n  {trial}"
+        ) from error
+
+
+def check_policy(
+    policy: Policy | str,
+    *,
+    rule: Rule | None = None,
+    max_examples: int = 50,
+    max_n: int = 32,
+    only: Collection[str] | None = None,
+    exempt: Collection[str] = (),
+    shrink: bool = True,
+    **params: Any,
+) -> None:
+    """Try every invariant on `policy`, a Policy or the name of one with `params`.
+
+    rule: the policy once more, as a rule of the naive replay (`kvsim.testing.loops`): the policy
+    must evict what the rule evicts. max_examples: generated traces, each with a budget and a
+    schedule. max_n: tokens of the longest. only, exempt: names of INVARIANTS to try alone, or to
+    leave out. shrink: look for the smallest case that fails.
+
+    Raises InvariantError, which names the invariant and the case.
+    """
+    subject = named(policy, **params) if isinstance(policy, str) else policy
+    chosen = set(INVARIANTS) if only is None else set(only)
+    parts = [part.partition("@")[0] for part in subject.name.split("+")]
+    chosen -= {name for part in parts for name in EXEMPT.get(part, ())} | set(exempt)
+    for name in {*chosen, *exempt} - set(INVARIANTS):
+        raise PolicyError(
+            f"unknown invariant {name!r}{suggest(name, INVARIANTS)}; known: {', '.join(INVARIANTS)}"
+        )
+    phases = set(Phase) - ({Phase.explain} if shrink else {Phase.explain, Phase.shrink})
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+    )
+    @given(trials(subject, rule, max_n))
+    def attempt(trial: Trial) -> None:
+        for name, invariant in INVARIANTS.items():
+            if name in chosen:
+                with _named(subject, name, trial):
+                    invariant(trial)
+
+    attempt()

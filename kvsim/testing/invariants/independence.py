@@ -1,0 +1,160 @@
+"""What the outcome must not depend on: other traces, how it is computed, the order of the heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsim.core.policy import Allocator, Even, Plan
+from kvsim.core.view import View
+from kvsim.engine import check_cell
+from kvsim.errors import MemoryLimitError
+from kvsim.testing.invariants.trial import Trial, require, smallest_budget
+from kvsim.testing.strategies import make_case
+
+
+@dataclass(frozen=True)
+class PerHead(Allocator):
+    """A testing allocator: a fixed number of entries for each KV head."""
+
+    quotas: tuple[int, ...]
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """The same quotas in every layer and at every event."""
+        return Plan(torch.tensor(self.quotas).expand_as(view.count))
+
+
+def isolation(trial: Trial) -> None:
+    """A, then B, then A again: the same as A alone, and the policy object is as it was."""
+    before = repr(trial.policy)
+    expected = trial.record.evicted_at.copy()
+    layers, heads, group, n, dim = trial.case.shape
+    other = make_case(
+        "sharp",
+        layers=layers,
+        heads=heads,
+        group=group,
+        n=n,
+        dim=dim,
+        prompt_len=trial.case.prompt_len,
+        seed=trial.salt + 1,
+    )
+    replace(trial, case=other).replay()
+    require(
+        (trial.replay().evicted_at == expected).all(),
+        "another trace replayed in between changes the outcome",
+    )
+    require(repr(trial.policy) == before, f"the policy was {before}, is {trial.policy!r}")
+
+
+def layer_blocks(trial: Trial) -> None:
+    """Layers one by one, or in the smallest memory that works, as in one block."""
+    layers = trial.case.shape[0]
+    if layers == 1 or trial.policy.layer_budgets.across_layers:
+        return
+    alone = [trial.replay(layers=[layer]).evicted_at[0] for layer in range(layers)]
+    trial.same(np.stack(alone), "layers replayed one by one")
+    trial.same(trial.replay(memory=_smallest_memory(trial)).evicted_at, "smallest memory")
+
+
+def _smallest_memory(trial: Trial) -> int:
+    low, high = 0, 1 << 40  # too little, enough
+    trace = trial.case.trace()
+    while high - low > 1 << 10:
+        middle = (low + high) // 2
+        try:  # the limit does not depend on what is evicted
+            check_cell(trace, trial.policy, trial.case.n, middle)
+            high = middle
+        except MemoryLimitError:
+            low = middle
+    return high
+
+
+def thread_count(trial: Trial) -> None:
+    """The number of threads changes nothing."""
+    before = torch.get_num_threads()
+    try:
+        for threads in {1, 2} - {before}:
+            torch.set_num_threads(threads)
+            trial.same(trial.replay().evicted_at, f"with {threads} threads")
+    finally:
+        torch.set_num_threads(before)
+
+
+def rows_equal_events(trial: Trial) -> None:
+    """The path for an interval of 1 and the general one give the same Record."""
+    trial.same(trial.replay(by_row=False).evicted_at, "by events instead of rows")
+    trial.same(trial.detailed.evicted_at, "with internals")
+
+
+def naive_replay(trial: Trial) -> None:
+    """The policy evicts what its rule evicts in a naive float64 loop."""
+    if trial.naive is None:
+        return
+    evicted_at, case = trial.record.evicted_at, trial.case
+    ties = trial.plain and trial.rule is not None and trial.rule.ties(case)
+    require(
+        trial.naive.agrees(evicted_at, case.tolerance, ties=ties, faint=case.faint),
+        f"naive {trial.naive.evicted_at.tolist()}, engine {evicted_at.tolist()}",
+    )
+
+
+def ragged(trial: Trial) -> None:
+    """Heads that keep different numbers keep what each would keep at its own number.
+
+    It is skipped where protection depends on the budget, and where there is no room to differ.
+    """
+    heads, n = trial.record.evicted_at.shape[1], trial.case.n
+    if heads < 2 or not trial.plain or not isinstance(trial.policy.layer_budgets, Even):
+        return
+    if trial.policy.propagation is not None:  # the budget also says how many rows go on
+        return
+    least = smallest_budget(trial.policy, trial.case)
+    spread = 1 + trial.salt % 3
+    budget = least + spread
+    quotas = [budget] * heads
+    quotas[trial.salt % heads] += spread
+    quotas[(trial.salt + 1) % heads] -= spread
+    always = trial.policy.protection(budget)
+    if budget + spread >= n or min(quotas) < always.size(n):
+        return
+    # the prompt is longer than every quota, so that all heads act at the same events
+    prompt_len = max(trial.case.prompt_len, budget + spread + 1)
+    case = replace(trial.case, prompt_len=prompt_len)
+    together = replace(
+        trial,
+        policy=replace(trial.policy, allocator=PerHead(tuple(quotas))),
+        rule=None,
+        case=case,
+        budget=budget,
+        prefill=True,
+    ).replay()
+    for head, quota in enumerate(quotas):
+        if trial.policy.protection(quota) != always:
+            continue
+        alone = replace(trial, case=case, budget=quota, prefill=True)
+        evicted_at = alone.record.evicted_at.copy()
+        evicted_at[:, head] = together.evicted_at[:, head]
+        alone.same(evicted_at, f"head {head} with {quota} entries among heads with {quotas}")
+
+
+def head_permutation(trial: Trial) -> None:
+    """Permuting the KV heads, their queries with them, permutes the outcome."""
+    _, heads, group, _, _ = trial.case.shape
+    order = np.random.default_rng(trial.salt).permutation(heads)
+    qorder = (order[:, None] * group + np.arange(group)).ravel()
+    case = trial.case
+    moved = replace(
+        case,
+        q=case.q[:, qorder],
+        k=case.k[:, order],
+        v=case.v[:, order],
+        o_proj=None if case.o_proj is None else case.o_proj[:, qorder],
+    )
+    permuted = replace(trial, case=moved).replay().evicted_at
+    back = np.empty_like(permuted)
+    back[:, qorder if trial.policy.per_query_head else order] = permuted
+    trial.same(back, f"heads in the order {order.tolist()}")

@@ -1,0 +1,210 @@
+"""A policy on a generated trace, and what its invariants need: records, protection, near-ties.
+
+Comparisons between two computations of the same scores stop at a head's first near-tie: there
+rounding decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.core.policy import Policy, Schedule, Uniform
+from kvsim.core.record import Plans, Record
+from kvsim.engine.replay import Options, run
+from kvsim.errors import BudgetError
+from kvsim.schema import NEVER
+from kvsim.testing import loops
+from kvsim.testing.strategies import Case
+
+Ints = npt.NDArray[np.int32]
+
+
+class Broken(AssertionError):  # noqa: N818  an outcome of a check, not an error of the program
+    """What an invariant objects to."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A policy on a generated trace. `salt` varies what an invariant changes.
+
+    rule: the same policy as a rule of the naive replay, where there is one.
+    """
+
+    policy: Policy
+    case: Case
+    budget: int
+    interval: int | None
+    prefill: bool | None
+    salt: int
+    rule: loops.Rule | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.policy!r}, budget={self.budget}, interval={self.interval}, "
+            f"prefill={self.prefill}, salt={self.salt}, on {self.case!r}"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How Hypothesis shows it."""
+        printer.text(repr(self))
+
+    def replay(self, **options: Any) -> Record:
+        """The policy's Record of the trace; `options` are those of the engine."""
+        schedule = self.policy.schedule.override(self.interval, self.prefill)
+        return run(self.case.trace(), self.policy, self.budget, schedule, Options(**options))
+
+    @cached_property
+    def record(self) -> Record:
+        """The Record that variations are compared with."""
+        return self.replay()
+
+    @cached_property
+    def detailed(self) -> Record:
+        """The same with the scores of every event."""
+        return self.replay(internals=True)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows after which an event fires, by the definition of a schedule."""
+        interval = self.policy.schedule.interval if self.interval is None else self.interval
+        prefill = self.policy.schedule.prefill if self.prefill is None else self.prefill
+        case = self.case
+        return loops.event_rows(case.n, case.prompt_len, interval=interval, prefill=prefill)
+
+    def protected(self, row: int, budget: int, layer: int) -> npt.NDArray[np.bool_]:
+        """Positions that are protected right after `row`; bool [pos]. budget: of the layer."""
+        protection = self.policy.protection(budget)
+        present = self.present[layer]
+        place = present.cumsum() - 1  # among the rows that the layer has
+        prompt = int(present[: self.case.prompt_len].sum()) if protection.prompt else 0
+        first = max(protection.sink, prompt)
+        past = present & (np.arange(self.case.n) <= row)
+        mask: npt.NDArray[np.bool_] = past & (
+            (place < first) | (place > place[row] - protection.recent)
+        )
+        return mask
+
+    @cached_property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Rows that each layer has: the propagated ones of the prompt, and all after it."""
+        mask: npt.NDArray[np.bool_] = self.record.evicted_at[:, 0] >= np.arange(self.case.n)
+        return mask
+
+    @cached_property
+    def settled(self) -> bool:
+        """Whether the propagated rows stay the same if queries change a little."""
+        if self.policy.propagation is None:
+            return True
+        rng = np.random.default_rng(self.salt)
+        for _ in range(3):
+            noise = 1 + 10 * self.case.tolerance * rng.standard_normal(self.case.q.shape)
+            moved = replace(self.case, q=(self.case.q * noise).astype(self.case.q.dtype))
+            if not np.array_equal(replace(self, case=moved).present, self.present):
+                return False
+        return True
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every head keeps its layer's budget, so that scores alone decide."""
+        return isinstance(self.policy.allocator, Uniform)
+
+    @cached_property
+    def sure_until(self) -> Ints:
+        """int32 [layer, head]: the row of each head's first cut that rounding could reverse.
+
+        Scores do not show what an allocator decides. With a rule, the naive replay says how close
+        every decision was; without one, two nearly equal scores of a layer, one kept and one not,
+        make all its heads unsure.
+        """
+        last = self.detailed.evicted_at
+        if not self.plain and self.naive is not None:
+            return self.naive.sure_until(self.case.tolerance, ties=False, faint=self.case.faint)
+        sure = np.full(last.shape[:2], NEVER, dtype=np.int32)
+        for plans in self.detailed.internals:
+            for i, layer in enumerate(plans.layers):
+                heads = range(last.shape[1])
+                for shared in [[h] for h in heads] if self.plain else [list(heads)]:
+                    if self._close(plans, i, last[layer], shared):
+                        sure[layer, shared] = np.minimum(sure[layer, shared], plans.row)
+        return sure
+
+    def _close(self, plans: Plans, i: int, last: Ints, heads: list[int]) -> bool:
+        """Whether in layer i of the block an entry that stays and one that leaves nearly tie."""
+        gone, rest = [], []
+        for head in heads:
+            live = plans.pos[i, head] >= 0
+            pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
+            left = last[head, pos] == plans.row
+            layer = plans.layers[i]
+            free = ~left & ~self.protected(plans.row, int(plans.budgets[i]), layer)[pos]
+            gone.append(score[left])
+            rest.append(score[free])
+        out, kept = np.concatenate(gone), np.concatenate(rest)[:, None]
+        size = np.maximum(abs(kept), abs(out))
+        with np.errstate(invalid="ignore"):  # a score may be -inf
+            near = abs(kept - out) < self.case.tolerance * size
+        return bool((near | (size < self.case.faint)).any())
+
+    @cached_property
+    def naive(self) -> loops.Outcome | None:
+        """The naive replay of the rule; None without one, and where there is room for everything."""
+        if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
+            return None
+        case, protect = self.case, self.policy.protect
+        return loops.replay(
+            case.q,
+            case.k,
+            case.v,
+            self.rule,
+            prompt_len=case.prompt_len,
+            budget=self.budget,
+            interval=self.interval,
+            prefill=self.prefill,
+            scale=case.scale,
+            rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
+            o_proj=case.o_proj,
+            protect=(protect.sink, protect.recent, protect.prompt),
+        )
+
+    def same(self, other: npt.ArrayLike, change: str, *, until: int = NEVER) -> None:
+        """Raise Broken where `other` [layer, head, pos] evicts otherwise, up to row `until`."""
+        if not self.settled:
+            return
+        limit = np.minimum(self.sure_until, until)[:, :, None]
+        before, after = self.record.evicted_at, np.asarray(other)
+        differ = np.minimum(before, limit) != np.minimum(after, limit)
+        if differ.any():
+            layer, head, pos = (int(i[0]) for i in differ.nonzero())
+            raise Broken(
+                f"{change}: layer {layer}, head {head}, position {pos} leaves after row "
+                f"{_row(after[layer, head, pos])}, before it was {_row(before[layer, head, pos])}"
+            )
+
+
+def _row(evicted_at: int) -> str:
+    return "never" if evicted_at == NEVER else str(evicted_at)
+
+
+def require(condition: object, message: str) -> None:
+    """Raise Broken unless the condition holds."""
+    if not condition:
+        raise Broken(message)
+
+
+def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None) -> int:
+    """The smallest budget that the policy has a rule for on this trace, its length at most."""
+    layers, _, _, n, _ = case.shape
+    for budget in range(1, n):
+        try:
+            policy.check_budget(
+                budget, prompt_len=case.prompt_len, n_layers=layers, schedule=schedule
+            )
+        except BudgetError:
+            continue
+        return budget
+    return max(1, n)

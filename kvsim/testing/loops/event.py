@@ -1,0 +1,167 @@
+"""What a rule may look at when an event fires on a layer, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvsim.errors import NeedsError
+from kvsim.testing.loops.basics import Floats, rotate, softmax
+
+_EMPTY: Floats = np.zeros((0, 0, 0))
+
+#: (margin, size) of one decision: the score difference between the last entry kept and the first
+#: one dropped relative to the larger of the two scores, and that larger score. A margin of 0 is an
+#: exact tie.
+Decision = tuple[float, float]
+#: A number for each live entry of each KV head, by position.
+Numbers = list[dict[int, float]]
+#: Positions of each KV head.
+Sets = list[set[int]]
+#: (inv_freq, attention_scaling) of a rotary embedding that pairs dimension i with i + half.
+Rotary = tuple[tuple[float, ...], float]
+
+
+@dataclass
+class Event:
+    """What a rule may look at when an event fires on a layer."""
+
+    layer: int
+    row: int
+    #: whether this is the event that ends the prefill
+    prefill: bool
+    #: [qhead, row, pos], already scaled, of every row of the trace
+    logits: Floats
+    #: the live positions of each KV head, ascending
+    live: list[list[int]]
+    #: attention that each live entry received from all rows so far (`Rule.accumulates`)
+    received: Numbers
+    #: entries that each KV head may keep
+    budgets: list[int]
+    prompt_len: int = 1
+    interval: int | None = None
+    scale: float = 1.0
+    queries: Floats = field(default_factory=lambda: _EMPTY)  # [qhead, row, dim], after RoPE
+    keys: Floats = field(default_factory=lambda: _EMPTY)  # [head, pos, dim], after RoPE
+    values: Floats = field(default_factory=lambda: _EMPTY)  # [head, pos, dim]
+    o_proj: Floats | None = None  # [qhead, dim, hidden]
+    rope: Rotary | None = None
+    #: the positions that RoPE rotated the rows to, where they are not 0, 1, 2 ...
+    places: list[int] | None = None
+    #: layers of the trace
+    n_layers: int = 1
+    #: tokens of the whole prompt; `prompt_len` counts the rows of it that this layer has
+    whole_prompt: int = 1
+    #: whether the schedule has an event that ends the prefill
+    fires_at_prefill: bool = True
+    #: what the policy protects whatever its scorer says
+    protected: Sets = field(default_factory=list)
+    columns: dict[str, Numbers] = field(default_factory=dict)
+
+    def column(self, name: str) -> Numbers:
+        """Numbers that stay with the live entries from event to event; empty at first.
+
+        Change them in place. The replay forgets those of entries that leave.
+        """
+        return self.columns.setdefault(name, [{} for _ in self.live])
+
+    def at(self, **changes: object) -> Event:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]  # checked when a test runs
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return len(self.logits) // len(self.live)
+
+    def qheads(self, head: int) -> range:
+        """The query heads of a KV head."""
+        return range(head * self.group, (head + 1) * self.group)
+
+    def place(self, rows: Iterable[int]) -> list[int]:
+        """The positions that RoPE rotated these rows to."""
+        return list(rows) if self.places is None else [self.places[row] for row in rows]
+
+    def window(self, rows: int) -> range:
+        """The last `rows` rows up to the event, or as many as there are."""
+        return range(max(0, self.row + 1 - rows), self.row + 1)
+
+    def attention(self, qhead: int, row: int) -> dict[int, float]:
+        """Softmax of one query over the live entries at positions up to its own."""
+        return self.attention_over(
+            qhead, row, [p for p in self.live[qhead // self.group] if p <= row]
+        )
+
+    def attention_over(self, qhead: int, row: int, visible: list[int]) -> dict[int, float]:
+        """Softmax of one query over these positions; empty where there are none."""
+        return dict(zip(visible, softmax(self.logits[qhead, row, visible]).tolist(), strict=True))
+
+    def rotary(self) -> Rotary:
+        """The rotary embedding; NeedsError without one."""
+        if self.rope is None:
+            raise NeedsError("this rule needs the rotary embedding; give rope=")
+        return self.rope
+
+    def unrotated(self, rows: Iterable[int]) -> Floats:
+        """Queries of these rows before RoPE; [qhead, row, dim]."""
+        chosen = list(rows)
+        return unrotate(self.queries[:, chosen], self.place(chosen), self.rotary())
+
+
+def unrotate(queries: Floats, pos: Iterable[int], rope: Rotary) -> Floats:
+    """[..., row, dim] before RoPE, of queries after it at positions `pos`."""
+    inv_freq, scaling = rope
+    rotated = 2 * len(inv_freq)
+    scaled = queries.copy()
+    scaled[..., :rotated] /= scaling
+    return rotate(scaled, -np.asarray(list(pos)), inv_freq)
+
+
+@dataclass
+class Scored:
+    """Scores of one event, and the positions that the scorer protects; each per KV head.
+
+    An entry without a score is protected. noise: the size of the terms that a score is made of,
+    where that is larger than the score itself (a difference, a ratio to a small number): rounding
+    is proportional to it. decisions: (margin, size) of each decision on the way to the scores
+    (a threshold, a rank). exact: equal scores are equal in every dtype and order of summation
+    (ranks, positions). rounded: rounding may break any tie.
+    """
+
+    values: Numbers
+    protected: Sets = field(default_factory=list)
+    noise: Numbers | None = None
+    decisions: list[list[Decision]] | None = None
+    exact: bool = False
+    rounded: bool = False
+
+    def size(self, head: int, pos: int) -> float:
+        """The size of the terms of one score, at least that of the score."""
+        score = abs(self.values[head][pos])
+        return score if self.noise is None else max(score, self.noise[head].get(pos, 0.0))
+
+    def taken(self, head: int) -> list[Decision]:
+        """The decisions on the way to a head's scores."""
+        return [] if self.decisions is None else self.decisions[head]
+
+
+def unprotected(event: Event) -> Sets:
+    """An empty set for each head."""
+    return [set() for _ in event.live]
+
+
+def first(event: Event, sink: int) -> Sets:
+    """The live positions below `sink`, of each head."""
+    return [{p for p in live if p < sink} for live in event.live]
+
+
+def last(event: Event, rows: int) -> Sets:
+    """The live entries of the last `rows` positions, of each head."""
+    return [{p for p in live if p > event.row - rows} for live in event.live]
+
+
+def union(*masks: Collection[set[int]]) -> Sets:
+    """The union of sets of positions, head by head; no sets at all count as empty ones."""
+    return [set().union(*sets) for sets in zip(*(m for m in masks if m), strict=True)]

@@ -1,0 +1,97 @@
+"""The rules of kvsim's own policies as plain loops in float64, to compare the policies with.
+
+Written from the papers and the released code, and not from the policies: nothing is shared with
+them. `replay` takes any policy by name: `NAMES` lists what stands alone, `OUTER` the allocators and
+wrappers, `PROPAGATIONS` what selects rows of the prompt, and `defaults` gives the parameters of
+each. The replay that they run in is `kvsim.testing.loops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from kvsim.core.policy import Policy
+from kvsim.errors import PolicyError
+from kvsim.policies import policy as named
+from kvsim.testing import check_policy, loops
+from kvsim.testing.loops import NEVER, Cut, Outcome, Scored
+from reference.classic import hash_score, splitmix64
+from reference.composition import rule, ties_are_exact
+from reference.event import Event
+from reference.propagation import PROPAGATIONS, Propagated
+from reference.rules import (
+    NAMES,
+    OUTER,
+    RULES,
+    Chain,
+    Outer,
+    Rule,
+    defaults,
+    parse,
+    smallest_budget,
+)
+
+__all__ = [
+    "NAMES",
+    "NEVER",
+    "OUTER",
+    "PROPAGATIONS",
+    "RULES",
+    "Chain",
+    "Cut",
+    "Event",
+    "Outcome",
+    "Outer",
+    "Propagated",
+    "Rule",
+    "Scored",
+    "check",
+    "defaults",
+    "hash_score",
+    "parse",
+    "replay",
+    "rule",
+    "rule_of",
+    "smallest_budget",
+    "splitmix64",
+    "ties_are_exact",
+]
+
+
+def replay(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    policy: str,
+    params: Mapping[str, Any] | None = None,
+    budget: int | Sequence[int],
+    calibration: npt.ArrayLike | str | None = None,
+    **settings: Any,
+) -> Outcome:
+    """The naive replay of a policy by name; `settings` are those of `loops.replay`."""
+    of_policy = rule(policy, params, calibration=calibration, per_head=not isinstance(budget, int))
+    return loops.replay(q, k, v, of_policy, budget=budget, **settings)
+
+
+def rule_of(policy: Policy) -> loops.Rule | None:
+    """The rule of a policy with its parameters; None for a policy that is not kvsim's own."""
+    try:
+        parameters = defaults(policy.name)
+        twin = named(policy.name, **policy.params)
+    except PolicyError:
+        return None
+    if twin != policy:
+        return None
+    return rule(policy.name, {key: x for key, x in policy.params.items() if key in parameters})
+
+
+def check(name: str, params: Mapping[str, Any], **options: Any) -> None:
+    """`check_policy` of a policy by name, compared with its rule as well."""
+    policy = named(name, **params)
+    of_policy = rule_of(policy)
+    assert of_policy is not None, f"{name} has no rule; write one into tests/reference"
+    check_policy(policy, rule=of_policy, **options)

@@ -1,0 +1,242 @@
+"""A policy by name as one `Rule` of the naive replay: its pieces, put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.errors import BudgetError
+from kvsim.testing import loops
+from kvsim.testing.loops.basics import Floats
+from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, first, last, union
+from kvsim.testing.strategies import Case
+from reference import allocation
+from reference.event import Event
+from reference.propagation import Propagated, propagate
+from reference.rules import OUTER, Chain, own_protection, parse
+from reference.windows import cake, cake_preference
+
+
+def rule(
+    policy: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    calibration: npt.ArrayLike | str | None = None,
+    per_head: bool = False,
+) -> loops.Rule:
+    """The rule of a policy by name; `params` as `parse` takes them.
+
+    calibration: queries after RoPE [layer, qhead, row, dim] of another trace, or "prefix:N" or
+    "oracle", as params["calibration"] too. per_head: each head has a budget of its own, so that
+    TOVA ranks it by its own group.
+    """
+    chain = parse(policy, params)
+    if calibration is not None:
+        scorer = {**chain.params[-1], "calibration": calibration}
+        chain = replace(chain, params=(*chain.params[:-1], scorer))
+    pieces = _Pieces(policy, chain, per_head)
+    interval, prefill = chain.schedule
+    return loops.Rule(
+        score=None if chain.rule.score is None else pieces.score,
+        interval=interval,
+        prefill=prefill,
+        protect=pieces.protect if pieces.is_ams else None,
+        allocate=None if chain.allocator is None else pieces.allocate,
+        layer_budgets=_LAYERS.get(chain.rule.layers, lambda _: None)(pieces),
+        across_layers=chain.rule.layers == "cake",
+        propagate=None if chain.propagation is None else pieces.propagate,
+        per_query_head=chain.rule.per_query_head,
+        accumulates=chain.rule.accumulates,
+        ties=lambda case: ties_are_exact(policy, case),
+        name=policy,
+    )
+
+
+def ties_are_exact(policy: str, case: Case) -> bool:
+    """Whether scores of `policy` that tie in one order of summation tie in every other.
+
+    They do where a score is one number, or a sum of two, that equal entries share; not where
+    different numbers happen to add up to the same, or small ones vanish beside a large one; nor
+    where an allocator or a wrapper computes with the scores of others.
+    """
+    if "+" in policy or policy.startswith("ams"):
+        return False
+    if case.kind == "zero_keys":
+        return policy.startswith("tova")
+    return case.kind not in ("grid", "repeated_keys", "steep") and case.shape[2] <= 2
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of a policy, as the functions of a `Rule`."""
+
+    policy: str
+    chain: Chain
+    per_head: bool
+
+    @property
+    def is_ams(self) -> bool:
+        """Whether the allocator is AMS."""
+        return self.chain.allocator in ("ams", "ams@release")
+
+    def score(self, event: loops.Event) -> Scored:
+        """The scorer, then its wrappers from the inside out."""
+        chain = self.chain
+        assert chain.rule.score is not None
+        calibration = chain.calibration
+        at = Event.of(
+            event,
+            params=chain.params[-1],
+            memory=_memory(event, len(chain.params) - 1),
+            average="group" if self.per_head else chain.average,
+            calibration=None
+            if calibration is None
+            else np.asarray(calibration, dtype=np.float64)[event.layer],
+        )
+        scored, signed = chain.rule.score(at), chain.signed
+        for i in range(len(chain.wrappers), 0, -1):
+            outer = OUTER[chain.wrappers[i - 1]]
+            assert outer.wrap is not None
+            inside = Event.of(
+                event,
+                params=chain.params[i],
+                memory=_memory(event, i),
+                doubt=event.column(f"doubt of piece {i}"),
+            )
+            scored = outer.wrap(inside, scored, signed=signed)
+            signed = False
+        return scored
+
+    def protect(self, event: loops.Event) -> Sets:
+        """AMS's own sink and recent entries."""
+        sink, recent = own_protection(self.chain.params[0], event.budgets[0])
+        return union(first(event, sink), last(event, recent))
+
+    def allocate(
+        self, event: loops.Event, scored: Scored, protected: Sets
+    ) -> tuple[Sets, list[Decision]]:
+        """What AMS, AdaKV or ChunkKV keep."""
+        params, budget, scores = self.chain.params[0], event.budgets[0], scored.values
+        if self.is_ams:
+            return allocation.ams(
+                event, scores, protected, budget=budget, params=params, credit=_memory(event, 0)
+            )
+        if self.chain.allocator in ("adakv", "adakv@kvpress"):
+            return allocation.adakv(
+                event,
+                scores,
+                protected,
+                budget=budget,
+                floor=float(params["floor"]),
+                inside=self.chain.allocator == "adakv@kvpress",
+            )
+        return allocation.chunkkv(
+            event,
+            scores,
+            protected,
+            budget=budget,
+            chunk=int(params["chunk"]),
+            exact=self.chain.allocator == "chunkkv",
+        )
+
+    def propagate(
+        self, q: Floats, k: Floats, prompt_len: int, budget: int, scale: float
+    ) -> Propagated:
+        """The rows of the prompt that each layer works on."""
+        name, params = self.chain.propagation or "", self.chain.across
+        return propagate(name, params, q, k, prompt_len=prompt_len, budget=budget, scale=scale)
+
+    # ---------------------------------------------------------------------- budgets of layers
+
+    def growing(self, event: loops.Event, budget: int) -> int:
+        """RPC: the prompt, the window, and a share of what was generated."""
+        params = self.chain.params[-1]
+        if event.interval is None:
+            return event.prompt_len + int(params["window"])
+        generated = event.row + 1 - event.prompt_len
+        earned = generated // event.interval * event.interval // int(params["compression"])
+        return event.prompt_len + int(params["window"]) + earned
+
+    def pyramid(self, event: loops.Event, budget: int) -> int:
+        """PyramidKV: fixed once, for the longest cache that an event can see."""
+        params = self.chain.params[-1]
+        prompt = event.whole_prompt
+        longest = max(
+            prompt if event.fires_at_prefill and prompt > budget else 0,
+            budget + event.interval if event.interval is not None else 0,
+        )
+        if longest == 0:  # no event can find more than fits
+            return budget
+        window, beta = int(params["window"]), float(params["beta"])
+        of_layers = allocation.pyramid(
+            budget, event.n_layers, window=window, beta=beta, longest=longest
+        )
+        return of_layers[event.layer]
+
+    def pyramid_at_event(self, event: loops.Event, budget: int) -> int:
+        """PyramidKV as released: by what the layer holds."""
+        params = self.chain.params[-1]
+        return allocation.pyramid_at_event(
+            budget,
+            event.layer,
+            max(2, event.n_layers),  # a single layer is the first of a slope
+            max(map(len, event.live)),
+            window=int(params["window"]),
+            beta=float(params["beta"]),
+        )
+
+    def cake(self, events: list[loops.Event], budget: int) -> tuple[list[int], list[Decision]]:
+        """CAKE: what each layer may keep, by what its window asks for."""
+        preferences, floor = [], []
+        for event in events:
+            at = Event.of(event, params=self.chain.params[-1])
+            preferences.append(cake_preference(at))
+            # of AMS less would be protected with less room, but the window has its part either way
+            floor.append(max(map(len, union(cake(at).protected, event.protected))))
+        cap = [sum(map(len, event.live)) // len(event.live) for event in events]
+        total = len(events) * budget
+        if sum(floor) > total:
+            raise BudgetError(f"{self.policy} protects {max(floor)} entries, budget is {budget}")
+
+        def shares(wanted: list[float]) -> list[int]:
+            return allocation.cake_budgets(wanted, total, floor, cap)
+
+        return shares(preferences), [(_stability(shares, preferences), max(preferences))]
+
+
+def _memory(event: loops.Event, piece: int) -> Numbers:
+    """What one piece remembers of the entries."""
+    return event.column(f"memory of piece {piece}")
+
+
+def _one_by_one(of_layer: Callable[[loops.Event, int], int]) -> Any:
+    """The budgets of layers that do not depend on each other."""
+    return lambda events, budget: ([of_layer(event, budget) for event in events], [])
+
+
+#: The budgets of layers by the kind that a rule names; "even" is the replay's own.
+_LAYERS: dict[str, Callable[[_Pieces], Any]] = {
+    "growing": lambda pieces: _one_by_one(pieces.growing),
+    "pyramid": lambda pieces: _one_by_one(pieces.pyramid),
+    "pyramid@kvpress": lambda pieces: _one_by_one(pieces.pyramid_at_event),
+    "pyramid@reference": lambda pieces: _one_by_one(pieces.pyramid_at_event),
+    "cake": lambda pieces: pieces.cake,
+}
+
+
+def _stability(shares: Callable[[list[float]], list[int]], wanted: list[float]) -> float:
+    """The smallest relative change of one number that was found to change the outcome."""
+    outcome = shares(wanted)
+    for power in range(-14, 0):
+        for i in range(len(wanted)):
+            for sign in (1.0, -1.0):
+                near = list(wanted)
+                near[i] *= 1.0 + sign * 10.0**power
+                if shares(near) != outcome:
+                    return 10.0 ** (power - 1)
+    return math.inf

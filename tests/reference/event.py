@@ -1,0 +1,68 @@
+"""What the rules of kvsim's own policies look at beyond an `Event` of `kvsim.testing.loops`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvsim.errors import NeedsError, PolicyError
+from kvsim.testing import loops
+from kvsim.testing.loops.basics import Floats
+from kvsim.testing.loops.event import Numbers
+
+
+@dataclass
+class Event(loops.Event):
+    """An event with the parameters of a piece, and what that piece carries with the entries.
+
+    average: what TOVA averages over: "all" heads, its "group", all heads by "slot". memory: per KV
+    head, by position; doubt: the noise of what is remembered. calibration [qhead, row, dim], after
+    RoPE, of another trace.
+    """
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    average: str = "all"
+    memory: Numbers = field(default_factory=list)
+    doubt: Numbers = field(default_factory=list)
+    calibration: Floats | None = None
+
+    @classmethod
+    def of(cls, event: loops.Event, **changes: Any) -> Event:
+        """The event for one piece of a policy."""
+        return cls(**{**vars(event), **changes})
+
+    def calibrated(self) -> tuple[Floats, list[int]]:
+        """The calibration queries after RoPE [qhead, row, dim], and the positions of their rows."""
+        source = self.params["calibration"]
+        if not isinstance(source, str):
+            if self.calibration is None:
+                raise PolicyError("calibration is missing; give queries, 'prefix:N' or 'oracle'")
+            return self.calibration, list(range(self.calibration.shape[1]))
+        if source == "oracle":
+            queries = self.queries
+        else:
+            rows = int(source.removeprefix("prefix:"))
+            if not 1 <= rows <= self.row + 1:
+                raise PolicyError(f"calibration is {source!r}, {self.row + 1} rows are seen so far")
+            queries = self.queries[:, :rows]
+        return queries, self.place(range(queries.shape[1]))
+
+    def projected(self, qhead: int, pos: int) -> Floats:
+        """[hidden]: the value at `pos` through the output projection of one query head."""
+        if self.o_proj is None:
+            raise NeedsError("this policy needs the output projection; give o_proj=")
+        return np.asarray(self.values[qhead // self.group, pos] @ self.o_proj[qhead])
+
+
+def pool(values: Sequence[float], kind: str | None, kernel: int) -> list[float]:
+    """Stride 1, same length: "max" pads with -inf, "avg" pads with 0 and divides by the kernel."""
+    if kind is None:
+        return list(values)
+    pooled = []
+    for slot in range(len(values)):
+        near = values[max(0, slot - kernel // 2) : slot + kernel // 2 + 1]
+        pooled.append(max(near) if kind == "max" else sum(near) / kernel)
+    return pooled

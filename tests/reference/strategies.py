@@ -1,0 +1,134 @@
+"""Hypothesis strategies: kvsim's own policies with parameters that bind, at budgets near the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+import reference
+from kvsim.testing.loops import Outcome, event_rows
+from kvsim.testing.strategies import Case, draw_budget, draw_schedule, mostly
+from reference.rules import RULES, defaults, parse, smallest_budget
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A policy by name, its parameters, and how it is replayed."""
+
+    policy: str
+    params: Mapping[str, Any]
+    budget: int
+    interval: int | None
+    prefill: bool | None
+
+
+def naive(case: Case, setup: Setup) -> Outcome:
+    """The naive replay of a policy on a generated case."""
+    return reference.replay(
+        case.q,
+        case.k,
+        case.v,
+        prompt_len=case.prompt_len,
+        policy=setup.policy,
+        params=setup.params,
+        budget=setup.budget,
+        interval=setup.interval,
+        prefill=setup.prefill,
+        scale=case.scale,
+        rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
+        o_proj=case.o_proj,
+    )
+
+
+def _whole(least: int, most: int) -> Callable[[int], st.SearchStrategy[Any]]:
+    return lambda _: st.integers(least, most)
+
+
+_SWITCH = (True, False)
+
+
+def _one(*values: Any) -> Callable[[int], st.SearchStrategy[Any]]:
+    return lambda _: st.sampled_from(values)
+
+
+#: What a parameter may be, given the longest window that is useful; the others keep their defaults.
+_DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
+    "sink": lambda most: st.integers(0, min(6, most)),
+    "recent": lambda most: st.integers(0, min(6, most)),
+    "seed": _whole(0, 5),
+    "window": lambda most: st.integers(1, most),
+    "pool": _one("max", "avg", None),
+    "pool_kernel": _one(1, 3, 5, 7),
+    "lag": _whole(1, 6),
+    "cross_scoring": _one(*_SWITCH),
+    "n_future": _whole(1, 20),
+    "covariance": _one(*_SWITCH),
+    "value_norm": _one("v", "none", "wo_v"),
+    "query_buffer": _whole(2, 12),
+    "rope": _one("mean", "mixture"),
+    "calibration": _one("prefix:1", "prefix:3", "prefix:8", "oracle"),
+    "protect_prompt": _one(*_SWITCH),
+    "offsets": _one("mean", "max"),
+    "by": _one("mass", "output"),
+    "fusion": _one("max", "sum"),
+    "decay": _one(0.0, 0.5, 0.8, 1.0),
+    "redundancy": _one(*_SWITCH),
+    "mix_lambda": _one(0.0, 0.3, 0.7, 1.0),
+    "threshold": _one(0.2, 0.5),
+    "gamma": _one(0.0, 3.0, 200.0),
+    "dispersion": _one("var", "std"),
+    "beta": _one(1.0, 3.0, 20.0),
+    "compression": _whole(1, 4),
+    "floor": _one(0.0, 0.2, 0.5, 1.0),
+    "chunk": _whole(1, 6),
+    "first_stage": _one(0.0, 0.5, 1.0),
+    "segment_mass": _one(0.05, 0.1, 0.3, 2.0),
+    "min_segment": _whole(1, 5),
+    "max_segment": _whole(5, 12),
+    "min_quota": _whole(0, 3),
+    "credit": _one(*_SWITCH),
+    "credit_decay": _one(0.0, 0.5, 0.9),
+    "credit_mix": _one(0.0, 0.5, 1.0),
+    "suffix_fill": _one("head_max", "global_max", "head_mean", "observed", "zero"),
+    "mode": _one("strict", "reference"),
+    "weights": _one("mass", "length", "equal"),
+    "segmentation": _one("mass", "mass", "fixed"),
+    "segment_length": _whole(1, 8),
+}
+
+
+def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
+    """Parameters of a built-in policy, small enough to bind; a window of at most `most` rows."""
+    drawn: dict[str, Any] = {}
+    for key, default in defaults(name).items():
+        plain = key.rpartition("scorer__")[2]
+        if plain not in _DRAWN:
+            continue
+        value = draw(_DRAWN[plain](most))
+        # half of the budget by default; and a preset that shares between heads is meant to
+        drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
+        if plain == "calibration":
+            drawn[key] = value
+    return drawn
+
+
+@st.composite
+def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(RULES)) -> Setup:
+    """A built-in policy with parameters, schedule and a budget that it has a rule for.
+
+    Most budgets are below what the last event finds, so that something is evicted.
+    """
+    name = draw(st.sampled_from(names))
+    interval, prefill = draw_schedule(draw, case.n, case.prompt_len)
+    every = parse(name).schedule[0] if interval is None else interval
+    last = max(event_rows(case.n, case.prompt_len, interval=every, prefill=prefill), default=0)
+    useful = mostly(draw, st.just(max(1, min(10, last))), st.just(10))
+    params = draw_parameters(draw, name, useful)
+    least = smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
+    if "n_future" in params:  # moments need two samples behind the sinks
+        sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
+        least = max(least, min(sink + 1, case.n))
+    return Setup(name, params, draw_budget(draw, least, last), interval, prefill)
