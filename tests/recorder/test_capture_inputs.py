@@ -211,9 +211,9 @@ def test_what_needs_all_layers_refuses_some():
         kvsim.recompute(trace, asl, 40, small())
     with pytest.raises(PolicyError, match=message):
         ranking(trace)
-    dealt = kvsim.replay(trace, kvsim.policy("pyramidkv", window=8), 40).remark
+    shared = kvsim.replay(trace, kvsim.policy("pyramidkv", window=8), 40).remark
     even = kvsim.replay(trace, kvsim.policy("snapkv", window=8), 40).remark
-    assert "the budget is dealt over the 3 layers of the trace, which are not all" in dealt
+    assert "the budget is shared over the 3 layers of the trace, which are not all" in shared
     assert even == ""
 
 

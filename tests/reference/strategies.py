@@ -1,4 +1,4 @@
-"""Hypothesis strategies: kvsim's own policies with parameters that bind, at budgets near the edge."""
+"""Hypothesis strategies: kvsim's own policies, with parameters that bind."""
 
 from __future__ import annotations
 

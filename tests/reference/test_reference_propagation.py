@@ -399,10 +399,10 @@ def disagreement(
     # the last layer need not be tested where nothing is behind it, nor a layer behind the selected
     last = len(outcome.evicted_at) - 2 if found.selected is None else found.selected
     last = min(last, len(outcome.evicted_at) - (1 if found.restarted else 2))
-    for name, naive in (("relative_variance", found.rho), ("variance", found.variance)):
+    for name, curve in (("relative_variance", found.rho), ("variance", found.variance)):
         given = dict(enumerate(selection.notes.get(name, [])))
-        for layer in given.keys() | naive.keys():
-            expected, value = naive.get(layer), given.get(layer)
+        for layer in given.keys() | curve.keys():
+            expected, value = curve.get(layer), given.get(layer)
             if value is None and (layer > last or expected is None):
                 continue
             if value is None or expected is None or abs(value - expected) > of_curve * (1 + value):

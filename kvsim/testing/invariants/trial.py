@@ -152,7 +152,7 @@ class Trial:
 
     @cached_property
     def naive(self) -> loops.Outcome | None:
-        """The naive replay of the rule; None without one, and where there is room for everything."""
+        """The naive replay of the rule; None without a rule, or with room for everything."""
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
             return None
         case, protect = self.case, self.policy.protect

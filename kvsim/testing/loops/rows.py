@@ -52,9 +52,9 @@ class _Run:
         for event in self.events:
             event.budgets = list(self.budgets)
             event.protected = self._protected(event)
-        if self.rule.across_layers:
-            if sum(map(_count, self.events)) <= len(self.events) * sum(self.budgets):
-                return
+        room = len(self.events) * sum(self.budgets)
+        if self.rule.across_layers and sum(map(_count, self.events)) <= room:
+            return
         self._share_layers()
         for event in self.events:
             event.protected = self._protected(event)
@@ -76,9 +76,9 @@ class _Run:
         sink, recent, prompt = self.protect
         sink = max(sink, event.prompt_len) if prompt else sink
         protected = union(first(event, sink), last(event, recent))
-        return (
-            protected if self.rule.protect is None else union(protected, self.rule.protect(event))
-        )
+        if self.rule.protect is not None:
+            protected = union(protected, self.rule.protect(event))
+        return protected
 
     def _act(self, event: Event) -> None:
         """Keep what the allocator keeps; everything else leaves, with its columns."""
