@@ -1,4 +1,4 @@
-"""The outcome of a replay: when each entry left, and where that came from."""
+"""The outcome of a replay: when each entry left, and of which policy on which trace."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvsim.schema import AXES, NEVER
 
 @dataclass(frozen=True)
 class Plans:
-    """What was decided at one event for a block of layers, kept on request (`internals=True`).
+    """Decisions of one event on a block of layers, kept on request (`internals=True`).
 
     layers: indices in the trace, [L]. pos [L, H, n] the entries (-1 on pads), scores [L, H, n]
     (NaN on pads), budgets [L] of the layers. quotas [L, H], or [L, H, S] by group; groups [L, H, n]
-    which group an entry belongs to, eligible [L, H, n] where only some may stay. notes: what the
-    allocator adds by name, such as the mass of `ams`.
+    which group an entry belongs to, eligible [L, H, n] where only some may stay. notes: arrays that
+    the allocator adds by name, such as the mass of `ams`.
     """
 
     row: int
@@ -37,13 +37,13 @@ class Plans:
     notes: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def brief(self, names: Collection[str]) -> Plans:
-        """The notes of these names alone: no entries (n is 0) and no quotas (S is 0)."""
-        none = np.empty((*self.pos.shape[:2], 0))
+        """Keep only the notes of these names: no entries (n is 0) and no quotas (S is 0)."""
+        empty = np.empty((*self.pos.shape[:2], 0))
         return replace(
             self,
-            pos=none.astype(np.int64),
-            scores=none,
-            quotas=none.astype(np.int64),
+            pos=empty.astype(np.int64),
+            scores=empty,
+            quotas=empty.astype(np.int64),
             groups=None,
             eligible=None,
             notes={name: note for name, note in self.notes.items() if name in names},
@@ -55,9 +55,9 @@ class Record:
     """When each entry of each head left the cache.
 
     evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
-    entry that never leaves has the int32 maximum. Of a row of the prompt that did not go on to a
-    layer, no row there sees anything: evicted_at[p] = p - 1. `layers` are the trace layers that
-    were replayed, in order. With `per_query_head` the head axis counts query heads.
+    entry that never leaves has the int32 maximum. In layers that a row p of the prompt was not
+    propagated to, no row sees it: evicted_at[p] = p - 1. `layers` are the trace layers that were
+    replayed, in order. With `per_query_head` the head axis counts query heads.
     """
 
     evicted_at: NDArray[np.int32]
@@ -72,13 +72,13 @@ class Record:
     digest: str = ""
     positions: str = "absolute"
     per_query_head: bool = False
-    #: the share of the trace that the budget was asked for as, such as "25%"
+    #: the budget as a share of the trace, such as "25%", if it was requested as one
     share: str | None = None
-    #: True where the events fire for the policy's own schedule, False where it was overridden
+    #: whether the events follow the policy's own schedule, which was not overridden
     own_schedule: bool = True
-    #: what a reader of numbers at this budget should know, empty for nothing
+    #: what readers of numbers at this budget should know; empty for nothing
     remark: str = ""
-    #: what was decided across layers, None where all rows go on to all of them
+    #: which rows of the prompt were propagated; None where all layers have all rows
     selection: Selection | None = None
     #: layers behind a selection were computed again and not read from the trace
     recomputed: bool = False
@@ -91,7 +91,7 @@ class Record:
 
     @cached_property
     def gone_after(self) -> NDArray[np.int32]:
-        """`evicted_at`; what never entered a layer is gone after the last row of the prompt."""
+        """`evicted_at`; an entry that never entered a layer is gone after the last prompt row."""
         if self.selection is None:
             return self.evicted_at
         absent = self.evicted_at < np.arange(self.n_pos)
@@ -102,30 +102,30 @@ class Record:
     def events(self) -> list[int]:
         """Rows after which at least one entry left, ascending.
 
-        The end of the prompt is one too where not all of its rows went on to all layers.
+        The last row of the prompt is among them where rows were not propagated to all layers.
         """
         rows = np.unique(self.gone_after)
         return [int(r) for r in rows[rows != NEVER]]
 
     def kept(self, row: int) -> NDArray[np.bool_]:
-        """What row `row` sees; bool [layer, head, pos]."""
+        """Return which entries row `row` sees; bool [layer, head, pos]."""
         if not 0 <= row < self.n_pos:
             raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
-        seen: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at >= row)
-        return seen
+        visible: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at >= row)
+        return visible
 
     def retained(self, row: int) -> NDArray[np.bool_]:
-        """What the cache holds after the event that follows row `row`; bool [layer, head, pos]."""
+        """Return which entries stay after the event after row `row`; bool [layer, head, pos]."""
         if not 0 <= row < self.n_pos:
             raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
-        held: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at > row)
-        return held
+        retained: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at > row)
+        return retained
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> None:
     """Store records as a zarr group of groups 0, 1, 2, ...; internals are not stored.
 
-    Raises OutputError where something is at `path`.
+    Raises OutputError where `path` exists.
     """
     import zarr  # noqa: PLC0415  a Record in memory needs no zarr
 
@@ -134,7 +134,7 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
     version = {"kvsim_records": RECORD_VERSION}
     root = zarr.create_group(store=str(path), zarr_format=3, attributes=version)
     for i, record in enumerate(records):
-        # all at once: zarr would write the document anew for every attribute
+        # all at once: zarr would rewrite the document for every attribute
         attributes = {name: _plain(getattr(record, name)) for name in _STORED}
         if record.selection is not None:
             attributes["selection"] = asdict(record.selection)
@@ -149,21 +149,22 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records that `write_records` stored. Raises OutputError where there are none."""
+    """Return the records that `write_records` stored. Raises OutputError without any."""
     import zarr  # noqa: PLC0415
 
     try:
         root = zarr.open_group(store=str(path), mode="r")
     except (FileNotFoundError, ValueError) as error:
         raise OutputError(f"{path} holds no records: {error}") from error
-    found = root.attrs.get("kvsim_records")
-    if found != RECORD_VERSION:
-        raise OutputError(f"{path} has records of version {found}; expected {RECORD_VERSION}")
+    version = root.attrs.get("kvsim_records")
+    if version != RECORD_VERSION:
+        raise OutputError(f"{path} has records of version {version}; expected {RECORD_VERSION}")
     records = []
     for i in range(len(list(root.group_keys()))):
         group = root.require_group(str(i))
-        known = [name for name in _STORED if name in group.attrs]
-        stored: dict[str, Any] = {name: group.attrs[name] for name in known}
+        stored: dict[str, Any] = {
+            name: group.attrs[name] for name in _STORED if name in group.attrs
+        }
         stored["layers"] = tuple(stored["layers"])
         if "selection" in group.attrs:
             stored["selection"] = _selection(group.attrs["selection"])
@@ -181,13 +182,13 @@ _STORED = tuple(
 
 
 def _selection(stored: Any) -> Selection:
-    """A selection as JSON has it."""
+    """A Selection from its JSON form."""
     pairs = {name: tuple(stored[name]) for name in ("dropped", "counts")}
     return Selection(**{**stored, **pairs})
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value in its JSON form."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -26,7 +26,7 @@ LOGIT_BYTES = 16 << 20
 class Source(Protocol):
     """Where a View reads from: keys, values and queries of a block of layers at positions.
 
-    The layers of a block compute by one formula and turn by one rotary embedding.
+    The layers of a block share one formula and one rotary embedding.
     """
 
     @property
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """Where in the text each row is, which RoPE turned it by; int [T]."""
+        """Position of each row in the text, by which RoPE rotated it; int [T]."""
 
     @property
     def keys(self) -> Tensor:
@@ -69,9 +69,9 @@ class Setting:
     """What stays the same over the events of a replay.
 
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
-    windowed: layers whose sliding window hides something; they are not replayed. protected: entries
-    of a head that are kept in any case, once they exist. longest: those that it holds before an
-    event at most, if every layer gets the budget.
+    windowed: layers whose sliding window is shorter than the text; they are not replayed.
+    protected: protected entries of a head, once they exist. longest: the most entries that a head
+    holds before an event, if every layer gets the budget.
     """
 
     budget: int
@@ -89,7 +89,7 @@ class Entries:
     """The cache as a table whose rows are entries, in position order: `pos` and named columns.
 
     pos [L, H, n] absolute positions, -1 on pads. live [L, H, n] is False on pads, which are on the
-    left. Columns [L, H, n] are what a policy carries with each entry.
+    left. Columns [L, H, n] hold what a policy carries with each entry.
     """
 
     def __init__(self, layers: int, heads: int, columns: Mapping[str, float], like: Tensor) -> None:
@@ -115,7 +115,7 @@ class Entries:
         longest = int(count.max())
         if bool((count == longest).all()):
             slot = keep.nonzero()[:, 2].view(*keep.shape[:2], longest)
-        else:  # a stable sort of the mask moves what stays to the right, in order
+        else:  # a stable sort of the mask moves the kept entries to the right, in order
             slot = keep.byte().sort(dim=-1, stable=True).indices[..., keep.shape[-1] - longest :]
         self.live = keep.gather(-1, slot)
         self.pos = self.pos.gather(-1, slot).masked_fill_(~self.live, -1)
@@ -175,7 +175,7 @@ class View:
 
     @property
     def next_position(self) -> int:
-        """Where in the text the next row is; `row + 1`, unless some rows were not propagated."""
+        """Position of the next row in the text; `row + 1`, unless some rows were not propagated."""
         return int(self._source.positions[self.row]) + 1
 
     @property
@@ -192,7 +192,7 @@ class View:
     def pos(self) -> Tensor:
         """Absolute position of each entry, ascending, -1 on pads; int [L, H, n].
 
-        In layers that go on with some rows of the prompt alone, places among these rows.
+        In layers that have only some rows of the prompt, the places among these rows.
         """
         return self._entries.pos
 
@@ -281,7 +281,7 @@ class View:
             )
 
     def logits(self, last: int) -> Tensor:
-        """Scaled logits of the `last` most recent rows, -inf where a row sees nothing."""
+        """Scaled logits of the `last` most recent rows, -inf where an entry is not visible."""
         return self._logits(self.first(last), self.row + 1)[0]
 
     def attn(self, last: int, group: Group | None = None) -> Tensor:
@@ -290,11 +290,11 @@ class View:
         Each row is at its own position and sees the live entries up to it; its weights sum to 1
         over them, less the share of a sink where the model has those, and are 0 elsewhere.
         With `group` the query heads are reduced: [L, H, w, n].
-        Memoised per event; a larger window answers a smaller one.
+        Memoised per event; a larger window serves a smaller one.
         """
-        for size, known in self._windows.items():
+        for size, window in self._windows.items():
             if size >= last:
-                return reduce_group(known[..., max(0, known.shape[-2] - last) :, :], group)
+                return reduce_group(window[..., max(0, window.shape[-2] - last) :, :], group)
         self._windows[last] = self.rows(self.first(last), self.row + 1)
         return reduce_group(self._windows[last], group)
 

@@ -18,9 +18,9 @@ from kvsim.schema import NEVER
 class Block:
     """The cache of a block of layers while a policy is replayed over it.
 
-    evicted_at: int32 [L, H, T], what the replay is for. since: int [L], the row of the last event
-    that acted on each layer, -1 for none. Called after an event that acts are poison, with what has
-    left, bool [L, H, T], and note, with what was decided.
+    evicted_at: int32 [L, H, T], the result of the replay. since: int [L], the row of the last event
+    that acted on each layer, -1 before the first. poison is called after each eviction with the
+    entries that have left, bool [L, H, T]; note after each event that acts, with its plans.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Block:
         return True
 
     def _acts(self, view: View) -> Tensor:
-        """Which layers hold more than their budget, bool [L]; the view is told the budgets."""
+        """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
-        held = view.count.sum(1)  # [L]
+        live = view.count.sum(1)  # [L]
         if budgets.across_layers:
-            acts = (held.sum() > self.setting.budget * heads * len(held)).expand_as(held)
+            acts = (live.sum() > self.setting.budget * heads * len(live)).expand_as(live)
             if not bool(acts.any()):
                 return acts
             view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
             return acts
         view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
-        return held > view.budget.flatten() * heads
+        return live > view.budget.flatten() * heads
 
     def advance(self, stop: int) -> None:
-        """Rows up to stop - 1 were replayed on `entries` by other means, each of them acting."""
+        """Skip to row `stop`: all rows before it acted, and `entries` is up to date."""
         self._next, self.since = stop, torch.full_like(self.since, stop - 1)
 
     def _evict(self, gone: Tensor, row: int) -> None:
@@ -103,12 +103,12 @@ class Block:
             self.poison(self.evicted_at != NEVER)
 
     def _plans(self, view: View, values: Tensor, plan: Plan) -> Plans:
-        shown = values.double().masked_fill(~self.entries.live, torch.nan)
+        scores = values.double().masked_fill(~self.entries.live, torch.nan)
         return Plans(
             row=view.row,
             layers=tuple(self.layers.tolist()),
             pos=self.entries.pos.cpu().numpy(),
-            scores=shown.cpu().numpy(),
+            scores=scores.cpu().numpy(),
             budgets=view.budget.flatten().cpu().numpy(),
             quotas=plan.quotas.cpu().numpy(),
             groups=None if plan.groups is None else plan.groups.cpu().numpy(),
@@ -142,8 +142,8 @@ def check(policy: Policy, values: Tensor, live: Tensor, layers: Tensor, row: int
     bad = ~(values < torch.inf) & live
     if bool(bad.any()):
         layer, head, slot = bad.nonzero()[0].tolist()
-        found = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
+        kind = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
         raise ScoreError(
-            f"{policy.name}: {found} score at row {row}, layer {int(layers[layer])}, head {head}; "
+            f"{policy.name}: {kind} score at row {row}, layer {int(layers[layer])}, head {head}; "
             "a scorer must give every live entry a number, and what must stay is protected"
         )

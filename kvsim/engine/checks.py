@@ -8,7 +8,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
-from kvsim.engine.source import unhidden, windows
+from kvsim.engine.source import longest_unmasked, windows
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.schema import NEVER, plural
 
@@ -81,7 +81,7 @@ def _check_propagation(trace: Trace, policy: Policy) -> None:
             f"{policy.name}: hands rows of the prompt from layer to layer, and {trace.name} "
             f"has a sliding window in {windows(trace)}; expected layers that see the whole "
             "text; take a policy that cuts each layer by itself, such as snapkv, or record a "
-            f"text of at most {unhidden(trace)} tokens"
+            f"text of at most {longest_unmasked(trace)} tokens"
         )
 
 

@@ -1,4 +1,4 @@
-"""The prefill in depth order, for policies that drop rows of the prompt on the way down."""
+"""The prefill in depth order, for policies that propagate only some rows of the prompt."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvsim.engine.source import TraceSource
 
 @dataclass(frozen=True)
 class Descent:
-    """Which rows of the prompt each layer goes on with.
+    """Which rows of the prompt are propagated to each layer.
 
-    rows: for each layer their positions, int [k] ascending, None for all of them; layers that go on
-    with the same rows share one tensor.
+    rows: for each layer their positions, int [k] ascending, None for all of them; layers with the
+    same rows share one tensor.
     """
 
     selection: Selection
     rows: tuple[Tensor | None, ...]
 
 
-#: Gives the view of a layer at the end of the prefill over rows of the prompt (None for all).
+#: Returns the view of a layer at the end of the prefill over rows of the prompt (None for all).
 Look = Callable[[int, Tensor | None], View]
 
 
 def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look) -> Descent:
-    """Ask the propagation after each layer, and hand what goes on to the next.
+    """Ask the propagation after each layer, and pass the rows that it selects to the next one.
 
-    What is chosen behind a selection is chosen from what `look` shows there: recorded attention,
-    which had seen all tokens (open loop), or a layer that was computed on these rows alone.
+    Layers behind a selection select from what `look` shows there: recorded attention, which had
+    seen all tokens (open loop), or a layer that was computed on these rows alone.
     """
     rows: Tensor | None = None
     of_layer: list[Tensor | None] = []
@@ -49,7 +49,7 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
         step = propagation.after(view, memory)
         memory, done = step.memory, step.done
         notes.append(step.notes)
-        if step.rows is not None and len(step.rows) <= view.row:  # not all of them
+        if step.rows is not None and len(step.rows) <= view.row:  # fewer than all
             at = step.rows.to("cpu")
             rows = at if rows is None else rows[at]
             dropped.append(layer)
@@ -65,7 +65,7 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
 
 
 def recorded(trace: Trace, setting: Setting, device: torch.device) -> Look:
-    """Views of recorded queries, keys and values, restricted to the rows that a layer has."""
+    """Return views of recorded queries, keys and values, restricted to the rows of a layer."""
 
     def look(layer: int, rows: Tensor | None) -> View:
         part = trace if rows is None else trace.only(rows)
@@ -76,7 +76,7 @@ def recorded(trace: Trace, setting: Setting, device: torch.device) -> Look:
 
 
 def prompt_view(source: Source, setting: Setting, layer: int, prompt_len: int) -> View:
-    """What one layer shows at the end of a prefill of `prompt_len` rows."""
+    """Return the view of one layer at the end of a prefill of `prompt_len` rows."""
     like = source.keys
     entries = Entries(1, like.shape[1], {}, like=like)
     entries.append(0, prompt_len)

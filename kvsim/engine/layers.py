@@ -13,7 +13,7 @@ from kvsim.core.policy import Policy, is_count
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent
-from kvsim.engine.source import check_unwindowed, unhidden, windows
+from kvsim.engine.source import check_unwindowed, longest_unmasked, windows
 from kvsim.errors import MemoryLimitError, PolicyError
 
 #: Bytes of keys, queries and working space that one block of layers may take by default.
@@ -30,7 +30,7 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
                 f"than its {trace.n_pos} tokens: {windows(trace)}; expected layers that see the "
                 "whole text, because a window bounds the cache by itself; record "
                 f"{'' if trace.whole else 'other layers of the model, or '}a text of at most "
-                f"{unhidden(trace)} tokens"
+                f"{longest_unmasked(trace)} tokens"
             )
         return chosen
     chosen = tuple(layers)

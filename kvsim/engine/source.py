@@ -18,8 +18,8 @@ _ALL = slice(None)
 class TraceSource:
     """Keys, values and queries of some layers of a trace on one device.
 
-    Raises PolicyError for a layer whose sliding window hides something: nobody who reads from here
-    knows of windows.
+    Raises PolicyError for a layer with entries masked out by its sliding window: a View has no mask
+    for windows.
     """
 
     def __init__(self, trace: Trace, layers: Sequence[int], device: torch.device) -> None:
@@ -48,9 +48,9 @@ class TraceSource:
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d]."""
-        first, held = self._window_start, self._window.shape[2]
-        if start < first or stop > first + held:
-            # whole chunks, because neighbouring rows are asked for next
+        first, rows = self._window_start, self._window.shape[2]
+        if start < first or stop > first + rows:
+            # whole chunks, because neighbouring rows are read next
             first = start // CHUNK * CHUNK
             last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
             self._window, self._window_start = self._read("q", slice(first, last)), first
@@ -82,42 +82,42 @@ class TraceSource:
         return output.unflatten(1, group), lse.unflatten(1, group)
 
     def poison(self, gone: Tensor) -> None:
-        """Overwrite keys and values where gone [L, H, T] with NaN (a test hook)."""
+        """Overwrite keys and values with NaN where gone [L, H, T] (for tests)."""
         self.keys = self.keys.masked_fill(gone.unsqueeze(-1), torch.nan)
         self.values = self.values.masked_fill(gone.unsqueeze(-1), torch.nan)
 
 
 def _runs(layers: Sequence[int]) -> list[slice]:
     """Layers as slices, one for those that follow each other."""
-    found: list[slice] = []
+    runs: list[slice] = []
     for layer in layers:
-        if found and found[-1].stop == layer:
-            found[-1] = slice(found[-1].start, layer + 1)
+        if runs and runs[-1].stop == layer:
+            runs[-1] = slice(runs[-1].start, layer + 1)
         else:
-            found.append(slice(layer, layer + 1))
-    return found
+            runs.append(slice(layer, layer + 1))
+    return runs
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Arrays of runs of layers as one; of a single run nothing is copied."""
+    """Concatenate arrays of runs of layers; a single run is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def windows(trace: Trace) -> str:
-    """Layers with a sliding window that hides something: `layers 0, 2 (4096 tokens)`."""
+    """Name the layers whose sliding window masks out entries: `layers 0, 2 (4096 tokens)`."""
     by_size: dict[int | None, list[int]] = {}
     for layer in trace.windowed:
         by_size.setdefault(trace.formulas[layer].window, []).append(layer)
     return ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
 
 
-def unhidden(trace: Trace) -> int:
-    """The longest text of which the windows of a trace with such layers hide nothing, in tokens."""
+def longest_unmasked(trace: Trace) -> int:
+    """The longest text, in tokens, of which the sliding windows of a trace mask out nothing."""
     return min(trace.formulas[layer].window or trace.n_pos for layer in trace.windowed)
 
 
 def check_unwindowed(trace: Trace, layer: int) -> None:
-    """Raise PolicyError for a layer whose sliding window hides something from some row."""
+    """Raise PolicyError for a layer whose sliding window is shorter than the text."""
     if layer in trace.windowed:
         raise PolicyError(
             f"layer {layer} of {trace.name} has a sliding window of "
