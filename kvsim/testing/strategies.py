@@ -1,4 +1,4 @@
-"""Hypothesis strategies: small traces, policies whose windows bind, and budgets near the edge.
+"""Hypothesis strategies: small traces, schedules, and budgets near the edge.
 
 Everything is drawn as a few integers and a seed; the numbers of a trace come from a numpy generator
 with that seed, so cases stay cheap and shrink by shape.
@@ -20,9 +20,9 @@ from kvsim.schema import NEVER
 
 T = TypeVar("T")
 
-#: What a trace is made of. "grid" holds small integers and a power-of-two scale: its logits are
+#: Kinds of traces. "grid" holds small integers and a power-of-two scale: its logits are
 #: exact in any order of summation, and often equal. "half" was rounded to float16 first.
-#: "steep" has logits hundreds apart, so that most weights vanish beside the largest.
+#: "steep" has logits hundreds apart, so that most weights vanish next to the largest.
 KINDS = (
     "normal",
     "sharp",
@@ -164,7 +164,8 @@ _OF_TWELVE = st.integers(0, 11)
 def mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
     """`usual` in eleven draws of twelve, else `edge`; shrinks towards `usual`.
 
-    As the functions below it is no strategy: making one for every draw takes longer than drawing.
+    A function and no strategy, as those below: building one for every draw takes longer than
+    drawing.
     """
     return draw(usual if draw(_OF_TWELVE) < 11 else edge)
 
@@ -220,7 +221,7 @@ def draw_budget(draw: st.DrawFn, least: int, most: int) -> int:
 
 @st.composite
 def evictions(draw: st.DrawFn, heads: int = 2, most: int = 40) -> npt.NDArray[np.int32]:
-    """`evicted_at` [heads, T] of one layer: a few rows evict, what leaves when is anything."""
+    """`evicted_at` [heads, T] of one layer: at each of a few rows any entry may leave."""
     total = draw(st.integers(1, most))
     rows = draw(st.lists(st.integers(0, total - 1), max_size=8, unique=True))
     choices = np.array([*sorted(rows), NEVER], np.int32)

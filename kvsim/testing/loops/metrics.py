@@ -21,7 +21,7 @@ def seen_by(evicted_at: npt.ArrayLike, row: int) -> Bools:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Attention of every row over what it sees, beside attention over everything before it.
+    """Attention of every row over its visible entries, and over everything before it.
 
     out_full, out_seen, out_evicted [layer, qhead, row, dim]: softmax-weighted means of the values
     over all entries, those seen, and those evicted (NaN where there are none);
@@ -41,7 +41,7 @@ class Outputs:
 
     @property
     def retained_mass(self) -> Floats:
-        """[layer, qhead, row]: share of the full attention row that lies on what the row sees."""
+        """[layer, qhead, row]: share of the full attention row that lies on visible entries."""
         return np.minimum(np.exp(self.lse_seen - self.lse_full), 1.0)
 
     @property
@@ -64,17 +64,17 @@ def outputs(
     scale: float | None = None,
     slot_theta: float | None = None,
 ) -> Outputs:
-    """Attention of every row over what it sees (`evicted_at` per KV head or per query head).
+    """Attention of every row over its visible entries (`evicted_at` per KV or per query head).
 
-    slot_theta: base of a rotary embedding; for out_seen, what a row sees is then rotated from its
-    position to its slot in the cache, and the query to the last slot. All else keeps positions.
+    slot_theta: base of a rotary embedding; for out_seen, visible entries are then rotated from their
+    position to their slot in the cache, and the query to the last slot. All else keeps positions.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     n_layers, qheads, n, dim = queries.shape
     heads = keys.shape[1]
     last = np.repeat(np.asarray(evicted_at), qheads // np.shape(evicted_at)[1], axis=1)
     shape = (n_layers, qheads, n)
-    found = Outputs(
+    result = Outputs(
         out_full=np.zeros((*shape, dim)),
         out_seen=np.zeros((*shape, dim)),
         out_evicted=np.zeros((*shape, dim)),
@@ -90,16 +90,16 @@ def outputs(
                 past = np.arange(n) <= row
                 seen = past & (row <= last[layer, i])
                 at = layer, i, row
-                found.out_full[at], found.lse_full[at] = _attend(z[i, row], value, past)
-                found.out_seen[at], found.lse_seen[at] = _attend(z[i, row], value, seen)
+                result.out_full[at], result.lse_full[at] = _attend(z[i, row], value, past)
+                result.out_seen[at], result.lse_seen[at] = _attend(z[i, row], value, seen)
                 if slot_theta is not None:
                     shift = np.cumsum(seen) - 1 - np.arange(n)  # slot - position
                     turns = slot_theta ** (-np.arange(dim // 2) / (dim // 2))
                     key = rotate(keys[layer, i // (qheads // heads)], shift, turns)
                     query = rotate(queries[layer, i, row], shift[row], turns)
-                    found.out_seen[at], _ = _attend(factor * (key @ query), value, seen)
-                found.out_evicted[at], _ = _attend(z[i, row], value, past & ~seen)
-    return found
+                    result.out_seen[at], _ = _attend(factor * (key @ query), value, seen)
+                result.out_evicted[at], _ = _attend(z[i, row], value, past & ~seen)
+    return result
 
 
 def _attend(z: Floats, value: Floats, mask: Bools) -> tuple[Floats, float]:
@@ -242,7 +242,7 @@ def window_overlap(
             f"four windows of {window} rows leave no key of {n}; give a smaller window"
         )
     top = math.ceil(Fraction(str(share)) * domain)  # 0.1 * 30 is a little above 3 in floats
-    found = []
+    shares = []
     for h in range(heads):
         scores = []
         for block in range(4):
@@ -254,7 +254,7 @@ def window_overlap(
         sets = [_top(score, top) for score in scores]
         union = sets[0] | sets[1] | sets[2]
         merged = np.max([score / score.max() for score in scores[:3]], axis=0)
-        found.append(
+        shares.append(
             [
                 *(len(sets[3] & sets[i]) / top for i in range(3)),
                 len(sets[3] & union) / top,
@@ -262,7 +262,7 @@ def window_overlap(
                 len(sets[3] & _top(merged, top)) / top,
             ]
         )
-    a, b, c, union_share, union_size, equal = np.mean(found, axis=0).tolist()
+    a, b, c, union_share, union_size, equal = np.mean(shares, axis=0).tolist()
     return WindowOverlap(
         (a, b, c), union_share, union_size, equal, top / domain, 1 - (1 - top / domain) ** 3
     )
