@@ -66,8 +66,9 @@ def outputs(
 ) -> Outputs:
     """Attention of every row over its visible entries (`evicted_at` per KV or per query head).
 
-    slot_theta: base of a rotary embedding; for out_seen, visible entries are then rotated from their
-    position to their slot in the cache, and the query to the last slot. All else keeps positions.
+    slot_theta: base of a rotary embedding; for out_seen, visible entries are then rotated from
+    their position to their slot in the cache, and the query to the last slot. Everything else keeps
+    its position.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     n_layers, qheads, n, dim = queries.shape
