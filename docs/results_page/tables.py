@@ -8,10 +8,10 @@ from pathlib import Path
 
 import polars as pl
 import torch
+from kvsim.analysis.findings import findings
 
 import kvsim
 from kvsim import Policy, Trace
-from kvsim.analysis.findings import findings
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL

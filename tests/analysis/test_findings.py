@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvsim.analysis.findings import FINDINGS, TAUS, Analysis, findings
 
 import kvsim
 from kvsim.analysis.attention.expectation import STEPS
 from kvsim.analysis.attention.fit import normal_ks
-from kvsim.analysis.findings import FINDINGS, TAUS, Analysis, findings
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import COLUMNS

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from kvsim.analysis.findings import Analysis
 
 import kvsim
-from kvsim.analysis.findings import Analysis
 from kvsim.analysis.kept.segmentation import segmented
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.prompt.tables import diagnose

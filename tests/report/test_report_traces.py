@@ -11,10 +11,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from kvsim.analysis.findings import FINDINGS, findings
 
 import kvsim
 from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
-from kvsim.analysis.findings import FINDINGS, findings
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval

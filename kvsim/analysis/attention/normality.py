@@ -26,6 +26,7 @@ from torch import Tensor
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 from kvsim.analysis.attention.projections import check_rows
 from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY
@@ -129,21 +130,21 @@ def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
 
     head and qhead are null for the residual stream.
     """
-    frames = [pl.DataFrame(schema=NORMALITY_COLUMNS)]
-    for one in found:
-        layer, qhead, dim = (at.ravel() for at in np.indices(one.effects["mean"].shape))
-        columns: dict[str, Any] = {name: values.ravel() for name, values in one.effects.items()}
-        columns |= {"layer": layer, "head": qhead // one.group, "qhead": qhead, "dim": dim}
-        frame = pl.DataFrame(columns).with_columns(pl.selectors.float().fill_nan(None))
-        if one.of == "residual":
-            frame = frame.with_columns(head=None, qhead=None)
-        constant = {name: getattr(one, name) for name in _OF_TRACE} | {"fidelity": "exact"}
-        frames.append(
-            frame.with_columns(**{name: pl.lit(value) for name, value in constant.items()}).select(
-                pl.col(name).cast(kind) for name, kind in NORMALITY_COLUMNS.items()
-            )
-        )
-    return pl.concat(frames)
+    return wide(map(_columns, found), NORMALITY_COLUMNS)
+
+
+def _columns(normality: Normality) -> dict[str, Any]:
+    """The columns of one trace."""
+    layer, qhead, dim = np.indices(normality.effects["mean"].shape)
+    residual = normality.of == "residual"
+    return {name: getattr(normality, name) for name in _OF_TRACE} | {
+        "layer": layer,
+        "head": None if residual else qhead // normality.group,
+        "qhead": None if residual else qhead,
+        "dim": dim,
+        **normality.effects,
+        "fidelity": "exact",
+    }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ window sees them, and their mean would be low for that reason alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,12 @@ class Sparsity:
     sequence: Floats
     behind_sink: Floats
     domain: Floats
+
+    def variants(self, names: Sequence[str]) -> Iterator[tuple[str, Floats]]:
+        """(variant of the metric, values [H]) of each share, for these maxima."""
+        for i, share in enumerate(self.shares):
+            for name in names:
+                yield f"p={share:g},max={name}", getattr(self, name)[i]
 
 
 def attention_sparsity(

@@ -91,6 +91,20 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     return results
 
 
+def head_lengths(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[NDArray[np.float64]]:
+    """For each record the length of each head's full output; [layer, qhead, row after the prompt].
+
+    Lengths of a layer are computed once for all records.
+    """
+    lengths: dict[int, NDArray[np.float64]] = {}
+    for layer in sorted({layer for record in records for layer in record.layers}):
+        out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
+        lengths[layer] = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
+    return [np.stack([lengths[layer] for layer in record.layers]) for record in records]
+
+
 def _empty(trace: Trace, record: Record) -> OutputError:
     shape = len(record.layers), trace.n_qheads, trace.n_pos
     error, mass, missing = (np.empty(shape, np.float32) for _ in range(3))

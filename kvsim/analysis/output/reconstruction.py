@@ -27,12 +27,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
-from numpy.typing import NDArray
 
-from kvsim.analysis.output.error import output_error
 from kvsim.analysis.prompt.tables import task_of
-from kvsim.analysis.table import fidelity
+from kvsim.analysis.table import measure
+from kvsim.analysis.wide import wide
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
@@ -95,9 +93,7 @@ def reconstruction_table(
     for one in once:
         for budget in budgets.values():
             check_cell(ended, one, budget, None)
-    lengths = _lengths(ended, cut)
-    size = np.sqrt((lengths**2).sum(1))  # [layer, row]
-    frames = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
+    tables = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
     done, total = 0, len(once) * len(budgets)
     for one in once:
         records = []
@@ -106,34 +102,35 @@ def reconstruction_table(
                 progress(done, total, f"{trace.name}: {one.name}, ratio {ratio:g}")
             records.append(replay(ended, one, budget, device=device))
             done += 1
-        errors = output_error(ended, records, device)
-        for ratio, record, error in zip(budgets, records, errors, strict=True):
-            moved = np.sqrt(((error.error[:, :, cut:] * lengths) ** 2).sum(1))
-            # an output of exactly 0 that stays 0 has not moved
-            relative = np.divide(moved, size, out=np.zeros_like(moved), where=size > 0)
-            layers = range(trace.n_layers)
-            found = {
-                "layer": layers,
-                "head_error": moved.mean(-1),
-                "relative_head_error": relative.mean(-1),
-                "fidelity": [fidelity(ended, record, "rows", layer) for layer in layers],
-            }
-            constant = {
-                "trace": trace.name,
-                "task": task_of(trace),
-                "policy": one.name,
-                "params": json.dumps(dict(record.params)),
-                "cut": cut,
-                "rows": trace.n_pos - cut,
-                "ratio": ratio,
-                "budget": record.budget,
-            }
-            frames.append(
-                pl.DataFrame(found)
-                .with_columns(**{name: pl.lit(value) for name, value in constant.items()})
-                .select(pl.col(name).cast(kind) for name, kind in RECONSTRUCTION_COLUMNS.items())
+        table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
+        # rows of a record follow each other: each layer by the first metric, then by the second
+        values = table["value"].to_numpy().reshape(len(records), 2, trace.n_layers)
+        levels = table["fidelity"].to_numpy().reshape(values.shape)
+        tables.append(
+            wide(
+                (
+                    {
+                        "trace": trace.name,
+                        "task": task_of(trace),
+                        "policy": one.name,
+                        "params": json.dumps(dict(record.params)),
+                        "cut": cut,
+                        "rows": trace.n_pos - cut,
+                        "ratio": ratio,
+                        "budget": record.budget,
+                        "layer": np.arange(trace.n_layers),
+                        "head_error": absolute,
+                        "relative_head_error": relative,
+                        "fidelity": level,
+                    }
+                    for ratio, record, (relative, absolute), (level, _) in zip(
+                        budgets, records, values, levels, strict=True
+                    )
+                ),
+                RECONSTRUCTION_COLUMNS,
             )
-    return pl.concat(frames)
+        )
+    return pl.concat(tables)
 
 
 def _left(cut: int, ratio: float) -> int:
@@ -155,10 +152,3 @@ def _ending_at(trace: Trace, cut: int) -> Trace:
         meta=trace.meta,
     )
     return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
-
-
-def _lengths(trace: Trace, cut: int) -> NDArray[np.float64]:
-    """Length of each head's full output of rows from `cut` on; [layer, qhead, row]."""
-    layers = (trace.full(slice(layer, layer + 1))[0][0, :, cut:] for layer in range(trace.n_layers))
-    found = [torch.linalg.vector_norm(out.double(), dim=-1).numpy() for out in layers]
-    return np.stack(found)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
+from kvsim.analysis.definition import mean_known
 from kvsim.analysis.prompt.ranking import Ranking
-from kvsim.analysis.registry import mean_known
 from kvsim.core.trace import Trace
 
 #: Shares of the keys that count as top.
