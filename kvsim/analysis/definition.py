@@ -39,10 +39,10 @@ class Metric:
     from a `Subject`, the trace and a record.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. main: the variant that stands for the
-    others where there is room for one number. default: measured without being named; the others
-    take long, and a Table of records has them on request. beside_oracle: compares the record with
-    one of the mass oracle, which is replayed on request. notes: what it reads of the notes of
-    allocators at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`).
+    others where there is room for one number. default: False where a Table of records has it only
+    if it is named. beside_oracle: compares the record with one of the mass oracle, which is
+    replayed on request. notes: what it reads of the notes of allocators at events
+    (`Allocator.notes`, `kvsim.replay(..., internals=...)`).
     """
 
     summary: str

@@ -72,8 +72,8 @@ def measure(
     Args:
         trace: a trace, or an `Analysis` of it with another k, rule, cut or gold tokens.
         record: one or many; None for metrics of the trace alone.
-        metrics: by name. By default, of records all that do not take long (`Metric.default`), and
-            of a trace alone all of kind "trace".
+        metrics: by name. By default, of records those that are quick (`Metric.default`), and of a
+            trace alone all of kind "trace".
         events: list every event.
         device: cpu or cuda; of an `Analysis` its own.
         oracles: for `regret`, for each record that of the mass oracle on the same terms, or None;

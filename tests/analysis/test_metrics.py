@@ -442,10 +442,10 @@ def test_a_table_is_tidy_and_carries_its_origin():
     table = kvsim.measure(trace, record)
 
     assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
-    on_request = {name for name, one in METRICS.items() if one.beside_oracle}
+    on_request = {name for name, one in METRICS.items() if one.beside_oracle or not one.default}
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
     assert set(table["metric"]) == set(METRICS) - on_request - decided
-    assert on_request == {"regret"}
+    assert {"regret", "layer_error", "expectation"} <= on_request
     of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
     measured = table.filter(~pl.col("metric").is_in(of_trace))
     assert set(measured["policy"]) == {"snapkv"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvsim.analysis.findings import findings
 
 import kvsim
 from kvsim import analysis as diagnostics
@@ -450,7 +449,7 @@ def test_analyses_of_windows_say_so_or_leave_them_out():
         window_overlap(trace, 0, window=4)
     assert window_overlap(trace, 1, window=4).shares.size
 
-    found = findings(trace)
+    found = kvsim.measure(trace)
 
     assert found.filter(pl.col("metric") == "normal_distance")["layer"].unique().to_list() == [0, 1]
     assert "expectation" not in found["metric"].to_list()
