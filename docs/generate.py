@@ -107,7 +107,10 @@ def trace_metrics() -> str:
 
 
 def _metrics(entries: Mapping[str, Any]) -> str:
-    lines = ["| metric | says | reads | unit | better | main variant | source |", "| --- " * 7 + "|"]
+    lines = [
+        "| metric | says | reads | unit | better | main variant | source |",
+        "| --- " * 7 + "|",
+    ]
     for name, entry in entries.items():
         says = entry.summary.replace("|", r"\|")
         reads = entry.kind if entry.default else f"{entry.kind}, by name"

@@ -1,4 +1,4 @@
-"""Every number about a trace, a record or both, and the tables that they reach users in.
+"""Every number about a trace or a record.
 
 definition  a metric: its entry, and the Cells that it returns
 subject     what metrics read: an Analysis of a trace, a Subject of a record
@@ -36,7 +36,7 @@ from kvsim.analysis.attention.normality import (
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.attention.projections import Projections, key_projections, projection_table
 from kvsim.analysis.attention.sparsity import Sparsity, attention_sparsity, compressed_sparsity
-from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
 from kvsim.analysis.kept.coverage import (
     Coverage,
@@ -72,7 +72,7 @@ from kvsim.analysis.prompt.tables import (
     task_of,
 )
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import Analysis, Subject
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS, fidelity, measure, selection_fidelity
 
 #: Names of the last release, see `kvsim.analysis.former`.
@@ -84,7 +84,6 @@ __all__ = [
     "Analysis",
     "Attended",
     "Bursts",
-    "Cells",
     "Coverage",
     "Curve",
     "Diagnosis",
@@ -107,7 +106,6 @@ __all__ = [
     "Segments",
     "SlotWipeout",
     "Sparsity",
-    "Subject",
     "ams_segments",
     "answer_facts",
     "attended",

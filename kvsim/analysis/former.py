@@ -55,37 +55,21 @@ def findings(
     return measure(analysis, metrics=_NAMES if names is None else names, progress=progress)
 
 
-_OF_TRACE = dict.fromkeys(("cut", "rows", "keys", "layer", "head", "qhead"), pl.Int64)
-_LEFT: dict[str, Any] = {"trace": pl.String, "task": pl.String, **_OF_TRACE}
-_RECALLS = {f"recall_{100 * share:.0f}": share for share in TOP}
-
-
 def expectation_table(found: Sequence[Expectation]) -> pl.DataFrame:
     """Return agreement with observed attention, one row per trace, step and query head."""
-    columns = {
-        **_LEFT,
-        "step": pl.Enum(STEPS),
-        **dict.fromkeys(("spearman", "log_pearson", *_RECALLS), pl.Float64),
-        "fidelity": pl.Enum(FIDELITY),
-    }
+    recalls = {f"recall_{100 * share:.0f}": share for share in TOP}
 
     def parts() -> Iterator[dict[str, Any]]:
         for one in found:
-            recalls = {name: one.recall(share) for name, share in _RECALLS.items()}
-            values = {"spearman": one.spearman, "log_pearson": one.log_pearson, **recalls}
+            values = {"spearman": one.spearman, "log_pearson": one.log_pearson}
+            values |= {name: one.recall(share) for name, share in recalls.items()}
             yield _places(one, one.spearman.shape, "step", STEPS) | values
 
-    return wide(parts(), columns)
+    return wide(parts(), _columns("step", STEPS, "spearman", "log_pearson", *recalls))
 
 
 def loss_table(found: Sequence[Expectation], removed: Sequence[float] = REMOVED) -> pl.DataFrame:
     """Return attention lost, one row per trace, order, query head and share of keys removed."""
-    columns = {
-        **_LEFT,
-        "order": pl.Enum(ORDERS),
-        **dict.fromkeys(("removed", "loss"), pl.Float64),
-        "fidelity": pl.Enum(FIDELITY),
-    }
 
     def parts() -> Iterator[dict[str, Any]]:
         for one in found:
@@ -93,19 +77,23 @@ def loss_table(found: Sequence[Expectation], removed: Sequence[float] = REMOVED)
             shares = np.broadcast_to(np.asarray(removed), loss.shape)
             yield _places(one, loss.shape, "order", ORDERS) | {"loss": loss, "removed": shares}
 
-    return wide(parts(), columns)
+    return wide(parts(), _columns("order", ORDERS, "removed", "loss"))
+
+
+_OF_TRACE = ("trace", "task", "cut", "rows", "keys")
+
+
+def _columns(first: str, names: Sequence[str], *values: str) -> dict[str, Any]:
+    columns: dict[str, Any] = dict.fromkeys(_OF_TRACE[:2], pl.String)
+    columns |= dict.fromkeys((*_OF_TRACE[2:], "layer", "head", "qhead"), pl.Int64)
+    columns |= {first: pl.Enum(names)} | dict.fromkeys(values, pl.Float64)
+    return columns | {"fidelity": pl.Enum(FIDELITY)}
 
 
 def _places(
     one: Expectation, shape: tuple[int, ...], first: str, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Where the values of arrays [name, layer, qhead, ...] stand."""
-    at = np.indices(shape)
-    of_trace = {name: getattr(one, name) for name in ("trace", "task", "cut", "rows", "keys")}
-    return of_trace | {
-        first: np.asarray(names)[at[0]],
-        "layer": at[1],
-        "head": at[2] // one.group,
-        "qhead": at[2],
-        "fidelity": "exact",
-    }
+    at = np.indices(shape)  # [name, layer, qhead, ...]
+    places = {first: np.asarray(names)[at[0]], "layer": at[1], "qhead": at[2]}
+    of_trace = {name: getattr(one, name) for name in _OF_TRACE}
+    return of_trace | places | {"head": at[2] // one.group, "fidelity": "exact"}

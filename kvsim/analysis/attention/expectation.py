@@ -25,7 +25,7 @@ last row of the past: every number is `exact`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -143,13 +143,11 @@ def expected_and_observed(
     *,
     sink: int = 4,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
 ) -> Expectation:
     """Expected and observed attention of every query head, one layer in memory at a time.
 
-    cut: rows of the past, a fifth of the trace by default, as in the paper. progress: called with
-    (layers done, layers). Raises PolicyError where there are no two samples behind the sinks, or no
-    row after the cut.
+    cut: rows of the past, a fifth of the trace by default, as in the paper. Raises PolicyError
+    where there are no two samples behind the sinks, or no row after the cut.
     """
     cut = trace.n_pos // _PAST if cut is None else cut
     if not 0 <= sink <= cut - 2 or cut >= trace.n_pos:
@@ -162,8 +160,6 @@ def expected_and_observed(
         for layer in range(trace.n_layers):
             source = TraceSource(trace, [layer], torch.device(device))
             found.append([one.cpu().numpy() for one in _of_layer(source, cut, sink)])
-            if progress is not None:
-                progress(layer + 1, trace.n_layers)
     observed, expected, key_norm = (np.stack(part, -3) for part in zip(*found, strict=True))
     return Expectation(
         trace=trace.name,

@@ -13,7 +13,7 @@ Recorded activations are the model's own: every number is `exact`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,12 +94,11 @@ def state_normality(
     *,
     skip: int = 4,
     stop: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Normality:
     """Effect sizes of every dimension, one layer in memory at a time.
 
-    progress: called with (layers done, layers). Raises PolicyError for fewer than 4 rows, and
-    NeedsError for a residual stream that is not recorded.
+    Raises PolicyError for fewer than 4 rows, and NeedsError for a residual stream that is not
+    recorded.
     """
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, LEAST_SAMPLES)
@@ -112,8 +111,6 @@ def state_normality(
         for name in EFFECTS:
             whole = torch.cat([getattr(one, name) for one in fits])
             found[name].append(whole.view(drawn.shape[:2]).numpy())
-        if progress is not None:
-            progress(layer + 1, trace.n_layers)
     return Normality(
         trace=trace.name,
         task=task_of(trace),
