@@ -118,6 +118,6 @@ def metrics(as_json: Json = False) -> None:
     )
     named = ", ".join(name for name, entry in METRICS.items() if not entry.default)
     typer.echo(
-        "\nThey read what a policy kept (sets), what becomes of each row's attention (rows), or the "
+        "\nThey read what a policy kept (sets), what becomes of each row's attention (rows), or a "
         f"trace alone (trace).\nMeasured on request only, with --metric: {named}."
     )
