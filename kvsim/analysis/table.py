@@ -141,8 +141,8 @@ def _subjects(
     trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
 ) -> list[Analysis | Subject]:
     """What metrics read of each record; records share walks over the trace and output errors."""
-    beside = [None] * len(records) if oracles is None else list(oracles)
-    replayed = list({id(r): r for r in (*records, *beside) if r is not None}.values())
+    best = [None] * len(records) if oracles is None else list(oracles)
+    replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
     for record in replayed:
         check_record(trace, record)
     different = list({id(record): record for record in records}.values())
@@ -166,7 +166,7 @@ def _subjects(
             *(trace, record, output(record), walks(record)),
             oracle=None if oracle is None else output(oracle),
         )
-        for record, oracle in zip(records, beside, strict=True)
+        for record, oracle in zip(records, best, strict=True)
     ]
 
 
@@ -269,9 +269,9 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     and kept sets decided once, at the end of the prefill, which attention had finished by then.
     Everything else is open loop: recorded q, k, v carry no error from the layers below.
 
-    Where some rows of the prompt go on alone, layers behind the first selection compute what the
+    Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
-    rows that it hands on are exact; deeper sets are so where nothing is chosen there, and "semi"
+    rows that it propagates are exact; deeper sets are so where nothing is chosen there, and "semi"
     where these layers were computed again (`kvsim.recompute`).
     """
     across = record.selection is not None and record.selection.layer is not None

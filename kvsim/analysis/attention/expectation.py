@@ -9,13 +9,13 @@ of the value and epsilon. From observed to expected, one assumption more in each
     ratio_of_means  mean over the future's queries of exp(s q.k), normalised once: attention is the
                     mean of ratios, this is the ratio of means
     normal          the same mean if these queries, after RoPE, were normal with their moments
-    mean_rotation   moments of the future's queries before RoPE, turned by the mean rotation
+    mean_rotation   moments of the future's queries before RoPE, rotated by the mean rotation
     past            moments of the past's queries instead: Expected Attention
 
 The first step is the mean of the observed rows, weighted by each row's sum of exponentials.
 
 `loss` is the "attention loss curve": the share of observed mass that goes when keys are pruned in
-the order of a score, beside key norm (small norms stay, as `knorm`), chance and the observed mass
+the order of a score, next to key norm (small norms stay, as `knorm`), chance and the observed mass
 itself (`oracle`), which no order undercuts.
 
 Attention is that of the recorded run up to its end, and the policy would choose right behind the

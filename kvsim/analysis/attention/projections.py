@@ -72,8 +72,8 @@ class Projections:
     """Projections of the queries of rows skip..skip+samples-1 on the keys of these positions.
 
     mean, variance, gap, normal_gap [layer, qhead, key], key 0 at position `skip`; in nats (variance
-    in their squares). rotated: queries and keys after RoPE; else queries before it, and keys turned
-    back by the mean rotation of the n_future positions behind the rows, as the policy does.
+    in their squares). rotated: queries and keys after RoPE; else queries before it, and keys
+    rotated back by the mean rotation of the n_future positions behind the rows, as the policy does.
     """
 
     trace: str

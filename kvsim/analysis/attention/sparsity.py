@@ -6,7 +6,7 @@ score of a key is G-KV's (eq. 2): maximum over the group and mean over the rows 
 
 The paper leaves open over which keys the maximum is taken. It says "maximum in a sequence", where
 the first positions (the sink) usually hold it, which all but guarantees a high sparsity; so the
-same share stands beside it without them. Keys inside the window are left out: not every row of the
+same share without them stands next to it. Keys inside the window are left out: not every row of the
 window sees them, and their mean would be low for that reason alone.
 """
 

@@ -8,8 +8,9 @@ The paper's error is that of the residual stream, which a recorded run does not 
 that of the attention's output before the projection, of all heads as one vector, in the trace's
 own units:
 
-    head_error            |o_full - o_seen|, mean over rows from the cut on
-    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows
+    head_error            |o_full - o_seen|, mean over rows from the cut on: the metric
+                          `layer_error_absolute`
+    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows: `layer_error`
 
 The metric `output_error` is the mean of such ratios over single heads, in which a head of short
 outputs counts as much as one of long ones; in the vector it does not. Absolute errors of different
@@ -21,8 +22,9 @@ Open loop, but for the first layer; as the error where that layer alone evicts, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,8 @@ RECONSTRUCTION_COLUMNS: dict[str, Any] = {
     "fidelity": pl.Enum(FIDELITY),
 }
 
+_MEASURED = ("value", "fidelity")  # of a Table
+
 # 4,096 of 5,120 tokens by default: the paper's sequences have about 5,000.
 _BEFORE = 4 / 5
 
@@ -89,48 +93,39 @@ def reconstruction_table(
         check_unwindowed(trace, layer)
     budgets = {ratio: _left(cut, ratio) for ratio in ratios}
     ended = _ending_at(trace, cut)
-    once = [replace(one, schedule=Schedule(interval=None)) for one in policies]
-    for one in once:
-        for budget in budgets.values():
-            check_cell(ended, one, budget, None)
-    tables = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
-    done, total = 0, len(once) * len(budgets)
-    for one in once:
-        records = []
-        for ratio, budget in budgets.items():
-            if progress is not None:
-                progress(done, total, f"{trace.name}: {one.name}, ratio {ratio:g}")
-            records.append(replay(ended, one, budget, device=device))
-            done += 1
-        table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
-        # rows of a record follow each other: each layer by the first metric, then by the second
-        values = table["value"].to_numpy().reshape(len(records), 2, trace.n_layers)
-        levels = table["fidelity"].to_numpy().reshape(values.shape)
-        tables.append(
-            wide(
-                (
-                    {
-                        "trace": trace.name,
-                        "task": task_of(trace),
-                        "policy": one.name,
-                        "params": json.dumps(dict(record.params)),
-                        "cut": cut,
-                        "rows": trace.n_pos - cut,
-                        "ratio": ratio,
-                        "budget": record.budget,
-                        "layer": np.arange(trace.n_layers),
-                        "head_error": absolute,
-                        "relative_head_error": relative,
-                        "fidelity": level,
-                    }
-                    for ratio, record, (relative, absolute), (level, _) in zip(
-                        budgets, records, values, levels, strict=True
-                    )
-                ),
-                RECONSTRUCTION_COLUMNS,
-            )
-        )
-    return pl.concat(tables)
+    once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
+    for policy, budget in product(once, budgets.values()):
+        check_cell(ended, policy, budget, None)
+
+    def parts() -> Iterator[dict[str, Any]]:
+        for place, policy in enumerate(once):
+            records = []
+            for at, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
+                if progress is not None:
+                    what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
+                    progress(at, len(once) * len(budgets), what)
+                records.append(replay(ended, policy, budget, device=device))
+            table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
+            # rows of a record follow each other, every layer by one metric, then by the other
+            shape = len(records), 2, trace.n_layers
+            values, levels = (table[name].to_numpy().reshape(shape) for name in _MEASURED)
+            for ratio, record, errors, level in zip(budgets, records, values, levels, strict=True):
+                yield {
+                    "trace": trace.name,
+                    "task": task_of(trace),
+                    "policy": policy.name,
+                    "params": json.dumps(dict(record.params)),
+                    "cut": cut,
+                    "rows": trace.n_pos - cut,
+                    "ratio": ratio,
+                    "budget": record.budget,
+                    "layer": np.arange(trace.n_layers),
+                    "head_error": errors[1],
+                    "relative_head_error": errors[0],
+                    "fidelity": level[0],
+                }
+
+    return wide(parts(), RECONSTRUCTION_COLUMNS)
 
 
 def _left(cut: int, ratio: float) -> int:
