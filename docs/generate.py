@@ -93,25 +93,30 @@ def policy_notes() -> str:
 
 
 def metrics() -> str:
-    """The table of metrics."""
+    """The table of all metrics."""
     from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - as policies()
 
-    lines = ["| metric | says | reads | unit | better | source |", "| --- " * 6 + "|"]
-    for name, one in METRICS.items():
-        says = one.summary.replace("|", r"\|")
-        cells = (f"`{name}`", says, one.kind, one.unit, one.better or "", one.source)
+    return _metrics(METRICS)
+
+
+def trace_metrics() -> str:
+    """The table of metrics of a trace alone that a Table of records lacks."""
+    from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - as policies()
+
+    return _metrics({n: x for n, x in METRICS.items() if x.kind == "trace" and not x.default})
+
+
+def _metrics(entries: Mapping[str, Any]) -> str:
+    lines = [
+        "| metric | says | reads | unit | better | main variant | source |",
+        "| --- " * 7 + "|",
+    ]
+    for name, entry in entries.items():
+        says = entry.summary.replace("|", r"\|")
+        reads = entry.kind if entry.default else f"{entry.kind}, by name"
+        main = f"`{entry.main}`" if entry.main else ""
+        cells = (f"`{name}`", says, reads, entry.unit, entry.better or "", main, entry.source)
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def findings() -> str:
-    """The table of findings."""
-    from kvsim.analysis.findings import FINDINGS  # noqa: PLC0415 - as policies()
-
-    lines = ["| finding | says | unit | main variant | source |", "| --- " * 5 + "|"]
-    for name, one in FINDINGS.items():
-        main = f"`{one.main}`" if one.main else ""
-        lines.append(f"| `{name}` | {one.summary} | {one.unit} | {main} | {one.source} |")
     return "\n".join(lines)
 
 
@@ -145,11 +150,11 @@ def _help(command: Any, path: list[str]) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
-    "findings": findings,
     "metrics": metrics,
     "policies": policies,
     "policy_names": policy_names,
     "policy_notes": policy_notes,
+    "trace_metrics": trace_metrics,
 }
 
 

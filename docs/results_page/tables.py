@@ -11,7 +11,7 @@ import torch
 
 import kvsim
 from kvsim import Policy, Trace
-from kvsim.analysis.findings import findings
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
@@ -35,7 +35,7 @@ _METRICS = (
 #: What is measured of the traces, and asked for where policies drop rows on the way down.
 _OF_TRACES = ("window_overlap", "sparsity", "attention_return")
 _ACROSS = ("output_error", "retained_mass", "entries_seen")
-_FINDINGS = (
+_OF_PROMPTS = (
     *("expectation", "projection_gap", "score_decline", "layer_entropy"),
     *("rank_variance", "rank_relative", "rank_union", "selection_layer"),
 )
@@ -62,11 +62,11 @@ def measure_trace(path: Path, calibration: Path, budgets: Sequence[int]) -> pl.D
         run = sweep([trace], policies, budgets, metrics=_METRICS)
         tables += [_table(run), _more(trace, run, "expected_attention", "value_norm_overlap")]
     tables.append(_table(sweep([trace], across_policies(), budgets, metrics=_ACROSS)))
-    record = kvsim.replay(trace, kvsim.policy("full"), budgets[0])
-    tables.append(kvsim.measure(trace, record, _OF_TRACES))
+    tables.append(kvsim.measure(trace, metrics=_OF_TRACES))
     window = LARGEST["window"]
     ks = [budget - window for budget in budgets]
-    tables.append(findings(trace, _FINDINGS, ks=ks, rule=ASL(window=window)))
+    analysis = Analysis(trace, ks=ks, rule=ASL(window=window))
+    tables.append(kvsim.measure(analysis, metrics=_OF_PROMPTS))
     return pl.concat(map(_over_heads, tables))
 
 

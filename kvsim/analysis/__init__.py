@@ -1,20 +1,26 @@
-"""Every number about a trace, a record or both, and the tables that they reach users in.
+"""Every number about a trace or a record.
 
-registry   what is measured, by name
-table      `measure`: records to a tidy Table
-kept       kept sets: what stays, what is lost, where
-output     the attention output that is left
-attention  full attention of a trace, and what is expected of it
-prompt     how layers rank the tokens of a prompt
-summaries  means over prompts, their intervals, paired differences
+definition  a metric: its entry, and the Cells that it returns
+subject     what metrics read: an Analysis of a trace, a Subject of a record
+kept        kept sets
+output      the attention output that is left
+attention   full attention of a trace
+prompt      how layers rank the tokens of a prompt
+registry    all metrics by name; each room has its entries in `metrics`
+table       `measure`: a trace, or records of it, to a tidy Table
+wide        tables of keys, dimensions and verdicts, for which a Table has no columns
+results     which results a Table holds
+summaries   means over prompts, their intervals, paired differences
+tiles       large arrays as pictures
 """
+
+import warnings
+from importlib import import_module
 
 from kvsim.analysis.attention.expectation import (
     Expectation,
-    expectation_table,
     expected_and_observed,
     key_table,
-    loss_table,
 )
 from kvsim.analysis.attention.fit import NormalFit, fit_normal
 from kvsim.analysis.attention.intermittence import Gaps, attention_gaps
@@ -30,7 +36,7 @@ from kvsim.analysis.attention.normality import (
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.attention.projections import Projections, key_projections, projection_table
 from kvsim.analysis.attention.sparsity import Sparsity, attention_sparsity, compressed_sparsity
-from kvsim.analysis.findings import FINDINGS, Analysis, Finding, findings
+from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
 from kvsim.analysis.kept.coverage import (
     Coverage,
@@ -65,12 +71,15 @@ from kvsim.analysis.prompt.tables import (
     selection_table,
     task_of,
 )
-from kvsim.analysis.registry import METRICS, Metric, metric
+from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS, fidelity, measure, selection_fidelity
+
+#: Names of the last release, see `kvsim.analysis.former`.
+_FORMER = ("FINDINGS", "Finding", "expectation_table", "findings", "loss_table")
 
 __all__ = [
     "COLUMNS",
-    "FINDINGS",
     "METRICS",
     "Analysis",
     "Attended",
@@ -79,7 +88,6 @@ __all__ = [
     "Curve",
     "Diagnosis",
     "Expectation",
-    "Finding",
     "Gaps",
     "Grid",
     "Histogram",
@@ -110,11 +118,9 @@ __all__ = [
     "distribution",
     "dropped_bursts",
     "entries_seen",
-    "expectation_table",
     "expected_and_observed",
     "fidelity",
     "find_text",
-    "findings",
     "fit_normal",
     "histogram",
     "kept_coverage",
@@ -122,7 +128,6 @@ __all__ = [
     "key_similarity",
     "key_table",
     "layer_table",
-    "loss_table",
     "max_loop",
     "measure",
     "metric",
@@ -154,3 +159,17 @@ __all__ = [
     "window_overlap",
     "wipeout",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """A name of the last release, with a warning (PEP 562)."""
+    if name not in _FORMER:
+        raise AttributeError(f"module 'kvsim.analysis' has no attribute {name!r}")
+    former = import_module("kvsim.analysis.former")
+    warnings.warn(
+        f"kvsim.analysis.{name} goes with the next release; use {former.INSTEAD[name]}",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    value: object = getattr(former, name)
+    return value

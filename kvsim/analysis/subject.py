@@ -1,64 +1,204 @@
-"""What a metric works on and what it gives: a Subject in, Cells out."""
+"""What metrics read: the analyses of a trace, or a trace and a record of it.
+
+Each analysis is computed when a metric first reads it, and kept for the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
+from kvsim.analysis.attention.fit import LEAST_SAMPLES
 from kvsim.analysis.attention.intermittence import SHARE, Gaps, attention_gaps, default_width
+from kvsim.analysis.attention.normality import Normality, state_normality
+from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
 from kvsim.analysis.kept.regions import steps
-from kvsim.analysis.kept.retention import LENGTHS, THRESHOLDS, Wipeout, wipeout
+from kvsim.analysis.kept.retention import LENGTHS, SINK, THRESHOLDS, Wipeout, wipeout
 from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.output.error import OutputError
+from kvsim.analysis.prompt.ranking import Ranking, ranking
+from kvsim.analysis.prompt.tables import Diagnosis, diagnose
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
+from kvsim.engine.source import windows
+from kvsim.errors import PolicyError
+from kvsim.policies.asl import ASL, Selecting
 
-Floats = NDArray[np.float64]
+#: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
+SHARES = ("10%", "25%", "50%")
+
+# ------------------------------------------------------------------------------------- of a trace
 
 
 @dataclass(frozen=True)
-class Cells:
-    """Values of one metric for one layer: [m], or [m, E] where `events` [E] names the rows.
+class Analysis:
+    """The analyses of one trace.
 
-    layer: None for what a trace has as a whole, such as its text. heads: the axis that m runs over;
-    chance: what chance alone would give, like values.
+    ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
+    before it. rule: ASL's parameters, its defaults if None. cut: where the past ends, of whose keys
+    attention is expected; the end of the prompt if None. gold: positions of the prompt that the
+    answer needs, None if unknown. only: the layers that metrics of single layers read, all if None.
+
+    An analysis that the trace is too short for, or that is not defined where some layers have a
+    sliding window, is None or empty; `left_out` says why.
+
+    Raises PolicyError for a k that is neither number nor share, and for a rule that the model has
+    no layer for.
     """
 
-    layer: int | None
-    values: Floats
-    heads: Literal["head", "qhead"] | None = None
-    variant: str = ""
-    chance: Floats | None = None
-    events: NDArray[np.int64] | None = None
+    trace: Trace
+    ks: Sequence[int | str] = SHARES
+    rule: Selecting = field(default_factory=ASL)
+    device: str = "cpu"
+    cut: int | None = None
+    gold: Sequence[int] | None = None
+    only: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        for k in self.ks:
+            _tokens(k, 1)
+        self.rule.check(self.trace.n_layers)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that metrics of single layers read."""
+        if self.only is not None:
+            return self.only
+        return [layer for layer in range(self.trace.n_layers) if layer not in self.trace.windowed]
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
+        trace, past, rows = self.trace, self._past, self.rule.window
+        prompt, n = trace.prompt_len, trace.n_pos
+        window = bool(trace.windowed), f"a sliding window in {windows(trace)}"
+        part, later = ("prompt", "response") if self.cut is None else ("past", "row after the cut")
+        least = SINK + LEAST_SAMPLES
+        checks = {
+            "expectation": [
+                (past < SINK + 2, f"a {part} of {past} tokens, fewer than {SINK + 2}"),
+                (past >= n, f"no {later}"),
+                window,
+            ],
+            "projections": [(n < SINK + 2, f"{n} tokens, fewer than {SINK + 2}"), window],
+            "normality": [(n < least, f"{n} tokens, fewer than {least}")],
+            "ranking": [
+                (not trace.whole, "only some layers of the model"),
+                window,
+                (prompt <= rows, f"a prompt of {prompt} tokens, no more than ASL's {rows} rows"),
+            ],
+        }
+        reasons = {
+            name: [why for fails, why in conditions if fails] for name, conditions in checks.items()
+        }
+        return {name: of_name[0] for name, of_name in reasons.items() if of_name}
+
+    @property
+    def _past(self) -> int:
+        return self.trace.prompt_len if self.cut is None else self.cut
+
+    @cached_property
+    def expectation(self) -> Expectation | None:
+        """Attention on the keys of the past: what later rows do and what is expected of them."""
+        if "expectation" in self.left_out:
+            return None
+        return expected_and_observed(self.trace, self._past, sink=SINK, device=self.device)
+
+    @cached_property
+    def projections(self) -> Mapping[int, Projections]:
+        """Projections of queries on keys, with the sinks' (0) and without them (`SINK`)."""
+        return {
+            skip: key_projections(self.trace, skip=skip, device=self.device)
+            for skip in (0, SINK)
+            if self.trace.n_pos >= skip + 2 and not self.trace.windowed
+        }
+
+    @cached_property
+    def normality(self) -> Normality | None:
+        """How queries before RoPE are distributed behind the sinks."""
+        if "normality" in self.left_out:
+            return None
+        return state_normality(self.trace, skip=SINK)
+
+    @cached_property
+    def ranking(self) -> Ranking | None:
+        """How the layers rank the prompt; None too where layers are missing from the trace."""
+        if "ranking" in self.left_out:
+            return None
+        return ranking(self.trace, self.rule, device=self.device)
+
+    @cached_property
+    def diagnoses(self) -> Mapping[str, Diagnosis]:
+        """ASL's test at each k, by k as it was given."""
+        if self.ranking is None:
+            return {}
+        out = {}
+        for k in self.ks:
+            budget = _tokens(k, self.ranking.ranked) + self.rule.window
+            label = budget_label(k)
+            out[str(k)] = diagnose(self.trace, self.ranking, budget, gold=self.gold, share=label)
+        return out
+
+    @cached_property
+    def gaps(self) -> Mapping[int, Gaps]:
+        """Gaps of attention by layer, nothing where the trace is too short."""
+        if not default_width(self.trace):
+            return {}
+        return {layer: attention_gaps(self.trace, layer) for layer in self.layers}
+
+    @property
+    def gaps_variant(self) -> str:
+        """The share that is a top."""
+        return f"share={SHARE:g}"
+
+
+def budget_label(k: int | str) -> str:
+    """The budget that leaves k tokens next to ASL's window, in words."""
+    return f"{k} + window"
+
+
+def _tokens(k: int | str, ranked: int) -> int:
+    """Tokens that propagate next to the window: a number, or a share of those that are ranked."""
+    match = re.fullmatch(r"(?P<share>\d+(\.\d+)?)%|(?P<tokens>\d+)", str(k).strip())
+    share, tokens = (None, None) if match is None else match.group("share", "tokens")
+    if tokens and int(tokens) > 0:
+        return int(tokens)
+    if share and 0 < float(share) <= 100:
+        return max(1, int(ranked * float(share) / 100 + 1e-9))
+    raise PolicyError(f"k is {k!r}; expected tokens (128) or a share of those ranked (25%)")
+
+
+# ------------------------------------------------------------------------------------ of a record
 
 T = TypeVar("T")
 
-#: A walk over a trace that answers for all of its records at once, on a device.
+#: A walk over a trace that computes something for all of its records at once, on a device.
 Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
 
 
 class Walks(Protocol):
-    """Gives the answer of a walk for one record; the walk is done once for all of them."""
+    """Returns what a walk computes for one record; the walk is done once for all of them."""
 
     def __call__(self, walk: Walk[T]) -> T:
-        """What `walk` says of the record."""
+        """What `walk` computes for the record."""
         ...
 
 
 @dataclass
 class Subject:
-    """What a metric measures: a trace, and a record of it with its output error.
+    """A trace, and a record of it with its output error.
 
-    walk: what a walk over the trace that all records share says of this one. oracle: the output
-    error of the record that the mass oracle gives under the same conditions.
+    walk: the result for this record of a walk over the trace that all records share. oracle: the
+    output error of the record that the mass oracle gives under the same conditions.
     """
 
     trace: Trace
@@ -73,18 +213,6 @@ class Subject:
         return slice(self.trace.prompt_len, None)
 
     @cached_property
-    def gaps(self) -> dict[int, Gaps]:
-        """Gaps of attention by layer, nothing where the trace is too short."""
-        if not default_width(self.trace):
-            return {}
-        return {layer: attention_gaps(self.trace, layer) for layer in self.record.layers}
-
-    @property
-    def gaps_variant(self) -> str:
-        """The share that is a top."""
-        return f"share={SHARE:g}"
-
-    @cached_property
     def wipeouts(self) -> list[tuple[int, str, Wipeout]]:
         """(layer, variant, wipe-out) for regions of each length and for the steps of the text."""
         texts = self.trace.token_text
@@ -93,7 +221,7 @@ class Subject:
         return [
             (layer, f"{space},threshold={least:g}", wipeout(evicted_at, n, least, regions=regions))
             for layer, evicted_at in self.layers()
-            for space, n, regions in [*spaces, *(("space=steps", 0, found) for found in by_step)]
+            for space, n, regions in [*spaces, *(("space=steps", 0, spans) for spans in by_step)]
             for least in THRESHOLDS
         ]
 
@@ -109,18 +237,18 @@ class Subject:
 
     @cached_property
     def segments(self) -> list[tuple[int, str, Segments]]:
-        """(layer, kind, segments): those that the policy made, if it did, and runs of what stays.
+        """(layer, kind, segments): those that the policy cut, if it did, and runs of what stays.
 
         The two kinds differ in meaning and are never compared.
         """
         return [
-            (layer, kind, found)
+            (layer, kind, segments)
             for layer, evicted_at in self.layers()
-            for kind, found in (
+            for kind, segments in (
                 (AMS, ams_segments(self.record, layer)),
                 (PROXY, proxy_segments(evicted_at)),
             )
-            if found is not None
+            if segments is not None
         ]
 
     @cached_property

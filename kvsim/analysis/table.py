@@ -1,20 +1,21 @@
-"""`measure`: records to a tidy Table, every row with its fidelity."""
+"""`measure`: records, or a trace alone, to a tidy Table; every row with its fidelity."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvsim.analysis.definition import Cells, Metric, mean_known
 from kvsim.analysis.output.error import OutputError, check_record, output_error
-from kvsim.analysis.registry import METRICS, Metric, mean_known, metric
-from kvsim.analysis.subject import Cells, Subject, Walk, Walks
+from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.subject import Analysis, Subject, Walk, Walks
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -46,85 +47,127 @@ COLUMNS: dict[str, Any] = {
 }
 
 
+#: Called with (metrics done, metrics, what is being measured).
+Progress = Callable[[int, int, str], None]
+
+
 def measure(
-    trace: Trace,
-    record: Record | Sequence[Record],
+    trace: Trace | Analysis,
+    record: Record | Sequence[Record] | None = None,
     metrics: Sequence[str] | None = None,
     *,
     events: bool = False,
     device: str = "cpu",
     oracles: Sequence[Record | None] | None = None,
+    progress: Progress | None = None,
 ) -> pl.DataFrame:
-    """A Table of `metrics` (all by default) of one record or of many of the same trace.
+    """A Table of `metrics` of one record or of many of the same trace, or of a trace alone.
 
     One row per value: labels of the prompt (task, domain, level), policy, budget, layer, head (KV
     head) or qhead (query head), value, chance (what chance alone would give, where that is known)
-    and fidelity (see `fidelity`). With `events` one row for every event too (the row after which it
-    fired); without, the last event stands for them all or their mean (`Metric.over_events`).
-    oracles: for `regret`, beside each record that of the mass oracle on the same terms, or None;
-    `kvsim.sweeps.sweep(..., regret=True)` makes them.
+    and fidelity (see `fidelity`). Policy, budget and schedule are null where a value is one of the
+    trace. With `events` one row for every event too (the row after which it fired); without, the
+    last event stands for them all or their mean (`Metric.over_events`).
+
+    Args:
+        trace: a trace, or an `Analysis` of it with another k, rule, cut or gold tokens.
+        record: one or many; None for metrics of the trace alone.
+        metrics: by name. By default, of records those that are quick (`Metric.default`), and of a
+            trace alone all of kind "trace".
+        events: list every event.
+        device: cpu or cuda; of an `Analysis` its own.
+        oracles: for `regret`, for each record that of the mass oracle on the same terms, or None;
+            `kvsim.sweeps.sweep(..., regret=True)` replays them.
+        progress: called with (metrics done, metrics, what is being measured).
 
     Metrics of what a policy decided at its events (`Metric.notes`: segments and quotas of `ams`)
     need a record with internals, `kvsim.replay(..., internals=True)`. Without them they have no
-    value, or that of their proxy alone; a sweep asks for them itself.
+    value, or that of their proxy alone; a sweep asks for them itself. A metric that a trace is too
+    short for has no rows (`Analysis.left_out`).
 
-    Raises PolicyError for an unknown metric and for regret without oracles, TraceError where a
-    record belongs to another trace.
+    Raises PolicyError for an unknown metric, for a metric of records without a record and for
+    regret without oracles, TraceError where a record belongs to another trace.
     """
-    records = [record] if isinstance(record, Record) else list(record)
-    beside = [None] * len(records) if oracles is None else list(oracles)
-    known = list({id(one): one for one in (*records, *beside) if one is not None}.values())
-    for one in known:
-        check_record(trace, one)
-    chosen = choose(metrics, oracles=oracles is not None)
-
-    @cache
-    def outputs() -> dict[int, OutputError]:
-        return dict(zip(map(id, known), output_error(trace, known, device), strict=True))
-
-    def output(one: Record) -> Callable[[], OutputError]:
-        return lambda: outputs()[id(one)]
-
-    different = list({id(one): one for one in records}.values())
-
-    @cache
-    def answers(walk: Walk[Any]) -> dict[int, Any]:
-        return dict(zip(map(id, different), walk(trace, different, device), strict=True))
-
-    def walks(one: Record) -> Walks:
-        return lambda walk: answers(walk)[id(one)]
-
-    blocks = []
-    for i, (one, best) in enumerate(zip(records, beside, strict=True)):
-        oracle = None if best is None else output(best)
-        subject = Subject(trace, one, output(one), walks(one), oracle)
-        origin = _origin(trace, one)
-        for name, what in chosen.items():
-            if what.kind == "trace" and i:
-                continue  # the same for every record
-            shared = (origin if what.kind != "trace" else origin | _NO_RECORD) | {
-                "metric": name,
-                "unit": what.unit,
-            }
-            for cells in what.cells(subject):
-                level = fidelity(trace, one, what.kind, cells.layer)
-                own = {"variant": cells.variant, "layer": cells.layer, "fidelity": level}
-                blocks.append(_block(one, what, cells, shared | own, events=events))
+    records = [record] if isinstance(record, Record) else record
+    chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
+    if isinstance(trace, Analysis):
+        analysis, trace = trace, trace.trace
+    else:
+        analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
+    subjects = [analysis] if records is None else _subjects(trace, records, oracles, device)
+    steps = [
+        (analysis if entry.kind == "trace" else subject, name, entry)
+        for place, subject in enumerate(subjects)
+        for name, entry in chosen.items()
+        if not place or entry.kind != "trace"  # the same for every record
+    ]
+    blocks: list[_Block] = []
+    for done, (subject, name, entry) in enumerate(steps):
+        if progress is not None:
+            progress(done, len(steps), f"{trace.name}: {name}")
+        blocks += _blocks(subject, name, entry, events=events)
     return _table(blocks)
 
 
-def choose(metrics: Sequence[str] | None, *, oracles: bool) -> dict[str, Metric]:
-    """The metrics asked for by name; by default all, those that need an oracle if there is one."""
+def choose(
+    metrics: Sequence[str] | None, *, oracles: bool = False, records: bool = True
+) -> dict[str, Metric]:
+    """The metrics by name, or the default ones of records or of a trace alone.
+
+    Those that need an oracle are among the default ones if there is one. Raises PolicyError for an
+    unknown name, and for a metric that needs an oracle or a record that there is not.
+    """
+    if metrics is None and not records:
+        return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
-        return {name: one for name, one in METRICS.items() if oracles or not one.beside_oracle}
+        default = {name: entry for name, entry in METRICS.items() if entry.default}
+        return {name: x for name, x in default.items() if oracles or not x.beside_oracle}
     chosen = {name: metric(name) for name in metrics}
-    for name, one in chosen.items():
-        if one.beside_oracle and not oracles:
+    for name, entry in chosen.items():
+        if not records and entry.kind != "trace":
+            raise PolicyError(
+                f"{name} is about a record, and only a trace was given; give a record "
+                f"(kvsim.replay), or metrics of a trace: {', '.join(choose(None, records=False))}"
+            )
+        if entry.beside_oracle and not oracles:
             raise PolicyError(
                 f"{name} compares with the mass oracle, which was not replayed; give --regret "
                 "(kvsim.sweeps.sweep(..., regret=True))"
             )
     return chosen
+
+
+def _subjects(
+    trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
+) -> list[Analysis | Subject]:
+    """What metrics read of each record; records share walks over the trace and output errors."""
+    best = [None] * len(records) if oracles is None else list(oracles)
+    replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
+    for record in replayed:
+        check_record(trace, record)
+    different = list({id(record): record for record in records}.values())
+
+    @cache
+    def outputs() -> dict[int, OutputError]:
+        return dict(zip(map(id, replayed), output_error(trace, replayed, device), strict=True))
+
+    @cache
+    def results(walk: Walk[Any]) -> dict[int, Any]:
+        return dict(zip(map(id, different), walk(trace, different, device), strict=True))
+
+    def output(record: Record) -> Callable[[], OutputError]:
+        return lambda: outputs()[id(record)]
+
+    def walks(record: Record) -> Walks:
+        return lambda walk: results(walk)[id(record)]
+
+    return [
+        Subject(
+            *(trace, record, output(record), walks(record)),
+            oracle=None if oracle is None else output(oracle),
+        )
+        for record, oracle in zip(records, best, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -139,14 +182,30 @@ class _Block:
     event: Ints
 
 
+def _blocks(
+    subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
+) -> Iterator[_Block]:
+    """The rows of one metric of a trace or of a record."""
+    record = subject.record if isinstance(subject, Subject) else None
+    shared = _origin(subject.trace, record) | {"metric": name, "unit": entry.unit}
+    # an entry of kind "trace" reads an Analysis, the others a Subject
+    compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
+    for cells in compute(subject):
+        level = "exact"
+        if record is not None:
+            level = fidelity(subject.trace, record, entry.kind, cells.layer)
+        own = {"variant": cells.variant, "layer": cells.layer, "fidelity": level}
+        yield _block(record, entry, cells, shared | own, events=events)
+
+
 def _block(
-    record: Record, what: Metric, cells: Cells, shared: dict[str, Any], *, events: bool
+    record: Record | None, entry: Metric, cells: Cells, shared: dict[str, Any], *, events: bool
 ) -> _Block:
     values = cells.values
     chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
     rows = cells.events
     if rows is not None and not events:
-        if what.over_events == "last":
+        if entry.over_events == "last":
             values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
         else:
             values, chance, rows = mean_known(values), mean_known(chance), None
@@ -154,7 +213,8 @@ def _block(
     index = np.repeat(np.arange(m), n_events)
     none = np.full(len(index), -1)
     # a record per query head counts query heads on its head axis
-    axis = "qhead" if cells.heads == "head" and record.per_query_head else cells.heads
+    per_query_head = record is not None and record.per_query_head
+    axis = "qhead" if cells.heads == "head" and per_query_head else cells.heads
     return _Block(
         shared,
         values.ravel(),
@@ -184,25 +244,21 @@ def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
 
 #: The columns in which the rows of a block differ.
 _OWN = ("value", "chance", "head", "qhead", "event")
-#: What belongs to the trace has none of these.
-_NO_RECORD: dict[str, Any] = dict.fromkeys(
-    ("policy", "params", "budget", "share", "interval", "prefill")
-)
+#: The columns about a record, null for what belongs to the trace.
+_OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 
 
-def _origin(trace: Trace, record: Record) -> dict[str, Any]:
+def _origin(trace: Trace, record: Record | None) -> dict[str, Any]:
     """The columns that say which trace and record a value is of."""
     labels = {name: trace.labels.get(name) for name in LABELS}
-    return {
+    of_trace = {
         "trace": trace.name,
         **{name: None if label is None else str(label) for name, label in labels.items()},
-        "policy": record.policy,
-        "params": json.dumps(dict(record.params)),
-        "budget": record.budget,
-        "share": record.share,
-        "interval": record.interval,
-        "prefill": record.prefill,
     }
+    if record is None:
+        return of_trace | dict.fromkeys(_OF_RECORD)
+    of_record = {name: getattr(record, name) for name in _OF_RECORD}
+    return of_trace | of_record | {"params": json.dumps(dict(record.params))}
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
@@ -213,9 +269,9 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     and kept sets decided once, at the end of the prefill, which attention had finished by then.
     Everything else is open loop: recorded q, k, v carry no error from the layers below.
 
-    Where some rows of the prompt go on alone, layers behind the first selection compute what the
+    Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
-    rows that it hands on are exact; deeper sets are so where nothing is chosen there, and "semi"
+    rows that it propagates are exact; deeper sets are so where nothing is chosen there, and "semi"
     where these layers were computed again (`kvsim.recompute`).
     """
     across = record.selection is not None and record.selection.layer is not None

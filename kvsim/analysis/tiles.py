@@ -86,7 +86,7 @@ def attention_tile(
 #: What an entry can be in a tile of retention; the order of the codes.
 STATES = ("not yet there", "retained", "dropped", "in a region of which nothing is left")
 _FUTURE, _HELD, _DROPPED, _WIPED = range(4)
-# Which code stands for several, ascending: an entry that stays must not vanish beside dropped ones.
+# Which code stands for several, ascending: an entry that stays must not vanish among dropped ones.
 _STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _HELD], dtype=np.uint8)
 
 

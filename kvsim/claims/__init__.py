@@ -37,8 +37,8 @@ def claims(table: pl.DataFrame, seconds: Seconds | None = None) -> dict[str, lis
     """Every claim of each paper.
 
     Args:
-        table: of `kvsim.measure` or a sweep, with rows of `kvsim.analysis.findings` for what is
-            said of traces.
+        table: of `kvsim.measure` or a sweep, with the metrics of its traces
+            (`kvsim.measure(trace)`) for claims about traces.
         seconds: what events take, for the claims about cost.
 
     Raises:

@@ -336,11 +336,11 @@ class Evidence:
             return f"needs the metric {name}: kvsim replay --out RUN measures all of them"
         return f"needs values of {metric} at the same budgets: these traces or budgets give none"
 
-    def untraced(self, finding: str, of_what: str = "") -> str:
+    def untraced(self, metric: str, of_what: str = "") -> str:
         """Why a property of the traces that no replay measures has no value."""
-        if not self.variants(finding):
-            return f"needs {finding}, from the traces: kvsim report RUN TRACE..."
-        return " ".join(filter(None, (f"needs traces that have {finding}", of_what)))
+        if not self.variants(metric):
+            return f"needs {metric}, from the traces: kvsim report RUN TRACE..."
+        return " ".join(filter(None, (f"needs traces that have {metric}", of_what)))
 
 
 #: A schedule of one event, for a policy that has another one of its own.

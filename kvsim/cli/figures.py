@@ -147,30 +147,40 @@ def _reconstruction_error(case: Case) -> Any:
     return reconstruction_error(case.table)
 
 
-def _expectation(case: Case) -> Any:
-    from kvsim.analysis.attention.expectation import expected_and_observed
-
-    return [expected_and_observed(trace) for trace in case.traces]
-
-
 def _expected_observed(case: Case) -> Any:
+    from kvsim.analysis.attention.expectation import expected_and_observed
     from kvsim.plots import expected_observed
 
-    return expected_observed(_expectation(case)[0], layers=case.layers)
+    return expected_observed(expected_and_observed(case.traces[0]), layers=case.layers)
+
+
+def _of_expectation(case: Case, metric: str) -> pl.DataFrame:
+    """A metric of expected attention on the first fifth of each trace, as in the paper."""
+    import polars as pl
+
+    from kvsim.analysis import Analysis, measure
+    from kvsim.errors import PolicyError
+
+    analyses = [Analysis(trace, cut=trace.n_pos // 5) for trace in case.traces]
+    for analysis in analyses:
+        if "expectation" in analysis.left_out:
+            raise PolicyError(
+                f"{analysis.trace.name}: attention cannot be compared with what is expected, "
+                f"because of {analysis.left_out['expectation']}; give another trace"
+            )
+    return pl.concat(measure(analysis, metrics=[metric]) for analysis in analyses)
 
 
 def _agreement_steps(case: Case) -> Any:
-    from kvsim.analysis.attention.expectation import expectation_table
     from kvsim.plots import agreement_steps
 
-    return agreement_steps(expectation_table(_expectation(case)), layers=case.layers)
+    return agreement_steps(_of_expectation(case, "expectation_steps"), layers=case.layers)
 
 
 def _attention_loss(case: Case) -> Any:
-    from kvsim.analysis.attention.expectation import loss_table
     from kvsim.plots import attention_loss
 
-    return attention_loss(loss_table(_expectation(case)), layers=case.layers)
+    return attention_loss(_of_expectation(case, "attention_loss"), layers=case.layers)
 
 
 def _state_ridges(case: Case) -> Any:

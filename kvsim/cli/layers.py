@@ -45,7 +45,7 @@ def layers(
         list[str],
         typer.Option(
             metavar="N|P%[,...]",
-            help="Tokens that go on behind the selection layer, window included, or a share of "
+            help="Tokens that propagate past the selection layer, window included, or a share of "
             "the trace's length.",
         ),
     ],

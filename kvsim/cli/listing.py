@@ -92,24 +92,32 @@ def needs(one: Description) -> str:
 
 
 def metrics(as_json: Json = False) -> None:
-    """List the metrics, their units and which direction is better."""
+    """List the metrics, what they read, their units and which direction is better."""
     from kvsim.analysis.registry import METRICS
 
     listed = [
         {
             "name": name,
-            "says": one.summary,
-            "unit": one.unit,
-            "better": one.better,
-            "reads": one.kind,
-            "source": one.source,
+            "says": entry.summary,
+            "unit": entry.unit,
+            "better": entry.better,
+            "reads": entry.kind,
+            "main": entry.main or None,
+            "default": entry.default,
+            "source": entry.source,
         }
-        for name, one in METRICS.items()
+        for name, entry in METRICS.items()
     ]
     if as_json:
         echo_json(listed)
         return
+    columns = ("name", "says", "reads", "unit", "better")
     echo_table(
-        ["metric", "says", "unit", "better"],
-        [[str(one[key] or "-") for key in ("name", "says", "unit", "better")] for one in listed],
+        ["metric", *columns[1:]],
+        [[str(row[column] or "-") for column in columns] for row in listed],
+    )
+    named = ", ".join(name for name, entry in METRICS.items() if not entry.default)
+    typer.echo(
+        "\nThey read what a policy kept (sets), what becomes of each row's attention (rows), or a "
+        f"trace alone (trace).\nMeasured on request only, with --metric: {named}."
     )

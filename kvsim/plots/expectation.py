@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
-from kvsim.analysis.registry import mean_known
+from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
 from kvsim.plots.panels import Panels, known, legend_outside
 from kvsim.plots.prompts import mean_line
@@ -34,12 +34,13 @@ FLOOR: Final = 1e-12
 _STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
 _ORDER_NAMES = {"past": "past (Expected Attention)", "random": "chance"}
 _MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
+#: What the figure of steps can show: the metric, what its variants end in, the label.
 _MEASURES = {
-    "spearman": "rank correlation with observed",
-    "log_pearson": "correlation of logarithms with observed",
-    "recall_10": "share found of the top 10 % of keys",
-    "recall_25": "share found of the top 25 % of keys",
-    "recall_50": "share found of the top 50 % of keys",
+    "spearman": ("expectation_steps", "", "rank correlation with observed"),
+    "log_pearson": ("expectation_logs", "", "correlation of logarithms with observed"),
+    "recall_10": ("expectation_recall", ",top=0.1", "share found of the top 10 % of keys"),
+    "recall_25": ("expectation_recall", ",top=0.25", "share found of the top 25 % of keys"),
+    "recall_50": ("expectation_recall", ",top=0.5", "share found of the top 50 % of keys"),
 }
 
 
@@ -128,8 +129,9 @@ def agreement_steps(
     A point and a thin line per trace and query head, black their mean.
 
     Args:
-        table: of `diagnostics.expectation_table`.
-        measure: a column of it: spearman, log_pearson, recall_10, recall_25 or recall_50.
+        table: a Table with the metric of the measure.
+        measure: spearman (metric `expectation_steps`), log_pearson (`expectation_logs`), or
+            recall_10, recall_25, recall_50 (`expectation_recall`).
         layers: indices in the trace, all by default.
 
     Raises:
@@ -137,11 +139,14 @@ def agreement_steps(
     """
     if measure not in _MEASURES:
         raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
+    metric, ending, label = _MEASURES[measure]
+    variants = [f"{step}{ending}" for step in STEPS]
+    table = table.filter(pl.col("metric") == metric, pl.col("variant").is_in(variants))
     panels, shown = _by_layer(table, layers)
     at = np.arange(len(STEPS))
     for axis, layer in zip(panels.axes, shown, strict=True):
         part = table.filter(pl.col("layer") == layer)
-        values = _cells(part, ["trace", "qhead"], "step", STEPS, measure)
+        values = _cells(part, ["trace", "qhead"], "variant", variants, "value")
         # beside each other, so that equal ones are seen
         places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
         axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
@@ -152,7 +157,7 @@ def agreement_steps(
         axis.set_xlim(-0.4, len(STEPS) - 0.6)
         if measure in ("spearman", "log_pearson"):
             axis.axhline(0, color="black", lw=0.7, ls=":")
-    panels.label("step (the last: Expected Attention)", _MEASURES[measure])
+    panels.label("step (the last: Expected Attention)", label)
     caption(
         panels.figure,
         f"{known(table['trace'])}: where expected attention leaves observed\n"
@@ -169,12 +174,16 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     the 95 % interval. No order is below the oracle; chance is the diagonal.
 
     Args:
-        table: of `diagnostics.loss_table`.
+        table: a Table with the metric `attention_loss`.
         layers: indices in the trace, all by default.
 
     Raises:
         PolicyError: no row of these layers.
     """
+    table = table.filter(metric="attention_loss").with_columns(
+        order=pl.col("variant").str.extract(r"^(\w+),"),
+        removed=pl.col("variant").str.extract(r"removed=(.+)$").cast(pl.Float64),
+    )
     panels, shown = _by_layer(table, layers, more=1)
     part = table.filter(pl.col("layer").is_in(shown))
     removed = sorted(part["removed"].unique())
@@ -183,7 +192,7 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     views |= {f"layer {layer}": part.filter(pl.col("layer") == layer) for layer in shown}
     for axis, (name, view) in zip(panels.axes, views.items(), strict=True):
         for place, order in enumerate(ORDERS):
-            values = _cells(view.filter(order=order), ["trace"], "removed", removed, "loss")
+            values = _cells(view.filter(order=order), ["trace"], "removed", removed, "value")
             # markers at other places than those of the line before
             marked = (place % 3, 3)
             look: dict[str, Any] = {"ms": 3, "lw": 1.2, "markevery": marked, **styles[order]}
@@ -214,7 +223,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     95 % interval; right a map per policy of layers and shares, of the same colours.
 
     Args:
-        table: of `diagnostics.reconstruction_table`.
+        table: of `kvsim.analysis.reconstruction_table`.
         relative: to the length of the full output; else in the trace's own units, which differ
             between layers.
 

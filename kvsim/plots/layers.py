@@ -280,7 +280,7 @@ def layer_attention(
 
 
 def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
-    """How many traces select at each layer, a panel per task; of `diagnostics.distribution`."""
+    """How many traces select at each layer, a panel per task; of `kvsim.analysis.distribution`."""
     budgets = list(dict.fromkeys(distribution["budget"]))
     tasks = list(dict.fromkeys(distribution["task"]))
     figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150)

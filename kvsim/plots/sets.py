@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from kvsim.analysis.definition import mean_known
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
-from kvsim.analysis.registry import mean_known
 from kvsim.analysis.summaries import averages
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

@@ -87,7 +87,7 @@ def page(
     check_traces(traces, runs)
     found = study(traces, progress) if traces else None
     if found is not None:
-        table = pl.concat([table, found.findings])
+        table = pl.concat([table, found.table])
     parts = sections(table, runs, base, found)
     several = [f"{len(traces)} traces"] if len(traces) > 1 else [one.name for one in traces]
     title = escape(", ".join([*(run.path.name for run in runs), *several]))

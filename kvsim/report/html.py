@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.findings import FINDINGS
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
 from kvsim.errors import PolicyError
@@ -20,8 +19,8 @@ _DIGITS = {"entries": 1, "layer": 1, "squared ranks": 0}
 
 
 def called(name: str) -> str:
-    """A metric or finding as a heading: what it says on hover, what is better, the main variant."""
-    what = METRICS[name] if name in METRICS else FINDINGS[name]
+    """A metric as a heading: what it says on hover, which direction is better, its main variant."""
+    what = METRICS[name]
     better = {"higher": " &uarr;", "lower": " &darr;", None: ""}[what.better]
     said = f"<br><small>{what.main}</small>" if what.main else ""
     return f'<span title="{escape(what.summary)}">{name.replace("_", " ")}{better}</span>{said}'

@@ -27,7 +27,7 @@ def sections(
 ) -> Iterator[str]:
     """The sections of runs and traces, those that have nothing to say empty.
 
-    table: of all runs, with the findings of the traces. Results of one policy are called by what
+    table: of all runs, with the metrics of the traces. Results of one policy are called by what
     tells them apart (`kvsim.analysis.results.labels`).
     """
     shown = labelled(table)
@@ -142,9 +142,8 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
 
 
 def _of_traces(table: pl.DataFrame) -> str:
-    found = averages(
-        table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(list(METRICS)))
-    )
+    of_runs = [name for name, entry in METRICS.items() if entry.default]
+    found = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
     rows = [
         [
             *(called(row["metric"]), escape(row["variant"]), escape(interval(row))),

@@ -1,18 +1,19 @@
-"""What a report says of traces, as numbers: each is analysed once, the first kept for figures."""
+"""The numbers of a report about traces: each is analysed once, the first kept for figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import polars as pl
 
-from kvsim.analysis.attention.expectation import expectation_table, loss_table
-from kvsim.analysis.findings import FINDINGS, Analysis
 from kvsim.analysis.output.reconstruction import RECONSTRUCTION_COLUMNS, reconstruction_table
-from kvsim.analysis.prompt.tables import Diagnosis, diagnose
+from kvsim.analysis.prompt.tables import Diagnosis
+from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
+from kvsim.analysis.subject import Analysis
+from kvsim.analysis.table import measure
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
@@ -27,23 +28,23 @@ METHODS = ("expected_attention", "snapkv", "tova", "keydiff", "knorm", "streamin
 #: Shares that they evict.
 RATIOS = (0.25, 0.5, 0.75)
 
+# The others are in the Tables of runs.
+_MEASURED = [name for name, x in METRICS.items() if x.kind == "trace" and not x.default]
+
 
 @dataclass(frozen=True)
 class Study:
     """Traces as a report shows them.
 
-    first: of the trace that stands for the others where a figure shows one. findings: a Table of
-    all. steps, losses: `expectation_table` and `loss_table` of those that have a response.
-    diagnoses: of those that can be ranked, at each k. errors: `reconstruction_table`; refused: why
-    some of its cells are missing. left_out: of each trace which analyses there are none of, and
-    why (`Analysis.left_out`).
+    first: of the trace that stands for the others where a figure shows one. table: the metrics of
+    all traces that a Table of records lacks. diagnoses: of the traces that can be ranked, at each
+    k. errors: `reconstruction_table`; refused: why some of its cells are missing. left_out: of each
+    trace which analyses are missing, and why (`Analysis.left_out`).
     """
 
     traces: tuple[Trace, ...]
     first: Analysis
-    findings: pl.DataFrame
-    steps: pl.DataFrame
-    losses: pl.DataFrame
+    table: pl.DataFrame
     diagnoses: tuple[Diagnosis, ...]
     errors: pl.DataFrame
     refused: tuple[str, ...]
@@ -53,10 +54,10 @@ class Study:
 def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     """Analyse at least one trace; of all but the first only tables and ranks are kept."""
     report = progress or _silent
-    steps = len(FINDINGS) + 1
+    steps = len(_MEASURED) + 1
     policies = [policy(name) for name in METHODS]
     analyses: list[Analysis] = []
-    found, expected, losses, errors = ([] for _ in range(4))
+    tables, errors = [], []
     diagnoses: list[Diagnosis] = []
     refused: dict[str, None] = {}
     left_out: list[Mapping[str, str]] = []
@@ -66,21 +67,16 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
             report(before + done, len(traces) * steps, what)
 
         analysis = Analysis(trace)
-        found.append(analysis.findings(progress=each))
-        each(len(FINDINGS), 0, f"{trace.name}: reconstruction error")
-        known = [] if analysis.expectation is None else [analysis.expectation]
-        expected.append(expectation_table(known))
-        losses.append(loss_table(known))
-        diagnoses += _diagnoses(analysis)
+        tables.append(measure(analysis, metrics=_MEASURED, progress=each))
+        each(len(_MEASURED), 0, f"{trace.name}: reconstruction error")
+        diagnoses += analysis.diagnoses.values()
         left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
         analyses = analyses or [analysis]
     return Study(
         traces=tuple(traces),
         first=analyses[0],
-        findings=pl.concat(found),
-        steps=pl.concat(expected),
-        losses=pl.concat(losses),
+        table=pl.concat(tables),
         diagnoses=tuple(diagnoses),
         errors=pl.concat(errors),
         refused=tuple(refused),
@@ -115,19 +111,6 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
 
 def _named(runs: Iterable[Saved]) -> str:
     return ", ".join(str(run.path) for run in runs)
-
-
-def budget_of(k: int | str) -> str:
-    """What a budget is called that leaves k tokens beside ASL's window."""
-    return f"{k} + window"
-
-
-def _diagnoses(analysis: Analysis) -> Iterator[Diagnosis]:
-    """At each k."""
-    if analysis.ranking is not None:
-        for asked, curve in analysis.curves():
-            share = budget_of(asked)
-            yield diagnose(analysis.trace, analysis.ranking, curve.budget, share=share)
 
 
 def _reconstructed(

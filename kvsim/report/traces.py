@@ -9,8 +9,9 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.attention.expectation import STEPS
-from kvsim.analysis.findings import FINDINGS, SHARES
 from kvsim.analysis.prompt.tables import distribution, selection_table
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.subject import SHARES, budget_label
 from kvsim.analysis.summaries import Interval, averages, first_of
 from kvsim.plots import (
     agreement_steps,
@@ -26,13 +27,13 @@ from kvsim.plots import (
     variance_curves,
 )
 from kvsim.report.html import cell, details, image, interval, section, table_of
-from kvsim.report.study import METHODS, RATIOS, Study, budget_of
+from kvsim.report.study import METHODS, RATIOS, Study
 from kvsim.schema import plural
 
 #: Layers at most in a table without a click, in a figure with a panel and in one with a row each.
 _LAYERS, _PANELS, _ROWS = 8, 7, 4
 
-#: A column: its heading, the finding and the variant, and whether chance stands below.
+#: A column: its heading, the metric and the variant, and whether chance stands below.
 Column = tuple[str, str, str, bool]
 
 
@@ -98,7 +99,7 @@ def _left_out(found: Study) -> list[str]:
 
 
 def _expectation(found: Study) -> str:
-    if found.steps.is_empty():
+    if "expectation_steps" not in set(found.table["metric"]):
         return ""
     note = (
         "Attention that the response pays to the prompt's keys behind the first four, beside what "
@@ -111,9 +112,9 @@ def _expectation(found: Study) -> str:
     one = found.first.expectation
     shown, fewer = (_some(found.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
     pictures = [
-        image("Agreement by step", lambda: agreement_steps(found.steps, layers=shown)),
+        image("Agreement by step", lambda: agreement_steps(found.table, layers=shown)),
         image(
-            "Attention lost with keys removed", lambda: attention_loss(found.losses, layers=shown)
+            "Attention lost with keys removed", lambda: attention_loss(found.table, layers=shown)
         ),
     ]
     if one is not None:
@@ -136,7 +137,7 @@ def _layers(found: Study) -> str:
     head: list[Column] = [("entropy, nats", "layer_entropy", "", False)]
     head += [(f"relative, k={k}", "rank_relative", f"k={k}", False) for k in SHARES]
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
-    middle = [one for one in found.diagnoses if one.asked == budget_of(SHARES[1])]
+    middle = [one for one in found.diagnoses if one.asked == budget_label(SHARES[1])]
     pictures = [
         image("Relative rank variance by layer", lambda: variance_curves(middle)),
         image(f"Ranks in every layer, {middle[0].trace}", lambda: rank_pattern(middle[0])),
@@ -151,7 +152,7 @@ def _layers(found: Study) -> str:
 
 def _selections(found: Study) -> str:
     """Where ASL selects under its own rule and others, or why nowhere."""
-    table = _averages(found, found.findings.filter(metric="selection_layer"))
+    table = _averages(found, found.table.filter(metric="selection_layer"))
     if not table["n"].sum():
         first = found.diagnoses[0]
         return (
@@ -212,7 +213,7 @@ def _error(found: Study, by_trace: pl.DataFrame, name: str, ratio: float) -> str
 
 def _queries(found: Study) -> str:
     names = ("normal_distance", "projection_gap")
-    if found.findings.filter(pl.col("metric").is_in(names)).is_empty():
+    if found.table.filter(pl.col("metric").is_in(names)).is_empty():
         return ""
     note = (
         "Expected Attention takes queries before RoPE to be normal. "
@@ -255,13 +256,13 @@ def _by_layer(found: Study, columns: Sequence[Column], *, together: bool = True)
         (pl.col("metric") == name) & (pl.col("variant") == variant)
         for _, name, variant, _ in columns
     ]
-    table = found.findings.filter(pl.any_horizontal(wanted))
+    table = found.table.filter(pl.any_horizontal(wanted))
     layers = _averages(found, table, by=["layer"])
     parts = [(str(layer), layers.filter(layer=layer)) for layer in sorted(layers["layer"].unique())]
     head = [
         "layer",
         *(
-            f'<span title="{escape(FINDINGS[name].summary)}">{escape(said)}</span>'
+            f'<span title="{escape(METRICS[name].summary)}">{escape(said)}</span>'
             for said, name, _, _ in columns
         ),
     ]

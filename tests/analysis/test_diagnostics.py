@@ -374,7 +374,7 @@ def test_a_small_model_is_told_how_its_rule_differs():
             "never selects: layer 2, the first that is tested, is the last",
         ),
         (3, 64, {"first_layer": 0}, "selects after layer 0 of 3: ranks of one layer do not vary"),
-        (24, 32, {}, "selects after layer 8 of 24: the window alone goes on"),
+        (24, 32, {}, "selects after layer 8 of 24: only the window propagates"),
     ],
 )
 def test_verdicts(layers, budget, parameters, expected):

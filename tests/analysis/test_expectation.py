@@ -15,11 +15,10 @@ from kvsim.analysis.attention.agreement import best, lost, pearson, recall, spea
 from kvsim.analysis.attention.expectation import (
     ORDERS,
     STEPS,
-    expectation_table,
     expected_and_observed,
     key_table,
-    loss_table,
 )
+from kvsim.analysis.subject import Analysis
 from kvsim.core.policy import Policy, Schedule
 from kvsim.errors import PolicyError
 from kvsim.policies.expected_attention import ExpectedAttention
@@ -228,30 +227,47 @@ def test_nothing_loses_less_than_the_oracle_and_chance_loses_what_it_removes():
 def test_tables_hold_what_the_arrays_do():
     """Each row is found again under its step, layer and query head."""
     found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
-    table, loss, keys = (
-        expectation_table([found]),
-        loss_table([found], (0.0, 0.3)),
-        key_table([found]),
-    )
+    names = ["expectation_steps", "expectation_logs", "expectation_recall", "attention_loss"]
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    table, keys = kvsim.measure(Analysis(sample, cut=60), metrics=names), key_table([found])
 
-    assert table.height == 4 * 3 * 8
-    assert loss.height == len(ORDERS) * 3 * 8 * 2
+    counts = dict(table.group_by("metric").len().iter_rows())
+    assert counts == dict(zip(names, (96, 96, 3 * 96, len(ORDERS) * 21 * 24), strict=True))
     assert keys.height == 3 * 8 * 56
-    row = table.row(by_predicate=at(step="mean_rotation", layer=2, qhead=5), named=True)
     step = STEPS.index("mean_rotation")
-    assert row["head"] == 2
-    assert row["spearman"] == found.spearman[step, 2, 5]
-    assert row["log_pearson"] == found.log_pearson[step, 2, 5]
-    assert row["recall_25"] == found.recall(0.25)[step, 2, 5]
-    assert {"trace": "sample", "cut": 60, "rows": 412, "keys": 56, "fidelity": "exact"}.items() <= (
-        row.items()
-    )
-    row = loss.row(by_predicate=at(order="oracle", layer=1, qhead=0, removed=0.3), named=True)
-    assert row["loss"] == found.loss((0.3,))[-1, 1, 0, 0]
+    for metric, variant, expected, chance in (
+        ("expectation_steps", "mean_rotation", found.spearman, None),
+        ("expectation_logs", "mean_rotation", found.log_pearson, None),
+        ("expectation_recall", "mean_rotation,top=0.25", found.recall(0.25), 14 / 56),
+    ):
+        row = table.row(
+            by_predicate=at(metric=metric, variant=variant, layer=2, qhead=5), named=True
+        )
+        assert (row["value"], row["chance"]) == (expected[step, 2, 5], chance)
+        assert (row["trace"], row["policy"], row["fidelity"]) == ("sample", None, "exact")
+    row = table.row(by_predicate=at(variant="oracle,removed=0.3", layer=1, qhead=0), named=True)
+    assert row["value"] == found.loss((0.3,))[-1, 1, 0, 0]
     row = keys.row(by_predicate=at(layer=0, qhead=7, pos=10), named=True)
+    assert {"trace": "sample", "cut": 60, "rows": 412, "keys": 56, "head": 3}.items() <= row.items()
     assert row["observed"] == pytest.approx(np.exp(found.observed[0, 7, 6]))
     assert row["past"] == pytest.approx(np.exp(found.expected[3, 0, 7, 6]))
-    assert expectation_table([]).height == 0
+    assert key_table([]).height == 0
+
+
+def test_tables_of_the_last_release_still_work():
+    """With a warning, and the same numbers in columns of their own."""
+    found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
+    with pytest.warns(DeprecationWarning, match="expectation_table goes with the next release"):
+        table = kvsim.analysis.expectation_table([found])
+    with pytest.warns(DeprecationWarning, match=r"use measure\(trace, metrics=\['attention_loss'"):
+        loss = kvsim.analysis.loss_table([found], (0.0, 0.3))
+
+    assert (table.height, loss.height) == (4 * 3 * 8, len(ORDERS) * 3 * 8 * 2)
+    row = table.row(by_predicate=at(step="normal", layer=2, qhead=5), named=True)
+    assert row["recall_25"] == found.recall(0.25)[1, 2, 5]
+    assert {"trace": "sample", "cut": 60, "rows": 412, "keys": 56, "head": 2}.items() <= row.items()
+    row = loss.row(by_predicate=at(order="oracle", layer=1, qhead=0, removed=0.3), named=True)
+    assert row["loss"] == found.loss((0.3,))[-1, 1, 0, 0]
 
 
 def at(**values):
@@ -265,6 +281,6 @@ def test_keys_that_are_all_alike_have_no_correlation():
     q, k = rng.standard_normal((1, 1, 20, 4)), np.zeros((1, 1, 20, 4))
     trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=10, rope=STILL)
 
-    table = expectation_table([expected_and_observed(trace, 10)])
+    table = kvsim.measure(trace, metrics=["expectation_steps"])
 
-    assert table["spearman"].null_count() == table.height
+    assert table["value"].null_count() == table.height > 0

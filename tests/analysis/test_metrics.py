@@ -440,10 +440,10 @@ def test_a_table_is_tidy_and_carries_its_origin():
     table = kvsim.measure(trace, record)
 
     assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
-    on_request = {name for name, one in METRICS.items() if one.beside_oracle}
+    on_request = {name for name, one in METRICS.items() if one.beside_oracle or not one.default}
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
     assert set(table["metric"]) == set(METRICS) - on_request - decided
-    assert on_request == {"regret"}
+    assert {"regret", "layer_error", "expectation"} <= on_request
     of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
     measured = table.filter(~pl.col("metric").is_in(of_trace))
     assert set(measured["policy"]) == {"snapkv"}
@@ -510,6 +510,35 @@ def test_records_per_query_head_count_query_heads():
 
     assert table["head"].is_null().all()
     assert set(table["qhead"]) == {0, 1, 2, 3}
+
+
+def test_metrics_of_a_trace_count_kv_heads_whatever_the_record_counts():
+    """A record per query head changes nothing about the keys of the trace."""
+    trace = make_trace()
+    per_query_head = kvsim.replay(trace, kvsim.policy("snapkv@original", window=4), budget=9)
+    other = kvsim.replay(trace, kvsim.policy("tova"), budget=9)
+
+    tables = [kvsim.measure(trace, record, ["sparsity"]) for record in (per_query_head, other)]
+
+    assert tables[0].equals(tables[1])
+    assert set(tables[0]["head"]) == {0, 1}
+
+
+def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
+    """Mean over the rows after the prompt, relative to the full output and not; a row per layer."""
+    trace = make_trace()
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=9, interval=10)
+    table = kvsim.measure(trace, record, ["layer_error", "layer_error_absolute"])
+
+    full = trace.full(slice(0, 2))[0][:, :, 20:].double().numpy()  # [layer, qhead, row, dim]
+    error = output_error(trace, [record])[0].error[:, :, 20:]
+    moved = np.sqrt(((error * np.linalg.norm(full, axis=-1)) ** 2).sum(1))
+    size = np.linalg.norm(full, axis=(1, 3))
+    for name, expected in (("layer_error", moved / size), ("layer_error_absolute", moved)):
+        part = table.filter(metric=name)
+        assert part["layer"].to_list() == [0, 1]
+        np.testing.assert_allclose(part["value"], expected.mean(-1), rtol=1e-6)
+    assert table.select("head", "qhead", "event").null_count().row(0) == (4, 4, 4)
 
 
 def test_an_unknown_metric_is_refused_with_a_suggestion():

@@ -39,11 +39,11 @@ POLICIES = ("snapkv", "tova", "streaming_llm", "knorm", "keydiff", "random")
 #: full attention.
 PARTS = {
     "sets": [name for name, one in METRICS.items() if one.kind == "sets"],
-    "trace": [name for name, one in METRICS.items() if one.kind == "trace"],
+    "trace": [name for name, x in METRICS.items() if x.kind == "trace" and x.default],
     "output": ["output_error", "retained_mass", "missing_mass", "error_distance"],
     "attended": ["wipeout_mass", "topk_recall"],
     "compressed": ["sparsity_compressed"],
-    "all": [name for name, one in METRICS.items() if not one.beside_oracle],
+    "all": [name for name, x in METRICS.items() if x.default and not x.beside_oracle],
 }
 
 

@@ -15,7 +15,6 @@ import kvsim
 from kvsim import analysis as diagnostics
 from kvsim import store
 from kvsim.analysis.attention.overlap import window_overlap
-from kvsim.analysis.findings import findings
 from kvsim.analysis.tiles import attention_tile
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
@@ -453,7 +452,7 @@ def test_analyses_of_windows_say_so_or_leave_them_out():
         window_overlap(trace, 0, window=4)
     assert window_overlap(trace, 1, window=4).shares.size
 
-    found = findings(trace)
+    found = kvsim.measure(trace)
 
     assert found.filter(pl.col("metric") == "normal_distance")["layer"].unique().to_list() == [0, 1]
     assert "expectation" not in found["metric"].to_list()

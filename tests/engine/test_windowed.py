@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.findings import Analysis
 from kvsim.analysis.kept.segmentation import segmented
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.prompt.tables import diagnose
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import uneven
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError

@@ -13,14 +13,14 @@ import torch
 import kvsim
 from kvsim.analysis.attention.expectation import (
     ORDERS,
+    REMOVED,
     STEPS,
-    expectation_table,
     expected_and_observed,
-    loss_table,
 )
 from kvsim.analysis.attention.normality import state_normality
 from kvsim.analysis.attention.projections import key_projections
 from kvsim.analysis.output.reconstruction import reconstruction_table
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import Interval
 from kvsim.errors import PolicyError
 from kvsim.plots import (
@@ -49,6 +49,12 @@ def made(seed, name, size=1.0):
 def found():
     """Two prompts, cut at row 24."""
     return [expected_and_observed(made(seed, name), 24) for seed, name in enumerate("ab")]
+
+
+def measured(*names):
+    """A Table of some metrics of the two prompts."""
+    analyses = [Analysis(made(seed, name), cut=24) for seed, name in enumerate("ab")]
+    return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
 
 
 def lines(axis):
@@ -139,7 +145,7 @@ def test_a_head_that_is_not_there_is_an_error(found):
 
 def test_agreement_is_that_of_each_head(found):
     """A line per trace and query head through the steps, and their mean."""
-    table = expectation_table(found)
+    table = measured("expectation_steps", "expectation_recall")
     figure = agreement_steps(table)
     one, two = figure.axes
     heads = [line for line in two.lines if line.get_color() == "#0072b2"]
@@ -160,11 +166,9 @@ def test_agreement_is_that_of_each_head(found):
 
 
 def test_any_measure_of_agreement(found):
-    """A column of the table, or an error that says which there are; heads without one are left."""
-    table = expectation_table(found)
-    unknown = table.with_columns(
-        recall_25=pl.when(pl.col("qhead") == 0).then(None).otherwise("recall_25")
-    )
+    """A metric of the table, or an error that says which there are; heads without one are left."""
+    table = measured("expectation_recall")
+    unknown = table.with_columns(value=pl.when(pl.col("qhead") > 0).then("value"))
     (axis,) = agreement_steps(unknown, measure="recall_25", layers=[0]).axes
     expected = np.mean([one.recall(0.25)[:, 0, 1:].mean(-1) for one in found], 0)
 
@@ -172,6 +176,7 @@ def test_any_measure_of_agreement(found):
     assert axis.get_ylabel() == "share found of the top 25 % of keys"
     with pytest.raises(PolicyError, match="'recall'; expected one of spearman, log_pearson"):
         agreement_steps(table, measure="recall")
+    table = measured("expectation_steps")
     with pytest.raises(PolicyError, match=r"layers \[2\] were asked for; the table has \[0, 1\]"):
         agreement_steps(table, layers=[2])
 
@@ -181,13 +186,12 @@ def test_any_measure_of_agreement(found):
 
 def test_loss_is_what_the_removed_keys_had(found):
     """Of every order, mean over heads and traces: the keys removed one by one."""
-    shares = (0.0, 0.25, 0.5, 1.0)
-    table = loss_table(found, shares)
-    figure = attention_loss(table)
+    shares = REMOVED
+    figure = attention_loss(measured("attention_loss"))
     whole, *by_layer = figure.axes
     curves = {}
     for order in ORDERS:
-        curve = np.zeros((2, 2, 4, 4))  # trace, layer, head, share
+        curve = np.zeros((2, 2, 4, len(shares)))  # trace, layer, head, share
         for at in np.ndindex(2, 2, 4):
             one, mass = found[at[0]], np.exp(found[at[0]].observed[at[1:]])
             if order == "random":
@@ -198,7 +202,7 @@ def test_loss_is_what_the_removed_keys_had(found):
                 score = one.expected[STEPS.index(order)][at[1:]]
             gone = sorted(range(20), key=lambda key: score[key])
             curve[at] = [
-                math.fsum(mass[key] for key in gone[: int(20 * share)]) / mass.sum()
+                math.fsum(mass[key] for key in gone[: round(20 * share)]) / mass.sum()
                 for share in shares
             ]
         curves[order] = curve
@@ -216,7 +220,7 @@ def test_loss_is_what_the_removed_keys_had(found):
     assert len(figure.legends[0].get_texts()) == 7
     assert len(whole.collections) == 7
     low, high = (
-        Interval.of(curves["past"][..., 2].mean((1, 2))).__dict__[x] for x in ("low", "high")
+        Interval.of(curves["past"][..., 10].mean((1, 2))).__dict__[x] for x in ("low", "high")
     )
     ends = whole.collections[ORDERS.index("past")].get_paths()[0].vertices
     assert sorted(ends[ends[:, 0] == 0.5][:, 1])[:2] == pytest.approx([low, high])

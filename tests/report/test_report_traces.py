@@ -14,7 +14,6 @@ import torch
 
 import kvsim
 from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
-from kvsim.analysis.findings import FINDINGS, findings
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
@@ -131,7 +130,7 @@ def test_a_page_has_what_its_traces_say_beside_the_run(beside):
     assert trace.digest in found.row("What the traces say", "sample")
     assert not any("expectation" in row[0] for row in found.tables["The traces"] if row)
     claim = found.row("What the papers say", "E1")
-    layer = findings(trace, ["expectation"]).filter(layer=1)["value"].mean()
+    layer = kvsim.measure(trace, metrics=["expectation"]).filter(layer=1)["value"].mean()
     assert f"{layer:+.3f}" in claim[-1]
 
 
@@ -144,7 +143,7 @@ def test_the_numbers_are_those_of_the_analyses(beside):
         assert found.row(EXPECTED, str(layer))[1:] == values
     assert found.row(EXPECTED, "all")[1:] == [f"{x:.3f}" for x in agreement.mean(-1)]
 
-    table = findings(trace)
+    table = kvsim.measure(trace)
     for layer in range(3):
         part = table.filter(layer=layer)
         entropy = part.filter(metric="layer_entropy")["value"].item()
@@ -172,7 +171,9 @@ def test_several_traces_have_intervals_and_are_counted(alone, several):
     )
     cells = [f"{Interval.of(by_step[:, i]).text('.3f')} (2 of 3)" for i in range(len(STEPS))]
     assert found.row(EXPECTED, "all")[1:] == cells
-    entropy = pl.concat([findings(t, ["layer_entropy"]) for t in several]).filter(layer=4)
+    entropy = pl.concat([kvsim.measure(t, metrics=["layer_entropy"]) for t in several]).filter(
+        layer=4
+    )
     assert found.row(LAYERS, "4")[1] == Interval.of(entropy["value"].to_numpy()).text(".3f")
     assert "9 layers" in found.text
     assert "means over prompts" in found.text
@@ -181,7 +182,7 @@ def test_several_traces_have_intervals_and_are_counted(alone, several):
 
 def test_selection_layers_count_the_prompts_that_select(alone, several):
     """Of three, the random one never does; ASL's own threshold before the others."""
-    table = pl.concat([findings(trace, ["selection_layer"]) for trace in several])
+    table = pl.concat([kvsim.measure(trace, metrics=["selection_layer"]) for trace in several])
     at = table.filter(variant="k=25%,tau=0.3")["value"].to_list()
     assert at[1] is None
     known = np.array([x for x in at if x is not None], float)
@@ -226,11 +227,13 @@ def test_every_step_is_reported_in_order(several):
     found = study(several[1:], lambda *at: seen.append(at))
     done, total, what = zip(*seen, strict=True)
 
-    assert list(done) == list(range(2 * (len(FINDINGS) + 1)))
+    measured = [x for x in METRICS.values() if x.kind == "trace" and not x.default]
+    assert list(done) == list(range(2 * (len(measured) + 1)))
     assert set(total) == {len(done)}
     assert what[0] == "random: expectation"
     assert what[-1] == "prompt: reconstruction error"
-    assert found.findings.height == sum(findings(trace).height for trace in several[1:])
+    assert found.table["trace"].unique(maintain_order=True).to_list() == ["random", "prompt"]
+    assert {METRICS[name].default for name in found.table["metric"].unique()} == {False}
     assert found.first.trace is several[1]
 
 
@@ -245,9 +248,9 @@ def test_a_trace_too_short_for_anything_still_has_a_page():
     assert "cannot be said" in found.text
 
 
-def test_headings_of_metrics_and_findings():
+def test_headings_of_metrics():
     """Their summaries on hover, their main variants below."""
-    for name, what in {**METRICS, **FINDINGS}.items():
+    for name, what in METRICS.items():
         assert html.escape(what.summary) in called(name)
         assert what.main in called(name)
     with pytest.raises(KeyError):

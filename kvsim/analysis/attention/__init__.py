@@ -1,1 +1,1 @@
-"""Full attention of a trace: how it is distributed, and what is expected of it."""
+"""Full attention of a trace, before any policy evicts."""

@@ -9,13 +9,13 @@ of the value and epsilon. From observed to expected, one assumption more in each
     ratio_of_means  mean over the future's queries of exp(s q.k), normalised once: attention is the
                     mean of ratios, this is the ratio of means
     normal          the same mean if these queries, after RoPE, were normal with their moments
-    mean_rotation   moments of the future's queries before RoPE, turned by the mean rotation
+    mean_rotation   moments of the future's queries before RoPE, rotated by the mean rotation
     past            moments of the past's queries instead: Expected Attention
 
 The first step is the mean of the observed rows, weighted by each row's sum of exponentials.
 
 `loss` is the "attention loss curve": the share of observed mass that goes when keys are pruned in
-the order of a score, beside key norm (small norms stay, as `knorm`), chance and the observed mass
+the order of a score, next to key norm (small norms stay, as `knorm`), chance and the observed mass
 itself (`oracle`), which no order undercuts.
 
 Attention is that of the recorded run up to its end, and the policy would choose right behind the
@@ -25,7 +25,7 @@ last row of the past: every number is `exact`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,7 @@ from torch import Tensor
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
 from kvsim.analysis.attention.projections import logit_blocks, unrotated
 from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
@@ -63,42 +64,20 @@ REMOVED = tuple(i / 20 for i in range(21))
 # The paper takes the moments of the first 1,000 of 5,000 tokens.
 _PAST = 5
 
-_OF_TRACE: dict[str, Any] = {
+#: Columns of `key_table`.
+KEY_COLUMNS: dict[str, Any] = {
     "trace": pl.String,
     "task": pl.String,
     "cut": pl.Int64,
     "rows": pl.Int64,
     "keys": pl.Int64,
-}
-_OF_HEAD: dict[str, Any] = {"layer": pl.Int64, "head": pl.Int64, "qhead": pl.Int64}
-_LABEL = pl.Enum(FIDELITY)
-#: Columns of `expectation_table`.
-EXPECTATION_COLUMNS: dict[str, Any] = {
-    **_OF_TRACE,
-    **_OF_HEAD,
-    "step": pl.Enum(STEPS),
-    "spearman": pl.Float64,
-    "log_pearson": pl.Float64,
-    **{f"recall_{100 * share:.0f}": pl.Float64 for share in TOP},
-    "fidelity": _LABEL,
-}
-#: Columns of `loss_table`.
-LOSS_COLUMNS: dict[str, Any] = {
-    **_OF_TRACE,
-    **_OF_HEAD,
-    "order": pl.Enum(ORDERS),
-    "removed": pl.Float64,
-    "loss": pl.Float64,
-    "fidelity": _LABEL,
-}
-#: Columns of `key_table`.
-KEY_COLUMNS: dict[str, Any] = {
-    **_OF_TRACE,
-    **_OF_HEAD,
+    "layer": pl.Int64,
+    "head": pl.Int64,
+    "qhead": pl.Int64,
     "pos": pl.Int64,
     "observed": pl.Float64,
     **dict.fromkeys(STEPS, pl.Float64),
-    "fidelity": _LABEL,
+    "fidelity": pl.Enum(FIDELITY),
 }
 
 
@@ -164,13 +143,11 @@ def expected_and_observed(
     *,
     sink: int = 4,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
 ) -> Expectation:
     """Expected and observed attention of every query head, one layer in memory at a time.
 
-    cut: rows of the past, a fifth of the trace by default, as in the paper. progress: called with
-    (layers done, layers). Raises PolicyError where there are no two samples behind the sinks, or no
-    row after the cut.
+    cut: rows of the past, a fifth of the trace by default, as in the paper. Raises PolicyError
+    where there are no two samples behind the sinks, or no row after the cut.
     """
     cut = trace.n_pos // _PAST if cut is None else cut
     if not 0 <= sink <= cut - 2 or cut >= trace.n_pos:
@@ -183,8 +160,6 @@ def expected_and_observed(
         for layer in range(trace.n_layers):
             source = TraceSource(trace, [layer], torch.device(device))
             found.append([one.cpu().numpy() for one in _of_layer(source, cut, sink)])
-            if progress is not None:
-                progress(layer + 1, trace.n_layers)
     observed, expected, key_norm = (np.stack(part, -3) for part in zip(*found, strict=True))
     return Expectation(
         trace=trace.name,
@@ -237,60 +212,25 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
     return attention - count, exponential - count
 
 
-def expectation_table(found: Sequence[Expectation]) -> pl.DataFrame:
-    """One row per trace, step and query head; `EXPECTATION_COLUMNS`.
-
-    recall_10: as `Expectation.recall` of 10 % of the keys, which chance alone would give.
-    """
-    frames = [pl.DataFrame(schema=EXPECTATION_COLUMNS)]
-    for one in found:
-        recalls = {f"recall_{100 * share:.0f}": one.recall(share) for share in TOP}
-        values = {"spearman": one.spearman, "log_pearson": one.log_pearson, **recalls}
-        frames.append(_frame(one, values, "step", STEPS, EXPECTATION_COLUMNS))
-    return pl.concat(frames)
-
-
-def loss_table(found: Sequence[Expectation], removed: Sequence[float] = REMOVED) -> pl.DataFrame:
-    """One row per trace, order, query head and share of keys removed; `LOSS_COLUMNS`."""
-    frames = [pl.DataFrame(schema=LOSS_COLUMNS)]
-    for one in found:
-        loss = one.loss(removed)
-        shares = np.broadcast_to(np.asarray(removed), loss.shape)
-        frames.append(_frame(one, {"loss": loss, "removed": shares}, "order", ORDERS, LOSS_COLUMNS))
-    return pl.concat(frames)
-
-
 def key_table(found: Sequence[Expectation]) -> pl.DataFrame:
     """One row per trace, query head and key, attention itself: what scatters are drawn from.
 
     `KEY_COLUMNS`: observed mean attention, and expected attention of each step.
     """
-    frames = [pl.DataFrame(schema=KEY_COLUMNS)]
-    for one in found:
-        values = {"observed": one.observed} | dict(zip(STEPS, one.expected, strict=True))
-        values = {name: np.exp(value) for name, value in values.items()}
-        values["pos"] = np.broadcast_to(np.arange(one.sink, one.cut), one.observed.shape)
-        by_head = {name: value[None] for name, value in values.items()}
-        frames.append(_frame(one, by_head, "", ("",), KEY_COLUMNS))
-    return pl.concat(frames)
+    return wide(map(_columns, found), KEY_COLUMNS)
 
 
-def _frame(
-    one: Expectation,
-    values: dict[str, Floats],
-    first: str,
-    names: Sequence[str],
-    columns: dict[str, Any],
-) -> pl.DataFrame:
-    """Arrays [name, layer, qhead, ...] as rows; `first` is the column of the names."""
-    at = np.indices(next(iter(values.values())).shape)
-    constant = {name: getattr(one, name) for name in _OF_TRACE} | {"fidelity": "exact"}
-    made: dict[str, Any] = {name: value.ravel() for name, value in values.items()}
-    made |= {"layer": at[1].ravel(), "qhead": at[2].ravel(), "head": at[2].ravel() // one.group}
-    made[first] = np.asarray(names)[at[0].ravel()]
-    return (
-        pl.DataFrame(made)
-        .with_columns(**{name: pl.lit(value) for name, value in constant.items()})
-        .with_columns(pl.selectors.float().fill_nan(None))
-        .select(pl.col(name).cast(kind) for name, kind in columns.items())
-    )
+def _columns(expectation: Expectation) -> dict[str, Any]:
+    """The columns of one trace."""
+    layer, qhead, key = np.indices(expectation.observed.shape)
+    steps = zip(STEPS, expectation.expected, strict=True)
+    names = ("trace", "task", "cut", "rows", "keys")
+    return {name: getattr(expectation, name) for name in names} | {
+        "layer": layer,
+        "head": qhead // expectation.group,
+        "qhead": qhead,
+        "pos": expectation.sink + key,
+        "observed": np.exp(expectation.observed),
+        **{step: np.exp(logs) for step, logs in steps},
+        "fidelity": "exact",
+    }

@@ -13,7 +13,7 @@ Recorded activations are the model's own: every number is `exact`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 from kvsim.analysis.attention.projections import check_rows
 from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY
@@ -93,12 +94,11 @@ def state_normality(
     *,
     skip: int = 4,
     stop: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Normality:
     """Effect sizes of every dimension, one layer in memory at a time.
 
-    progress: called with (layers done, layers). Raises PolicyError for fewer than 4 rows, and
-    NeedsError for a residual stream that is not recorded.
+    Raises PolicyError for fewer than 4 rows, and NeedsError for a residual stream that is not
+    recorded.
     """
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, LEAST_SAMPLES)
@@ -111,8 +111,6 @@ def state_normality(
         for name in EFFECTS:
             whole = torch.cat([getattr(one, name) for one in fits])
             found[name].append(whole.view(drawn.shape[:2]).numpy())
-        if progress is not None:
-            progress(layer + 1, trace.n_layers)
     return Normality(
         trace=trace.name,
         task=task_of(trace),
@@ -129,21 +127,21 @@ def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
 
     head and qhead are null for the residual stream.
     """
-    frames = [pl.DataFrame(schema=NORMALITY_COLUMNS)]
-    for one in found:
-        layer, qhead, dim = (at.ravel() for at in np.indices(one.effects["mean"].shape))
-        columns: dict[str, Any] = {name: values.ravel() for name, values in one.effects.items()}
-        columns |= {"layer": layer, "head": qhead // one.group, "qhead": qhead, "dim": dim}
-        frame = pl.DataFrame(columns).with_columns(pl.selectors.float().fill_nan(None))
-        if one.of == "residual":
-            frame = frame.with_columns(head=None, qhead=None)
-        constant = {name: getattr(one, name) for name in _OF_TRACE} | {"fidelity": "exact"}
-        frames.append(
-            frame.with_columns(**{name: pl.lit(value) for name, value in constant.items()}).select(
-                pl.col(name).cast(kind) for name, kind in NORMALITY_COLUMNS.items()
-            )
-        )
-    return pl.concat(frames)
+    return wide(map(_columns, found), NORMALITY_COLUMNS)
+
+
+def _columns(normality: Normality) -> dict[str, Any]:
+    """The columns of one trace."""
+    layer, qhead, dim = np.indices(normality.effects["mean"].shape)
+    residual = normality.of == "residual"
+    return {name: getattr(normality, name) for name in _OF_TRACE} | {
+        "layer": layer,
+        "head": None if residual else qhead // normality.group,
+        "qhead": None if residual else qhead,
+        "dim": dim,
+        **normality.effects,
+        "fidelity": "exact",
+    }
 
 
 @dataclass(frozen=True)

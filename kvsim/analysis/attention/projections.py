@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.wide import wide
 from kvsim.core.attention import Formula
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
@@ -71,8 +72,8 @@ class Projections:
     """Projections of the queries of rows skip..skip+samples-1 on the keys of these positions.
 
     mean, variance, gap, normal_gap [layer, qhead, key], key 0 at position `skip`; in nats (variance
-    in their squares). rotated: queries and keys after RoPE; else queries before it, and keys turned
-    back by the mean rotation of the n_future positions behind the rows, as the policy does.
+    in their squares). rotated: queries and keys after RoPE; else queries before it, and keys
+    rotated back by the mean rotation of the n_future positions behind the rows, as the policy does.
     """
 
     trace: str
@@ -191,20 +192,16 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
 
 def projection_table(found: Sequence[Projections]) -> pl.DataFrame:
     """One row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
-    frames = [pl.DataFrame(schema=PROJECTION_COLUMNS)]
-    for one in found:
-        layer, qhead, key = (at.ravel() for at in np.indices(one.gap.shape))
-        columns = {
-            "layer": layer,
-            "head": qhead // one.group,
-            "qhead": qhead,
-            "pos": one.skip + key,
-            **{name: getattr(one, name).ravel() for name in _VALUES},
-        }
-        constant = {name: getattr(one, name) for name in _OF_TRACE} | {"fidelity": "exact"}
-        frames.append(
-            pl.DataFrame(columns)
-            .with_columns(**{name: pl.lit(value) for name, value in constant.items()})
-            .select(pl.col(name).cast(kind) for name, kind in PROJECTION_COLUMNS.items())
-        )
-    return pl.concat(frames)
+    return wide(map(_columns, found), PROJECTION_COLUMNS)
+
+
+def _columns(projections: Projections) -> dict[str, Any]:
+    """The columns of one trace."""
+    layer, qhead, key = np.indices(projections.gap.shape)
+    return {name: getattr(projections, name) for name in (*_OF_TRACE, *_VALUES)} | {
+        "layer": layer,
+        "head": qhead // projections.group,
+        "qhead": qhead,
+        "pos": projections.skip + key,
+        "fidelity": "exact",
+    }

@@ -6,13 +6,13 @@ score of a key is G-KV's (eq. 2): maximum over the group and mean over the rows 
 
 The paper leaves open over which keys the maximum is taken. It says "maximum in a sequence", where
 the first positions (the sink) usually hold it, which all but guarantees a high sparsity; so the
-same share stands beside it without them. Keys inside the window are left out: not every row of the
+same share without them stands next to it. Keys inside the window are left out: not every row of the
 window sees them, and their mean would be low for that reason alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,12 @@ class Sparsity:
     sequence: Floats
     behind_sink: Floats
     domain: Floats
+
+    def variants(self, names: Sequence[str]) -> Iterator[tuple[str, Floats]]:
+        """(variant of the metric, values [H]) of each share, for these maxima."""
+        for i, share in enumerate(self.shares):
+            for name in names:
+                yield f"p={share:g},max={name}", getattr(self, name)[i]
 
 
 def attention_sparsity(

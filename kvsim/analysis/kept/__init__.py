@@ -1,1 +1,1 @@
-"""Kept sets: what stays in the cache, what is lost, and where in the sequence."""
+"""Kept sets: which entries of the cache stay after an event."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
-from kvsim.analysis.kept.retention import event_rows, wipeout
+from kvsim.analysis.kept.retention import wipeout
 from kvsim.core.record import Record
 
 Ints = NDArray[np.int64]
@@ -65,8 +65,3 @@ def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
         if kept[widest + 1] - kept[widest] > 1:
             out[place] = kept[widest] + 1, kept[widest + 1]
     return out
-
-
-def events_of(record: Record, layer: int) -> Ints:
-    """Rows after which something leaves a layer, ascending; [E]."""
-    return event_rows(record.gone_after[record.layers.index(layer)])

@@ -27,7 +27,7 @@ class Segmented:
 
     [n] of the live entries: pos; observed, the share of the attention mass that the window gives;
     credit, what is remembered of it and of earlier events, not normalised; mass, the mixture of
-    both that is cut; protected, kept in any case; kept, still there after the event; segment, which
+    both that is cut; protected; kept, still there after the event; segment, which
     one it belongs to. quota [S]: entries that each segment may keep.
     """
 

@@ -77,7 +77,7 @@ def retention_lift(
     sink: int = 0,
     recent: int = 0,
 ) -> pl.DataFrame:
-    """How much of each token string a policy keeps, beside what it keeps of everything.
+    """How much of each token string a policy keeps, compared with what it keeps of all tokens.
 
     G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
     shows frequent tokens; the rate and the lift do not.

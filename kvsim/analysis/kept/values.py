@@ -1,4 +1,4 @@
-"""Values: what a policy keeps beside what the size of the values alone would keep."""
+"""How much of what a policy keeps the length of the values alone would keep."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def value_norm_overlap(
 
     With c entries kept at positions from `sink` on, after the last event at which the layer evicted
     anything: those of the c largest norms of the value (the lower position first among equals) that
-    are kept, over c. The first `sink` positions are left out because most policies keep them in any
-    case, and their values are small. Asked by Expected Attention (arXiv 2510.00636), whose score
-    has the norm of the value as a factor.
+    are kept, over c. The first `sink` positions are left out because most policies protect them,
+    and their values are small. A question of Expected Attention (arXiv 2510.00636), whose score has
+    the norm of the value as a factor.
 
     evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
     behind the sinks, or keeps nothing there.

@@ -1,1 +1,1 @@
-"""The attention output over what rows see, against that of the full cache."""
+"""The attention output over the visible entries, compared with that of the full cache."""

@@ -38,7 +38,7 @@ _LEAST_MISSING = 1e-5
 class OutputError:
     """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
 
-    NaN for rows of the prompt that did not go on to the layer: they have no attention there.
+    NaN for rows of the prompt that were not propagated to the layer: they have no attention there.
 
     error: |o_full - o_seen| / |o_full| against the output that the model computed.
     mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
@@ -81,7 +81,7 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
                 last = torch.from_numpy(record.gone_after[at]).to(rows.k.device)
                 own = rows if len(last) == len(rows.k) else rows.per_query_head()
                 error, missing = _layer_error(own, last, slots=result.rotated)
-                present = _went_on(record, at)
+                present = _propagated(record, at)
                 if not bool(present.all()):
                     prompt = _prompt_error(own, present, slots=result.rotated)
                     error[:, : len(present)], missing[:, : len(present)] = prompt
@@ -89,6 +89,20 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
                 result.missing[at] = missing.cpu().numpy()
                 result.mass[at] = 1.0 - result.missing[at]
     return results
+
+
+def head_lengths(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[NDArray[np.float64]]:
+    """For each record the length of each head's full output; [layer, qhead, row after the prompt].
+
+    Lengths of a layer are computed once for all records.
+    """
+    lengths: dict[int, NDArray[np.float64]] = {}
+    for layer in sorted({layer for record in records for layer in record.layers}):
+        out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
+        lengths[layer] = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
+    return [np.stack([lengths[layer] for layer in record.layers]) for record in records]
 
 
 def _empty(trace: Trace, record: Record) -> OutputError:
@@ -156,7 +170,7 @@ class Layer:
         return attend(q, k, v, self.formula.scale, softcap=self.formula.softcap, **seen)
 
     def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """All that rows see, out [H, G, w, d], lse [H, G, w], beside the sinks."""
+        """All visible entries with the sinks; out [H, G, w, d], lse [H, G, w]."""
         if not self.formula.sinks:
             return out, lse
         return with_sinks(out, lse, self.formula.sink(out, len(out)))
@@ -183,8 +197,8 @@ def _moved(layer: Layer, rows: slice | Tensor, out: Tensor, lse: Tensor) -> tupl
     return error, (-torch.expm1(lse - layer.lse[:, :, rows])).clamp_(0.0, 1.0)
 
 
-def _went_on(record: Record, at: int) -> Tensor:
-    """Rows of the prompt that the layer at place `at` of the record went on with, bool [P]."""
+def _propagated(record: Record, at: int) -> Tensor:
+    """Rows of the prompt that reach the layer at place `at` of the record, bool [P]."""
     last = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
     return last >= torch.arange(record.prompt_len)
 

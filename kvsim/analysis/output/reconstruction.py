@@ -8,8 +8,9 @@ The paper's error is that of the residual stream, which a recorded run does not 
 that of the attention's output before the projection, of all heads as one vector, in the trace's
 own units:
 
-    head_error            |o_full - o_seen|, mean over rows from the cut on
-    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows
+    head_error            |o_full - o_seen|, mean over rows from the cut on: the metric
+                          `layer_error_absolute`
+    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows: `layer_error`
 
 The metric `output_error` is the mean of such ratios over single heads, in which a head of short
 outputs counts as much as one of long ones; in the vector it does not. Absolute errors of different
@@ -21,18 +22,17 @@ Open loop, but for the first layer; as the error where that layer alone evicts, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
-from numpy.typing import NDArray
 
-from kvsim.analysis.output.error import output_error
 from kvsim.analysis.prompt.tables import task_of
-from kvsim.analysis.table import fidelity
+from kvsim.analysis.table import measure
+from kvsim.analysis.wide import wide
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
@@ -59,6 +59,8 @@ RECONSTRUCTION_COLUMNS: dict[str, Any] = {
     "relative_head_error": pl.Float64,
     "fidelity": pl.Enum(FIDELITY),
 }
+
+_MEASURED = ("value", "fidelity")  # of a Table
 
 # 4,096 of 5,120 tokens by default: the paper's sequences have about 5,000.
 _BEFORE = 4 / 5
@@ -91,49 +93,39 @@ def reconstruction_table(
         check_unwindowed(trace, layer)
     budgets = {ratio: _left(cut, ratio) for ratio in ratios}
     ended = _ending_at(trace, cut)
-    once = [replace(one, schedule=Schedule(interval=None)) for one in policies]
-    for one in once:
-        for budget in budgets.values():
-            check_cell(ended, one, budget, None)
-    lengths = _lengths(ended, cut)
-    size = np.sqrt((lengths**2).sum(1))  # [layer, row]
-    frames = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
-    done, total = 0, len(once) * len(budgets)
-    for one in once:
-        records = []
-        for ratio, budget in budgets.items():
-            if progress is not None:
-                progress(done, total, f"{trace.name}: {one.name}, ratio {ratio:g}")
-            records.append(replay(ended, one, budget, device=device))
-            done += 1
-        errors = output_error(ended, records, device)
-        for ratio, record, error in zip(budgets, records, errors, strict=True):
-            moved = np.sqrt(((error.error[:, :, cut:] * lengths) ** 2).sum(1))
-            # an output of exactly 0 that stays 0 has not moved
-            relative = np.divide(moved, size, out=np.zeros_like(moved), where=size > 0)
-            layers = range(trace.n_layers)
-            found = {
-                "layer": layers,
-                "head_error": moved.mean(-1),
-                "relative_head_error": relative.mean(-1),
-                "fidelity": [fidelity(ended, record, "rows", layer) for layer in layers],
-            }
-            constant = {
-                "trace": trace.name,
-                "task": task_of(trace),
-                "policy": one.name,
-                "params": json.dumps(dict(record.params)),
-                "cut": cut,
-                "rows": trace.n_pos - cut,
-                "ratio": ratio,
-                "budget": record.budget,
-            }
-            frames.append(
-                pl.DataFrame(found)
-                .with_columns(**{name: pl.lit(value) for name, value in constant.items()})
-                .select(pl.col(name).cast(kind) for name, kind in RECONSTRUCTION_COLUMNS.items())
-            )
-    return pl.concat(frames)
+    once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
+    for policy, budget in product(once, budgets.values()):
+        check_cell(ended, policy, budget, None)
+
+    def parts() -> Iterator[dict[str, Any]]:
+        for place, policy in enumerate(once):
+            records = []
+            for at, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
+                if progress is not None:
+                    what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
+                    progress(at, len(once) * len(budgets), what)
+                records.append(replay(ended, policy, budget, device=device))
+            table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
+            # rows of a record follow each other, every layer by one metric, then by the other
+            shape = len(records), 2, trace.n_layers
+            values, levels = (table[name].to_numpy().reshape(shape) for name in _MEASURED)
+            for ratio, record, errors, level in zip(budgets, records, values, levels, strict=True):
+                yield {
+                    "trace": trace.name,
+                    "task": task_of(trace),
+                    "policy": policy.name,
+                    "params": json.dumps(dict(record.params)),
+                    "cut": cut,
+                    "rows": trace.n_pos - cut,
+                    "ratio": ratio,
+                    "budget": record.budget,
+                    "layer": np.arange(trace.n_layers),
+                    "head_error": errors[1],
+                    "relative_head_error": errors[0],
+                    "fidelity": level[0],
+                }
+
+    return wide(parts(), RECONSTRUCTION_COLUMNS)
 
 
 def _left(cut: int, ratio: float) -> int:
@@ -155,10 +147,3 @@ def _ending_at(trace: Trace, cut: int) -> Trace:
         meta=trace.meta,
     )
     return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
-
-
-def _lengths(trace: Trace, cut: int) -> NDArray[np.float64]:
-    """Length of each head's full output of rows from `cut` on; [layer, qhead, row]."""
-    layers = (trace.full(slice(layer, layer + 1))[0][0, :, cut:] for layer in range(trace.n_layers))
-    found = [torch.linalg.vector_norm(out.double(), dim=-1).numpy() for out in layers]
-    return np.stack(found)

@@ -1,6 +1,6 @@
-"""Attention of layers as tables for a reader who turns knobs: overlap, sparsity, rank patterns.
+"""Overlap, sparsity and rank patterns of layers, at shares, windows and tokens of one's choice.
 
-What `kvsim.analysis` measures of a trace alone, at shares, windows and places that are asked for.
+The numbers are those of the metrics `window_overlap` and `sparsity`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
+from kvsim.analysis.definition import mean_known
 from kvsim.analysis.prompt.ranking import Ranking
-from kvsim.analysis.registry import mean_known
 from kvsim.core.trace import Trace
 
 #: Shares of the keys that count as top.
@@ -95,7 +95,7 @@ def rank_pattern(
     Args:
         ranking: of a trace.
         look_back: layers, from the last one.
-        k: tokens that go on beside the window.
+        k: tokens that propagate next to the window.
         by: order of the tokens: `rank` in the last layer, or `position`.
         columns: at most so many; where there are more tokens, neighbours share one.
     """

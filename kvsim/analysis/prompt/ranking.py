@@ -33,7 +33,7 @@ NEVER_SELECTS = -1
 class Curve:
     """ASL's test at one budget, in all layers.
 
-    k: tokens beside the window that would go on. first_layer, look_back: the rule as it was
+    k: tokens next to the window that would propagate. first_layer, look_back: the rule as it was
     applied. variance [L]: V, in squared ranks, NaN before layer look_back - 1. relative [L]: rho,
     NaN before first_layer. union [L]: tokens that V is a mean over, 0 where it is NaN.
     """
@@ -95,7 +95,7 @@ class Curve:
             return f"no layer is below tau = {tau:g}; the last layer selects, {at}"
         why = f"relative variance {self.relative[at]:.2f} < {tau:g}"
         if self.k == 0:
-            why = "the window alone goes on, so no ranks are compared"
+            why = "only the window propagates, so no ranks are compared"
         elif self.variance[first] == 0:
             of_one = self.look_back == 1
             why = "ranks of one layer do not vary" if of_one else f"no rank moved up to layer {at}"
@@ -146,11 +146,11 @@ class Ranking:
         return int(self.ranks.shape[1])
 
     def room(self, budget: int) -> int:
-        """k: tokens before the window that go on at a budget, BudgetError below the window."""
+        """k: tokens before the window that propagate at a budget; BudgetError below the window."""
         if budget < self.rule.least_budget:
             raise BudgetError(
-                f"asl: budget {budget} is below the window of {self.rule.window} rows that goes "
-                "on in any case; give a larger budget or a smaller window"
+                f"asl: budget {budget} is below the window of {self.rule.window} rows, which "
+                "always propagates; give a larger budget or a smaller window"
             )
         return min(budget, self.prompt_len) - self.rule.window
 

@@ -1,4 +1,8 @@
-"""The diagnostics of one or many traces as tables: per layer, per trace, per selection layer."""
+"""ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer.
+
+The numbers are metrics (`prompt.metrics`), which read them from a `Diagnosis` too. These tables
+have what a Table has no column for: tokens, verdicts, and layers where the whole prompt propagates.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.prompt.gold import check_positions
 from kvsim.analysis.prompt.ranking import Curve, Ranking
+from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY
@@ -63,16 +68,6 @@ SELECTION_COLUMNS: dict[str, Any] = {
     "remark": pl.String,
     "fidelity": _LABEL,
 }
-#: Columns of `distribution`.
-DISTRIBUTION_COLUMNS: dict[str, Any] = {
-    "task": pl.String,
-    "budget": pl.String,
-    "layer": pl.Int64,
-    "traces": pl.Int64,
-    "of": pl.Int64,
-    "mean_layer": pl.Float64,
-    "fidelity": _LABEL,
-}
 
 
 @dataclass(frozen=True)
@@ -109,6 +104,19 @@ class Diagnosis:
         """What a reader should know about the rule at this size; empty for nothing."""
         curve = self.curve
         return curve.rule.remark(curve.n_layers, curve.prompt_len, curve.budget)
+
+    @property
+    def union(self) -> Floats:
+        """Tokens that the variance is a mean over, over k; [L], NaN as the variance."""
+        return np.where(np.isnan(self.curve.variance), np.nan, self.curve.union / self.curve.k)
+
+    @property
+    def union_chance(self) -> float:
+        """The union of so many independent random rankings, over k."""
+        ranked, k = self.ranking.ranked, self.curve.k
+        # a token is in none of the first k of independent random rankings with this probability
+        out: float = (1 - k / ranked) ** self.curve.look_back
+        return ranked * (1 - out) / k
 
     @cached_property
     def entropy(self) -> Floats:
@@ -179,40 +187,37 @@ def task_of(trace: Trace) -> str:
     The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
     task `walk`, `p12` of `p`.
     """
-    known = str(trace.labels.get("task", ""))
-    return known or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
+    label = str(trace.labels.get("task", ""))
+    return label or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
 
 
 def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     """One row per trace, budget and layer; `LAYER_COLUMNS`.
 
     variance in squared ranks; relative_variance to that of the first layer that is tested; union:
-    tokens that both are a mean over; entropy in nats, beside that of equal scores; jaccard with the
-    layer before, beside chance; gold_recall: share of the gold tokens in the layer's set.
+    tokens that both are a mean over; entropy in nats, next to that of equal scores; jaccard with
+    the layer before, next to chance; gold_recall: share of the gold tokens in the layer's set.
     """
-    frames = []
-    for one in diagnoses:
-        curve, layers = one.curve, np.arange(one.curve.n_layers)
-        columns: dict[str, Any] = {
-            "layer": layers,
-            "variance": curve.variance,
-            "relative_variance": curve.relative,
-            "selected": layers == (-1 if one.layer is None else one.layer),
-            "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
-            "entropy": one.entropy,
-            "entropy_uniform": np.full(len(layers), np.log(one.ranking.ranked)),
-            "jaccard": one.jaccard,
-            "jaccard_chance": np.where(layers > 0, one.jaccard_chance, np.nan),
-            "gold_recall": np.full(len(layers), np.nan) if one.recall is None else one.recall,
-        }
-        found = pl.DataFrame(columns).with_columns(pl.selectors.float().fill_nan(None))
-        frames.append(
-            found.with_columns(
-                fidelity=pl.lit("exact"),
-                **{name: pl.lit(value) for name, value in one.of_trace().items()},
-            ).select(pl.col(name).cast(kind) for name, kind in LAYER_COLUMNS.items())
-        )
-    return pl.concat([pl.DataFrame(schema=LAYER_COLUMNS), *frames])
+    return wide(map(_layers, diagnoses), LAYER_COLUMNS)
+
+
+def _layers(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The columns of one diagnosis."""
+    curve = diagnosis.curve
+    layers = np.arange(curve.n_layers)
+    return diagnosis.of_trace() | {
+        "layer": layers,
+        "variance": curve.variance,
+        "relative_variance": curve.relative,
+        "selected": layers == (-1 if diagnosis.layer is None else diagnosis.layer),
+        "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
+        "entropy": diagnosis.entropy,
+        "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
+        "jaccard": diagnosis.jaccard,
+        "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
+        "gold_recall": diagnosis.recall,
+        "fidelity": "exact",
+    }
 
 
 def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
@@ -222,34 +227,32 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     relative_variance and gold_recall are those of this layer. layer_regret: layers between it and
     the first with full recall, negative where it comes before.
     """
-    rows = []
-    for one in diagnoses:
-        curve, at = one.curve, one.layer
-        recall = None if one.recall is None or at is None else float(one.recall[at])
-        rows.append(
-            {
-                **one.of_trace(),
-                "prompt_len": curve.prompt_len,
-                "n_layers": curve.n_layers,
-                "first_layer": curve.first_layer,
-                "look_back": curve.look_back,
-                "tau": curve.rule.tau,
-                "layer": at,
-                "relative_variance": None if at is None else float(curve.relative[at]),
-                "gold_tokens": None if one.gold is None else len(one.gold),
-                "first_full_recall": one.first_full_recall,
-                "layer_regret": one.layer_regret,
-                "gold_recall": recall,
-                "verdict": curve.verdict(),
-                "remark": one.remark,
-                "fidelity": "exact",
-            }
-        )
-    return pl.DataFrame(rows, schema=SELECTION_COLUMNS)
+    return pl.DataFrame(list(map(_selection, diagnoses)), schema=SELECTION_COLUMNS)
+
+
+def _selection(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The row of one diagnosis."""
+    curve, at, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
+    return diagnosis.of_trace() | {
+        "prompt_len": curve.prompt_len,
+        "n_layers": curve.n_layers,
+        "first_layer": curve.first_layer,
+        "look_back": curve.look_back,
+        "tau": curve.rule.tau,
+        "layer": at,
+        "relative_variance": None if at is None else float(curve.relative[at]),
+        "gold_tokens": None if diagnosis.gold is None else len(diagnosis.gold),
+        "first_full_recall": diagnosis.first_full_recall,
+        "layer_regret": diagnosis.layer_regret,
+        "gold_recall": None if recall is None or at is None else float(recall[at]),
+        "verdict": curve.verdict(),
+        "remark": diagnosis.remark,
+        "fidelity": "exact",
+    }
 
 
 def distribution(selections: pl.DataFrame) -> pl.DataFrame:
-    """How often each layer is selected, of a `selection_table`; `DISTRIBUTION_COLUMNS`.
+    """How often each layer is selected, of a `selection_table`.
 
     One row per task, budget as it was asked for, and selection layer, null for never; traces: how
     many select there; of: all traces of the task; mean_layer: over those that select.
@@ -263,6 +266,9 @@ def distribution(selections: pl.DataFrame) -> pl.DataFrame:
         .group_by(*keys, "layer", "of", "mean_layer", "fidelity")
         .agg(traces=pl.len())
         .sort("task", "asked", "layer", nulls_last=True)
-        .rename({"asked": "budget"})
-        .select(pl.col(name).cast(kind) for name, kind in DISTRIBUTION_COLUMNS.items())
+        .select(
+            *("task", pl.col("asked").cast(pl.String).alias("budget"), "layer"),
+            *(pl.col(name).cast(pl.Int64) for name in ("traces", "of")),
+            *("mean_layer", "fidelity"),
+        )
     )

@@ -17,15 +17,26 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.attention.expectation import STEPS
 from kvsim.analysis.attention.fit import normal_ks
-from kvsim.analysis.findings import FINDINGS, TAUS, Analysis, findings
-from kvsim.analysis.registry import METRICS
+from kvsim.analysis.prompt.metrics import TAUS
+from kvsim.analysis.registry import METRICS, ROOMS
+from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.testing.strategies import cases
 
+#: Metrics of a trace alone that the loops below define.
+DEFINED = (
+    *("expectation", "expectation_steps", "projection_gap", "normal_distance", "rank_variance"),
+    *("rank_relative", "rank_union", "layer_entropy", "selection_layer", "score_decline"),
+)
 KEY = ("metric", "variant", "layer", "head", "qhead")
+
+
+def measured(trace, names=DEFINED, progress=None, **more):
+    """A Table of metrics of a trace alone."""
+    return kvsim.measure(Analysis(trace, **more), metrics=names, progress=progress)
 
 
 def values(table):
@@ -170,7 +181,7 @@ def naive_variances(scores, back, k):
 
 
 def naive(case, ks, window):
-    """Every finding but the steps of the expectation, by `KEY`."""
+    """Every metric but the steps of the expectation, by `KEY`."""
     layers, heads, group, n, _ = case.shape
     first = layers // 3
     back = first + 1
@@ -210,14 +221,14 @@ def naive(case, ks, window):
 
 @settings(max_examples=10)
 @given(case=cases(kinds=("normal",), min_n=20, max_n=50, max_heads=2), data=st.data())
-def test_every_finding_equals_its_definition(case, data):
+def test_every_metric_equals_its_definition(case, data):
     """All rows there are, and no other, in traces of up to three layers and 14 query heads."""
     cut = data.draw(st.integers(10, case.n - 2))
     case = replace(case, prompt_len=cut)
     window = data.draw(st.integers(1, 4))
     ks = (1, data.draw(st.integers(2, cut - window - 1)))
 
-    found = findings(case.trace(), ks=ks, rule=ASL(window=window, pool_kernel=3))
+    found = measured(case.trace(), ks=ks, rule=ASL(window=window, pool_kernel=3))
     expected = naive(case, ks, window)
 
     other = pl.col("metric").eq("expectation_steps") | pl.col("variant").str.contains(
@@ -238,12 +249,12 @@ def test_steps_are_those_of_expected_attention():
     """The Spearman correlations of `expected_and_observed` behind the prompt; the last is alone."""
     trace = kvsim.open_trace(kvsim.sample_trace())
     found = kvsim.analysis.expected_and_observed(trace, trace.prompt_len)
-    got = values(findings(trace, ["expectation_steps", "expectation"]))
+    got = values(measured(trace, ["expectation_steps", "expectation"]))
 
     for (step, name), layer, qhead in itertools.product(enumerate(STEPS), range(3), range(8)):
         value = got["expectation_steps", name, layer, None, qhead]
         assert value == found.spearman[step, layer, qhead]
-        if name == FINDINGS["expectation_steps"].main:
+        if name == METRICS["expectation_steps"].main:
             assert got["expectation", "", layer, None, qhead] == value
 
 
@@ -258,7 +269,7 @@ def test_steps_are_those_of_expected_attention():
 def test_the_selection_layer_is_where_replay_selects(layers, others):
     """At every threshold, look-back and first layer, and none where it never does."""
     trace = settling(layers)
-    got = values(findings(trace, ["selection_layer"], ks=(40,), rule=ASL(window=8)))
+    got = values(measured(trace, ["selection_layer"], ks=(40,), rule=ASL(window=8)))
     at = {key[1]: value for key, value in got.items()}
     names = {f"k=40,tau={tau:g}": {"tau": tau} for tau in TAUS}
     names |= {f"k=40,tau=0.3,{name}": {name[: name.index("=")]: x} for name, x in others.items()}
@@ -274,9 +285,9 @@ def test_variants_name_what_departs_from_the_rule():
     """Thresholds at each k; at ASL's own a quarter, half, double the look-back, other layers."""
     rules = ("look_back=2", "look_back=4", "look_back=10", "first_layer=4", "first_layer=14")
     own = [f"tau={tau:g}" for tau in TAUS] + [f"tau=0.3,{rule}" for rule in rules]
-    variants = findings(settling(28), ["selection_layer"], rule=ASL(window=8))["variant"]
+    variants = measured(settling(28), ["selection_layer"], rule=ASL(window=8))["variant"]
     assert variants.to_list() == [f"k={k},{name}" for k in ("10%", "25%", "50%") for name in own]
-    given = findings(
+    given = measured(
         settling(6), ["selection_layer"], ks=(3,), rule=ASL(tau=0.25, window=8, look_back=2)
     )
     assert given["variant"].to_list() == [
@@ -287,7 +298,7 @@ def test_variants_name_what_departs_from_the_rule():
 
 def test_a_smaller_threshold_selects_no_earlier():
     """And where it never does, no smaller one does."""
-    got = values(findings(settling(24), ["selection_layer"], rule=ASL(window=8)))
+    got = values(measured(settling(24), ["selection_layer"], rule=ASL(window=8)))
     for k in ("10%", "25%", "50%"):
         at = [got["selection_layer", f"k={k},tau={tau:g}", None, None, None] for tau in TAUS]
         late = [math.inf if x is None else x for x in at]
@@ -302,7 +313,7 @@ def test_layers_that_rank_alike_have_no_variance_and_a_union_of_k():
     one = settling(1, n=60)
     q, k, v = (x.repeat(6, 1, 1, 1) for x in (one.q, one.k, one.v))
     trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=56, rope=one.rope)
-    found = findings(trace, ks=(12,), rule=ASL(window=8))
+    found = measured(trace, ks=(12,), rule=ASL(window=8))
 
     for name, value in (("rank_variance", 0.0), ("rank_relative", 0.0), ("rank_union", 1.0)):
         part = found.filter(metric=name)
@@ -320,7 +331,7 @@ def test_chance_of_a_union_is_what_random_rankings_have():
     ]
     # 20 of 28 tokens lie before the window; layer 2 of 6 is the first, so three are compared
     trace = settling(6, n=32)
-    found = findings(trace, ["rank_union"], ks=(5,), rule=ASL(window=8))
+    found = measured(trace, ["rank_union"], ks=(5,), rule=ASL(window=8))
 
     assert found["chance"].to_list() == pytest.approx([np.mean(drawn)] * 4, abs=0.02)
     assert found.filter(pl.col("metric") != "rank_union").is_empty()
@@ -333,7 +344,7 @@ def test_normal_samples_are_no_farther_from_normal_than_chance():
     q = rng.standard_normal((1, 16, 404, 8))
     k = rng.standard_normal((1, 16, 404, 8))
     still = kvsim.Rope((0.0,) * 4)
-    found = findings(
+    found = measured(
         kvsim.Trace.from_arrays(q, k, k, prompt_len=300, rope=still), ["normal_distance"]
     )
 
@@ -353,8 +364,8 @@ def test_attention_that_thins_out_declines_and_more_of_it_rises():
     k[:, :, 0] = 4.0
     rises = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=still)
 
-    assert findings(thin, ["score_decline"])["value"].to_list() == [-1, -1]
-    assert findings(rises, ["score_decline"])["value"].to_list() == [1, 1]
+    assert measured(thin, ["score_decline"])["value"].to_list() == [-1, -1]
+    assert measured(rises, ["score_decline"])["value"].to_list() == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------- the Table
@@ -363,7 +374,7 @@ def test_attention_that_thins_out_declines_and_more_of_it_rises():
 def test_rows_are_those_of_a_table():
     """Columns as `kvsim.measure` gives them, labels of the prompt, no policy, all exact."""
     sample = kvsim.open_trace(kvsim.sample_trace())
-    found = findings(sample)
+    found = measured(sample)
     both = pl.concat([kvsim.measure(sample, kvsim.replay(sample, kvsim.policy("tova"), 64)), found])
 
     assert dict(found.schema) == {
@@ -375,8 +386,9 @@ def test_rows_are_those_of_a_table():
         *("sample", "check", "paint", "2"),
         "exact",
     )
-    assert found["metric"].unique(maintain_order=True).to_list() == list(FINDINGS)
-    for name, what in FINDINGS.items():
+    assert found["metric"].unique(maintain_order=True).to_list() == list(DEFINED)
+    for name in DEFINED:
+        what = METRICS[name]
         part = found.filter(metric=name)
         assert part["unit"].unique().to_list() == [what.unit]
         assert what.main in part["variant"].to_list()
@@ -390,7 +402,7 @@ def test_rows_are_those_of_a_table():
 def test_what_never_selects_is_counted_and_not_zero():
     """Of two traces one selects: one of two, at the layer of the one."""
     tables = [
-        findings(settling(24, speed=speed, name=name), ["selection_layer"], rule=ASL(window=8))
+        measured(settling(24, speed=speed, name=name), ["selection_layer"], rule=ASL(window=8))
         for name, speed in (("random", 0.0), ("settling", 1.4))
     ]
     at = values(tables[1])["selection_layer", "k=25%,tau=0.6", None, None, None]
@@ -399,40 +411,112 @@ def test_what_never_selects_is_counted_and_not_zero():
     assert (row["mean"], row["n"], row["of"]) == (at, 1, 2)
 
 
-def test_names_are_no_metrics_and_say_what_they_are():
-    """One Table holds both; each has a summary, a unit and a source, and none is better."""
-    assert set(FINDINGS).isdisjoint(METRICS)
-    for what in FINDINGS.values():
-        assert what.summary
-        assert what.unit
-        assert what.source
-        assert what.better is None
+def test_a_metric_has_one_entry_that_says_what_it_is():
+    """No room has a name of another one; of a trace alone none is better."""
+    assert sum(map(len, ROOMS)) == len(METRICS)
+    for entry in METRICS.values():
+        assert entry.summary
+        assert entry.unit
+        assert entry.source
+        assert entry.better is None or entry.kind != "trace"
+        assert entry.default or not entry.beside_oracle
 
 
-def test_some_findings_are_made_alone_and_the_rest_is_not():
+def test_a_trace_alone_has_all_of_its_metrics():
+    """Those that records have too are the same; one of records is refused."""
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    record = kvsim.replay(sample, kvsim.policy("tova"), 64)
+    table = kvsim.measure(sample)
+    of_record = kvsim.measure(sample, record).filter(pl.col("policy").is_null())
+
+    of_trace = {name for name, entry in METRICS.items() if entry.kind == "trace"}
+    gold = {"gold_recall", "gold_layer", "gold_regret"}
+    assert set(table["metric"]) == of_trace - gold
+    both = table.filter(pl.col("metric").is_in(of_record["metric"].unique()))
+    assert both.equals(of_record)
+    assert set(of_record["metric"]) == {name for name in of_trace if METRICS[name].default}
+    asked = kvsim.measure(sample, record, ["output_error", "layer_entropy"])
+    assert asked.filter(metric="layer_entropy").equals(table.filter(metric="layer_entropy"))
+    with pytest.raises(PolicyError, match=r"output_error is about a record, and only a trace"):
+        kvsim.measure(sample, metrics=["layer_entropy", "output_error"])
+
+
+def test_gold_tokens_are_found_in_layers():
+    """Recall of each layer at each k, the first that has all, and layers from there to ASL's."""
+    trace = settling(24)
+    ranks = Analysis(trace, rule=ASL(window=8)).ranking.ranks
+    gold = ranks[9].argsort()[:6].tolist()  # the best six of layer 9
+    found = values(measured(trace, ("gold_recall", "gold_layer", "gold_regret", "selection_layer"),
+                            ks=(6, 12), rule=ASL(window=8), gold=gold))  # fmt: skip
+
+    for k in (6, 12):
+        held = [len(set(gold) & set(of_layer.argsort()[:k].tolist())) / 6 for of_layer in ranks]
+        got = [found["gold_recall", f"k={k}", layer, None, None] for layer in range(24)]
+        assert got == pytest.approx(held)
+        first = held.index(1.0)
+        assert found["gold_layer", f"k={k}", None, None, None] == first <= 9
+        at = found["selection_layer", f"k={k},tau=0.3", None, None, None]
+        regret = found["gold_regret", f"k={k}", None, None, None]
+        assert regret == (None if at is None else at - first)
+
+
+def test_overlap_of_layers_is_that_of_their_first_tokens():
+    """Jaccard index with the layer before, from the second layer on; chance is below it."""
+    trace = settling(6)
+    ranks = Analysis(trace, rule=ASL(window=8)).ranking.ranks
+    table = measured(trace, ("rank_overlap",), ks=(20,), rule=ASL(window=8))
+    tops = [set(of_layer.argsort()[:20].tolist()) for of_layer in ranks]
+
+    expected = [len(a & b) / len(a | b) for a, b in itertools.pairwise(tops)]
+    assert table["layer"].to_list() == [1, 2, 3, 4, 5]
+    assert table["value"].to_list() == pytest.approx(expected)
+    shared = 20 * 20 / len(ranks[0])
+    assert table["chance"].to_list() == pytest.approx([shared / (40 - shared)] * 5)
+
+
+def test_names_of_the_last_release_still_work():
+    """`findings` and what it lists, with a warning."""
+    trace = settling(3)
+    with pytest.warns(DeprecationWarning, match="findings goes with the next release"):
+        findings = kvsim.analysis.findings
+    with pytest.warns(DeprecationWarning, match="FINDINGS goes with the next release"):
+        names = list(kvsim.analysis.FINDINGS)
+
+    assert names == list(DEFINED)
+    assert findings(trace, ks=(9,)).equals(measured(trace, ks=(9,)))
+    assert findings(trace, ["layer_entropy"]).equals(measured(trace, ("layer_entropy",)))
+    with pytest.raises(AttributeError, match="no attribute 'found'"):
+        kvsim.analysis.found  # noqa: B018 - the access is what is tested
+
+
+def test_what_no_metric_reads_is_not_analysed():
     """In the order asked for; each analysis once, and only if something needs it."""
     sample = kvsim.open_trace(kvsim.sample_trace())
     seen = []
     analysis = Analysis(sample)
-    found = analysis.findings(["rank_union", "layer_entropy"], lambda *at: seen.append(at))
+    found = kvsim.measure(
+        analysis, metrics=["rank_union", "layer_entropy"], progress=lambda *at: seen.append(at)
+    )
 
     assert found["metric"].unique(maintain_order=True).to_list() == ["rank_union", "layer_entropy"]
     assert seen == [(0, 2, "sample: rank_union"), (1, 2, "sample: layer_entropy")]
-    assert {"ranking"} == set(vars(analysis)) - {"trace", "ks", "rule", "device"}
+    assert {"ranking", "diagnoses"} == set(vars(analysis)) - {
+        *("trace", "ks", "rule", "device", "cut", "gold", "only")
+    }
     assert analysis.ranking is analysis.ranking
-    assert findings(sample, ["layer_entropy"]).equals(found.filter(metric="layer_entropy"))
+    assert measured(sample, ["layer_entropy"]).equals(found.filter(metric="layer_entropy"))
 
 
 @pytest.mark.parametrize(
     ("n", "prompt_len", "missing"),
     [
-        (1, 1, set(FINDINGS)),
-        (2, 1, set(FINDINGS) - {"projection_gap"}),
+        (1, 1, set(DEFINED)),
+        (2, 1, set(DEFINED) - {"projection_gap"}),
         (40, 40, {"expectation", "expectation_steps", "score_decline"}),
-        (40, 5, set(FINDINGS) - {"projection_gap", "normal_distance", "score_decline"}),
+        (40, 5, set(DEFINED) - {"projection_gap", "normal_distance", "score_decline"}),
         (71, 40, {"score_decline"}),
         (72, 40, set()),
-        (72, 32, {*(name for name in FINDINGS if name.startswith("rank")), "layer_entropy",
+        (72, 32, {*(name for name in DEFINED if name.startswith("rank")), "layer_entropy",
                   "selection_layer"}),
     ],
 )  # fmt: skip
@@ -442,7 +526,7 @@ def test_what_a_trace_is_too_short_for_has_no_rows(n, prompt_len, missing):
     q, k, v = (x[:, :, :n] for x in (whole.q, whole.k, whole.v))
     trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=prompt_len, rope=whole.rope)
 
-    assert set(FINDINGS) - set(findings(trace)["metric"]) == missing
+    assert set(DEFINED) - set(measured(trace)["metric"]) == missing
 
 
 def test_some_layers_of_a_model_are_not_ranked():
@@ -451,7 +535,7 @@ def test_some_layers_of_a_model_are_not_ranked():
     some = kvsim.Trace.from_arrays(
         whole.q, whole.k, whole.v, prompt_len=60, rope=whole.rope, layer_ids=(0, 4, 8)
     )
-    found = findings(some)
+    found = measured(some)
     assert set(found["metric"]) == {
         *("expectation", "expectation_steps", "projection_gap", "normal_distance", "score_decline"),
     }
@@ -460,7 +544,7 @@ def test_some_layers_of_a_model_are_not_ranked():
 
 def test_a_prompt_that_fits_is_asked_and_does_not_select():
     """No test of its ranks, so no curve, at a k of all tokens or more."""
-    found = findings(settling(12), ks=("100%", 4_000, "50%"), rule=ASL(window=8))
+    found = measured(settling(12), ks=("100%", 4_000, "50%"), rule=ASL(window=8))
 
     assert set(found.filter(metric="rank_relative")["variant"]) == {"k=50%"}
     fits = found.filter(pl.col("variant").str.starts_with("k=100%,"))
@@ -472,7 +556,7 @@ def test_heads_without_a_correlation_are_null():
     """Keys that are all alike have no ranks, and dimensions that do not vary no distance."""
     q, k = np.ones((1, 2, 80, 4)), np.zeros((1, 2, 80, 4))
     trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=kvsim.Rope((0.0, 0.0)))
-    found = findings(trace)
+    found = measured(trace)
 
     for name in ("expectation", "expectation_steps", "normal_distance"):
         part = found.filter(metric=name)
@@ -483,7 +567,7 @@ def test_heads_without_a_correlation_are_null():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"names": ["expectaton"]}, "unknown finding 'expectaton'; did you mean 'expectation'?"),
+        ({"names": ["expectaton"]}, "unknown metric 'expectaton'; did you mean 'expectation'?"),
         ({"ks": ("5",  "0%")}, r"k is '0%'; expected tokens \(128\) or a share"),
         ({"ks": ("120%",)}, "k is '120%'"),
         ({"ks": (0,)}, "k is 0; expected"),
@@ -496,4 +580,4 @@ def test_heads_without_a_correlation_are_null():
 def test_refusals(arguments, says):
     """What was found and what was expected, before anything is computed."""
     with pytest.raises(PolicyError, match=says):
-        findings(settling(3), **arguments)
+        measured(settling(3), **arguments)

@@ -1,0 +1,209 @@
+"""Metrics of a trace's full attention: its windows, its queries, and what is expected of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.attention.agreement import spearman
+from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
+from kvsim.analysis.attention.fit import normal_ks
+from kvsim.analysis.attention.overlap import default_window, window_overlap
+from kvsim.analysis.attention.sparsity import attention_sparsity
+from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
+from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.kept.retention import SINK
+from kvsim.analysis.subject import Analysis
+
+Floats = NDArray[np.float64]
+
+# ---------------------------------------------------------------------------------- windows of rows
+
+
+def _overlap(analysis: Analysis) -> Iterator[Cells]:
+    trace = analysis.trace
+    window = default_window(trace.n_pos)
+    if window < 1:
+        return
+    for layer in analysis.layers:
+        overlap = window_overlap(trace, layer, window=window)
+        names = [f"share={share:g}" for share in overlap.shares]
+        for i, name in enumerate(names):
+            share, union = overlap.chance[i : i + 1], overlap.chance_union[i : i + 1]
+            for block in range(3):
+                before = overlap.before[block, i : i + 1]
+                yield Cells(layer, before, variant=f"{name},block={block + 1}", chance=share)
+            yield Cells(layer, overlap.union[i : i + 1], variant=f"{name},union", chance=union)
+            equal = overlap.equal_budget[i : i + 1]
+            yield Cells(layer, equal, variant=f"{name},equal_budget", chance=share)
+
+
+def _sparsity(analysis: Analysis) -> Iterator[Cells]:
+    for layer in analysis.layers:
+        sparsity = attention_sparsity(analysis.trace, layer)
+        for variant, values in sparsity.variants(("sequence", "behind_sink", "domain")):
+            yield Cells(layer, values, "head", variant)
+
+
+def _gap(analysis: Analysis) -> Iterator[Cells]:
+    for layer, gaps in analysis.gaps.items():
+        chance, variant = gaps.chance_mean_gap, analysis.gaps_variant
+        yield Cells(layer, gaps.mean_gap, "head", variant, chance=chance)
+
+
+def _return(analysis: Analysis) -> Iterator[Cells]:
+    for layer, gaps in analysis.gaps.items():
+        for name, values, chance in (
+            ("returns", gaps.after_gap, gaps.chance_after_gap),
+            ("keys", gaps.keys_back, gaps.chance_keys_back),
+        ):
+            yield Cells(layer, values, "head", f"{analysis.gaps_variant},{name}", chance=chance)
+
+
+def _decline(analysis: Analysis) -> Iterator[Cells]:
+    trace = analysis.trace
+    first = trace.prompt_len
+    whole = (trace.n_pos - first) // WINDOW * WINDOW
+    windows = row_blocks(first, first + whole, WINDOW)
+    if len(windows) < 2:
+        return
+    number = np.arange(len(windows), dtype=np.float64)
+    for layer in range(trace.n_layers):
+        if layer in trace.windowed:
+            continue
+        scores = window_scores(trace, layer, windows, first, device=analysis.device)
+        largest = np.stack([of_window.max(-1) for of_window in scores], -1)  # [head, window]
+        yield Cells(layer, spearman(largest, np.broadcast_to(number, largest.shape)), "head")
+
+
+# ------------------------------------------------------------------ expected and observed attention
+
+
+def _expectation(analysis: Analysis) -> Iterator[Cells]:
+    if analysis.expectation is not None:
+        yield from _of_layers(analysis.expectation.spearman[-1], "")
+
+
+def _steps(
+    values: Callable[[Expectation], Floats],
+) -> Callable[[Analysis], Iterator[Cells]]:
+    """Values of each step; values: [step, layer, qhead] of an Expectation."""
+
+    def cells(analysis: Analysis) -> Iterator[Cells]:
+        if analysis.expectation is not None:
+            for step, by_layer in zip(STEPS, values(analysis.expectation), strict=True):
+                yield from _of_layers(by_layer, step)
+
+    return cells
+
+
+def _recall(analysis: Analysis) -> Iterator[Cells]:
+    expectation = analysis.expectation
+    if expectation is None:
+        return
+    for share in TOP:
+        chance = math.ceil(share * expectation.keys - 1e-9) / expectation.keys
+        for step, by_layer in zip(STEPS, expectation.recall(share), strict=True):
+            yield from _of_layers(by_layer, f"{step},top={share:g}", chance)
+
+
+def _loss(analysis: Analysis) -> Iterator[Cells]:
+    if analysis.expectation is None:
+        return
+    loss = analysis.expectation.loss(REMOVED)  # [order, layer, qhead, removed]
+    for order, by_layer in zip(ORDERS, loss, strict=True):
+        for place, removed in enumerate(REMOVED):
+            yield from _of_layers(by_layer[..., place], f"{order},removed={removed:g}")
+
+
+def _of_layers(values: Floats, variant: str, chance: float | None = None) -> Iterator[Cells]:
+    """Values [layer, qhead] of every layer."""
+    for layer, by_head in enumerate(values):
+        random = None if chance is None else np.full(by_head.shape, chance)
+        yield Cells(layer, by_head, "qhead", variant, random)
+
+
+# ---------------------------------------------------------------------- how queries are distributed
+
+
+def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
+    for skip, projections in analysis.projections.items():
+        off = np.abs(np.median(projections.gap - projections.normal_gap, axis=(1, 2)))
+        for layer, value in enumerate(off):
+            yield Cells(layer, value.reshape(1), variant=f"skip={skip}")
+
+
+def _distance(analysis: Analysis) -> Iterator[Cells]:
+    normality = analysis.normality
+    if normality is None:
+        return
+    distance = normality.effects["ks"]
+    chance = np.full(distance.shape[1], normal_ks(normality.samples))
+    for layer, by_head in enumerate(distance):
+        yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
+
+
+METRICS: Mapping[str, Metric] = {
+    "window_overlap": Metric(
+        "share of the last rows' top keys that were top keys of earlier rows, next to chance",
+        "trace", "share", None, "G-KV, Fig. 1", _overlap,
+    ),
+    "sparsity": Metric(
+        "share of the last 512 keys that score below p x maximum in the last 16 rows",
+        "trace", "share", None, "G-KV, Fig. 9", _sparsity,
+    ),
+    "attention_gap": Metric(
+        "windows without a key between two that have it in their top tenth, next to chance",
+        "trace", "windows", None, "G-KV; defined here", _gap,
+    ),
+    "attention_return": Metric(
+        "share of the returns to a top, and of the keys, that come after such a gap, next to "
+        "chance",
+        "trace", "share", None, "as attention_gap", _return,
+    ),
+    "expectation": Metric(
+        "rank correlation over the prompt's keys of expected attention with what the response "
+        "attends to",
+        "trace", "correlation", None, "Expected Attention, Fig. 10", _expectation, default=False,
+    ),
+    "expectation_steps": Metric(
+        "the same after each assumption on the way from observed to expected attention",
+        "trace", "correlation", None, "kvsim, after Expected Attention",
+        _steps(lambda expectation: expectation.spearman), main=STEPS[-1], default=False,
+    ),
+    "expectation_logs": Metric(
+        "correlation of the logarithms of expected and observed attention, after each assumption",
+        "trace", "correlation", None, "as expectation_steps",
+        _steps(lambda expectation: expectation.log_pearson), main=STEPS[-1], default=False,
+    ),
+    "expectation_recall": Metric(
+        "share of the keys with the most observed attention that are first by expected attention "
+        "too, next to chance",
+        "trace", "share", None, "as expectation_steps", _recall,
+        main=f"{STEPS[-1]},top=0.1", default=False,
+    ),
+    "attention_loss": Metric(
+        "share of observed attention lost with keys removed in the order of a score",
+        "trace", "share", None, "as expectation_steps", _loss,
+        main=f"{STEPS[-1]},removed=0.5", default=False,
+    ),
+    "projection_gap": Metric(
+        "distance of a key's log mean exponential over queries from that of normal ones, median "
+        "over heads and keys",
+        "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
+        main=f"skip={SINK}", default=False,
+    ),
+    "normal_distance": Metric(
+        "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
+        "next to that of normal samples",
+        "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False,
+    ),
+    "score_decline": Metric(
+        "rank correlation of the number of a window of later rows with its largest score of a "
+        "prompt's key",
+        "trace", "correlation", None, "after G-KV, eq. 5", _decline, default=False,
+    ),
+}  # fmt: skip

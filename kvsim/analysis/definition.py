@@ -1,0 +1,67 @@
+"""What a metric is: an entry of the registry, and the Cells that its function returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.subject import Analysis, Subject
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Values of one metric for one layer: [m], or [m, E] where `events` [E] names the rows.
+
+    layer: None for what a trace has as a whole, such as its response. heads: the axis that m runs
+    over. chance: what chance alone would give, like values.
+    """
+
+    layer: int | None
+    values: Floats
+    heads: Literal["head", "qhead"] | None = None
+    variant: str = ""
+    chance: Floats | None = None
+    events: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A named number about a trace, or about a record of it.
+
+    kind: "sets" reads what events kept and decided, "rows" what rows of attention become, "trace"
+    the trace alone. cells: computes the values from an `Analysis` of the trace (kind "trace") or
+    from a `Subject`, the trace and a record.
+    better: the direction in which a policy is better, None where there is none. over_events: what
+    stands for all events in a Table that does not list them. main: the variant that stands for the
+    others where there is room for one number. default: False where a Table of records has it only
+    if it is named. beside_oracle: compares the record with one of the mass oracle, which is
+    replayed on request. notes: what it reads of the notes of allocators at events
+    (`Allocator.notes`, `kvsim.replay(..., internals=...)`).
+    """
+
+    summary: str
+    kind: Literal["sets", "rows", "trace"]
+    unit: str
+    better: Literal["higher", "lower"] | None
+    source: str
+    cells: Callable[[Analysis], Iterable[Cells]] | Callable[[Subject], Iterable[Cells]]
+    over_events: Literal["last", "mean"] = "mean"
+    main: str = ""
+    default: bool = True
+    beside_oracle: bool = False
+    notes: frozenset[str] = frozenset()
+
+
+def mean_known(values: Floats) -> Floats:
+    """Mean over the last axis of what is not NaN; NaN where nothing is."""
+    known = ~np.isnan(values)
+    count = known.sum(-1)
+    out = np.full(values.shape[:-1], np.nan)
+    np.divide(np.where(known, values, 0.0).sum(-1), count, out=out, where=count > 0)
+    return out

@@ -1,0 +1,296 @@
+"""Metrics of kept sets: where kept and dropped entries lie, and what the kept ones hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.kept.bursts import dense_share
+from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
+from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
+from kvsim.analysis.kept.segments import AMS, noted
+from kvsim.analysis.kept.similarity import key_similarities
+from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
+from kvsim.analysis.kept.values import value_norm_overlaps
+from kvsim.analysis.subject import Analysis, Subject
+from kvsim.core.trace import Trace
+
+#: Notes of events about how the budget is allocated to segments.
+QUOTA_NOTES = ("quota_by_mass", "quota_minimum", "infeasible")
+#: Notes about the segments.
+SEGMENT_NOTES = frozenset({"segment_length"})
+
+
+def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layer, variant, regions in subject.wipeouts:
+            rates, chance = getattr(regions, kind), getattr(regions, f"{kind}_chance")
+            yield Cells(layer, rates, "head", variant, chance, regions.rows)
+        if kind == "hazard":
+            for layer, variant, slots in subject.slot_wipeouts:
+                rates, chance = slots.hazard, slots.hazard_chance
+                yield Cells(layer, rates, "head", variant, chance, slots.rows)
+
+    return cells
+
+
+def _iou(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        pairs = retained_iou(evicted_at)
+        yield Cells(layer, pairs.iou, "head", "", pairs.chance, pairs.rows)
+        for universe, values in (("old", pairs.survival), ("middle", pairs.middle)):
+            variant = f"universe={universe}"
+            yield Cells(layer, values, "head", variant, pairs.survival_chance, pairs.rows)
+
+
+def _coverage(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        coverage = kept_coverage(evicted_at)
+        flat, rows = coverage.overall, coverage.rows
+        yield Cells(layer, coverage.middle, "head", "", flat, rows)
+        yield Cells(layer, coverage.edges, "head", "edges", flat, rows)
+        yield Cells(layer, coverage.ratio, "head", "ratio", np.ones_like(flat), rows)
+
+
+def _burst_length(subject: Subject) -> Iterator[Cells]:
+    for layer, bursts in subject.bursts:
+        yield Cells(layer, bursts.mean, "head", "", bursts.mean_chance, bursts.rows)
+        for name in ("p95", "longest"):
+            values = getattr(bursts, name).astype(np.float64)
+            yield Cells(layer, values, "head", name, events=bursts.rows)
+
+
+def _burst_share(subject: Subject) -> Iterator[Cells]:
+    for layer, bursts in subject.bursts:
+        each = zip(bursts.lengths, bursts.shares, bursts.shares_chance, strict=True)
+        for length, values, chance in each:
+            yield Cells(layer, values, "head", f"length={length}", chance, bursts.rows)
+
+
+def _burst_count(subject: Subject) -> Iterator[Cells]:
+    for layer, bursts in subject.bursts:
+        yield Cells(layer, bursts.per_1000, "head", "", bursts.per_1000_chance, bursts.rows)
+
+
+def _dense(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        yield Cells(layer, dense_share(evicted_at), "head", events=event_rows(evicted_at))
+
+
+def _segment_count(subject: Subject) -> Iterator[Cells]:
+    for layer, kind, segments in subject.segments:
+        count = segments.count.astype(np.float64)
+        yield Cells(layer, count, "head", kind, segments.count_chance, segments.rows)
+
+
+def _segment_length(subject: Subject) -> Iterator[Cells]:
+    for layer, kind, segments in subject.segments:
+        mean = f"{kind},mean"
+        yield Cells(layer, segments.length, "head", mean, segments.length_chance, segments.rows)
+        yield Cells(layer, segments.pooled_length, "head", f"{kind},pooled")
+
+
+def _boundaries(name: Literal["shift", "f1"]) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layer, kind, segments in subject.segments:
+            yield Cells(layer, getattr(segments, name), "head", kind, events=segments.rows[:-1])
+
+    return cells
+
+
+def _quota_share(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        mass, minimum, infeasible = (noted(subject.record, layer, name) for name in QUOTA_NOTES)
+        if mass is None or minimum is None or infeasible is None:
+            continue
+        shares = {"mass": mass.by_event, "minimum": minimum.by_event}
+        shares["rounding"] = 1.0 - shares["mass"] - shares["minimum"]
+        shares["infeasible"] = infeasible.by_event
+        for variant, values in shares.items():
+            yield Cells(layer, values, "head", variant, events=mass.rows)
+
+
+def _suffix_mass(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        mass = noted(subject.record, layer, "suffix_mass")
+        if mass is not None:
+            yield Cells(layer, mass.by_event, "head", events=mass.rows)
+
+
+def _position(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        retained = retained_positions(evicted_at)
+        if retained is None:
+            continue
+        yield Cells(layer, retained.mean, "head", chance=np.full_like(retained.mean, 0.5))
+        yield Cells(layer, retained.tail, "head", "tail")
+        yield Cells(layer, retained.distance, "head", "distance")
+        older = retained.older(subject.record.budget // 2)
+        yield Cells(layer, older, "head", "older", np.full_like(older, 0.5))
+
+
+def _ratio(subject: Subject) -> Iterator[Cells]:
+    trace = subject.trace
+    nominal = np.array([min(1.0, subject.record.budget / trace.n_pos)])
+    for layer, evicted_at in subject.layers():
+        ratio = retention_ratio(evicted_at, trace.prompt_len)
+        yield Cells(layer, ratio.rows, "head", "rows")
+        yield Cells(layer, ratio.final, "head", "final")
+        yield Cells(layer, nominal, variant="nominal")
+
+
+def _entries(subject: Subject) -> Iterator[Cells]:
+    for layer, evicted_at in subject.layers():
+        yield Cells(layer, entries_seen(evicted_at, subject.trace.prompt_len), "head")
+
+
+#: Where kept and dropped entries lie.
+PLACES: Mapping[str, Metric] = {
+    "wipeout": Metric(
+        "share of text regions of which (almost) nothing is left, per event",
+        "sets", "share", "lower", "named by AMS, defined here", _wipeout("cumulative"),
+        over_events="last", main="length=32,threshold=0",
+    ),
+    "wipeout_hazard": Metric(
+        "share of the regions still alive that an event wipes out",
+        "sets", "share", "lower", "as wipeout", _wipeout("hazard"),
+        main="length=32,threshold=0",
+    ),
+    "retained_iou": Metric(
+        "intersection over union of the sets kept after consecutive events, next to chance",
+        "sets", "share", None, "AMS, Table 14", _iou,
+    ),
+    "middle_coverage": Metric(
+        "share kept of the middle third of the text, next to that of the whole",
+        "sets", "share", None, "AMS, Fig. 4", _coverage,
+    ),
+    "burst_length": Metric(
+        "mean length of a run of dropped positions, next to chance",
+        "sets", "entries", None, "AMS, Fig. 2", _burst_length,
+    ),
+    "burst_share": Metric(
+        "share of the dropped positions that lie in long runs, next to chance",
+        "sets", "share", None, "as burst_length", _burst_share, main="length=32",
+    ),
+    "burst_count": Metric(
+        "runs of dropped positions per 1,000 positions, next to chance",
+        "sets", "per 1,000", None, "as burst_length", _burst_count,
+    ),
+    "dense_drops": Metric(
+        "share of the text in windows of 64 positions of which at least 95% are dropped",
+        "sets", "share", None, "as burst_length", _dense,
+    ),
+    "segment_count": Metric(
+        "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
+        "sets", "segments", None, "AMS, Table 14", _segment_count,
+        main=AMS, notes=SEGMENT_NOTES,
+    ),
+    "segment_length": Metric(
+        "entries of such a segment: mean over events, and over all segments",
+        "sets", "entries", None, "AMS, Table 14", _segment_length,
+        main=f"{AMS},mean", notes=SEGMENT_NOTES,
+    ),
+    "boundary_shift": Metric(
+        "positions from a segment's start to the nearest one of the event before",
+        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"),
+        main=AMS, notes=SEGMENT_NOTES,
+    ),
+    "boundary_f1": Metric(
+        "agreement of consecutive events in where segments start, within 8 positions",
+        "sets", "share", None, "as boundary_shift", _boundaries("f1"),
+        main=AMS, notes=SEGMENT_NOTES,
+    ),
+    "quota_share": Metric(
+        "share of the budget that segments get by their mass, as a minimum, by rounding",
+        "sets", "share", None, "kvsim, of AMS", _quota_share,
+        main="mass", notes=frozenset(QUOTA_NOTES),
+    ),
+    "suffix_mass": Metric(
+        "share of the mass, by which segments are cut, that lies on the window's own entries",
+        "sets", "share", None, "kvsim, of AMS", _suffix_mass,
+        notes=frozenset({"suffix_mass"}),
+    ),
+    "retained_position": Metric(
+        "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
+        "sets", "relative", None, "G-KV, Fig. 7", _position,
+    ),
+    "retention_ratio": Metric(
+        "share of the full cache that is used: by rows after the prompt, in the end, nominally",
+        "sets", "share", None, "G-KV, Fig. 6", _ratio, main="rows",
+    ),
+    "entries_seen": Metric(
+        "entries visible to a row, mean over rows after the prompt: the cache a policy really used",
+        "sets", "entries", None, "kvsim", _entries,
+    ),
+}  # fmt: skip
+
+
+def _repetition(analysis: Analysis) -> Iterator[Cells]:
+    tokens = _response(analysis.trace)
+    if tokens is None:
+        return
+    for n in NGRAMS:
+        yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
+
+
+def _max_loop(analysis: Analysis) -> Iterator[Cells]:
+    tokens = _response(analysis.trace)
+    if tokens is not None:
+        yield Cells(None, np.array([max_loop(tokens)]))
+
+
+def _response(trace: Trace) -> NDArray[np.int64] | None:
+    """Token ids after the prompt, None where they are not known."""
+    tokens = trace.tokens
+    return None if tokens is None else tokens[trace.prompt_len :].numpy()
+
+
+def _norms(subject: Subject) -> Iterator[Cells]:
+    overlaps = subject.walk(value_norm_overlaps)
+    for layer, of_layer in zip(subject.record.layers, overlaps, strict=True):
+        yield Cells(layer, of_layer.overlap, "head", chance=of_layer.chance)
+
+
+def _similarity(subject: Subject) -> Iterator[Cells]:
+    similarities = subject.walk(key_similarities)
+    for layer, of_layer in zip(subject.record.layers, similarities, strict=True):
+        yield Cells(layer, of_layer.mean, "head", chance=of_layer.chance)
+
+
+def _punctuation(subject: Subject) -> Iterator[Cells]:
+    text = subject.trace.token_text
+    if text is None:
+        return
+    marks = is_punctuation(text)
+    for layer, evicted_at in subject.layers():
+        yield Cells(layer, punctuation_lift(evicted_at, marks), "head")
+
+
+#: What the response says, and which values, keys and tokens are kept.
+CONTENTS: Mapping[str, Metric] = {
+    "repetition": Metric(
+        "n-gram repetition rate of the response: 1 - distinct / all n-grams",
+        "trace", "share", None, "AMS, without an n", _repetition,
+    ),
+    "max_loop": Metric(
+        "longest ending of the response that repeats up to 64 tokens at least twice",
+        "trace", "tokens", None, "kvsim", _max_loop,
+    ),
+    "value_norm_overlap": Metric(
+        "share of the entries kept behind the sinks that the largest values would keep too, "
+        "after the last event, next to chance",
+        "sets", "share", None, "after Expected Attention", _norms,
+    ),
+    "key_similarity": Metric(
+        "mean cosine of two keys that a head keeps, after the last event, next to chance",
+        "sets", "cosine", None, "G-KV, section 4", _similarity,
+    ),
+    "punctuation_lift": Metric(
+        "share kept of punctuation over the share kept of all tokens, after the last event",
+        "sets", "ratio", None, "G-KV, App. I", _punctuation,
+    ),
+}  # fmt: skip

@@ -1,0 +1,142 @@
+"""Metrics of rows: how far the output moves, and how much attention is lost with the entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.attention.sparsity import compressed_sparsity
+from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.output.error import head_lengths
+from kvsim.analysis.output.recall import TOP, attended
+from kvsim.analysis.subject import Subject
+
+Floats = NDArray[np.float64]
+
+
+def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        values = getattr(subject.output(), name)[:, :, subject.rows].astype(np.float64)
+        if not values.shape[-1]:
+            return
+        for layer, of_layer in zip(subject.record.layers, values, strict=True):
+            yield Cells(layer, mean_known(of_layer), "qhead")
+
+    return cells
+
+
+def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
+    each = zip(subject.record.layers, subject.walk(compressed_sparsity), strict=True)
+    for layer, sparsity in each:
+        for variant, values in sparsity.variants(("sequence", "behind_sink")):
+            yield Cells(layer, values, "head", variant)
+
+
+def _lost_mass(subject: Subject) -> Iterator[Cells]:
+    walked = subject.walk(attended)
+    for layer, rows, wiped in zip(subject.record.layers, walked.events, walked.wiped, strict=True):
+        for (length, threshold), shares in wiped.items():
+            variant = f"length={length},threshold={threshold:g}"
+            yield Cells(layer, shares, "head", variant, events=rows)
+
+
+def _recall(subject: Subject) -> Iterator[Cells]:
+    walked = subject.walk(attended)
+    if not walked.recall.shape[-1]:
+        return
+    recall, seen = walked.recall.mean(-1, np.float64), walked.seen.mean(-1, np.float64)
+    chance = seen.repeat(recall.shape[1] // seen.shape[1], axis=1)
+    for layer, values, random in zip(subject.record.layers, recall, chance, strict=True):
+        yield Cells(layer, values, "qhead", f"k={TOP}", chance=random)
+
+
+def _regret(subject: Subject) -> Iterator[Cells]:
+    if subject.oracle is None:  # no budget binds the policy, so no oracle is comparable
+        return
+    missing, least = (
+        errors().missing[:, :, subject.rows] for errors in (subject.output, subject.oracle)
+    )
+    if not missing.shape[-1]:
+        return
+    for layer, more in zip(subject.record.layers, missing.astype(np.float64) - least, strict=True):
+        yield Cells(layer, mean_known(more), "qhead")
+
+
+def _layer_error(subject: Subject) -> Iterator[Cells]:
+    moved, length = _moved(subject)
+    # an output of exactly 0 that stays 0 has not moved
+    relative = np.divide(moved, length, out=np.zeros_like(moved), where=length > 0)
+    yield from _means(subject, relative)
+
+
+def _layer_error_absolute(subject: Subject) -> Iterator[Cells]:
+    moved, _ = _moved(subject)
+    yield from _means(subject, moved)
+
+
+def _moved(subject: Subject) -> tuple[Floats, Floats]:
+    """How far the output of all heads moves, and the length of the full one; [layer, row] each."""
+    lengths = subject.walk(head_lengths)  # [layer, qhead, row]
+    moved: Floats = np.sqrt(((subject.output().error[:, :, subject.rows] * lengths) ** 2).sum(1))
+    return moved, np.sqrt((lengths**2).sum(1))
+
+
+def _means(subject: Subject, values: Floats) -> Iterator[Cells]:
+    """The mean over rows [layer, row] of each layer, nothing without rows."""
+    if values.shape[-1]:
+        for layer, mean in zip(subject.record.layers, values.mean(-1), strict=True):
+            yield Cells(layer, np.array([mean]))
+
+
+METRICS: Mapping[str, Metric] = {
+    "output_error": Metric(
+        "|o_full - o_seen| / |o_full| of the attention output, mean over rows after the prompt",
+        "rows", "relative", "lower", "kvsim", _rows("error"),
+    ),
+    "retained_mass": Metric(
+        "share of full attention on what a row sees and on the model's own sinks, mean over rows "
+        "after the prompt",
+        "rows", "share", "higher", "kvsim", _rows("mass"),
+    ),
+    "missing_mass": Metric(
+        "first factor of the output error: attention on evicted entries",
+        "rows", "share", "lower", "error = missing x distance", _rows("missing"),
+    ),
+    "error_distance": Metric(
+        "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-5 is missing",
+        "rows", "relative", None, "as missing_mass", _rows("distance"),
+    ),
+    "sparsity_compressed": Metric(
+        "sparsity over the entries that the last row still sees, attention over what rows see",
+        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed,
+        main="p=0.01,max=sequence",
+    ),
+    "wipeout_mass": Metric(
+        "share of later rows' attention on regions that lay in wiped-out ones, mean over events",
+        "rows", "share", "lower", "as wipeout", _lost_mass,
+        main="length=32,threshold=0",
+    ),
+    "topk_recall": Metric(
+        "share of the ten entries with the most full attention that a row still sees, mean over "
+        "rows after the prompt, next to chance",
+        "rows", "share", "higher", "kvsim", _recall,
+        main="k=10",
+    ),
+    "regret": Metric(
+        "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
+        "rows", "share", "lower", "kvsim", _regret, beside_oracle=True,
+    ),
+    "layer_error": Metric(
+        "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
+        "after the prompt",
+        "rows", "relative", "lower", "after Expected Attention, Fig. 6", _layer_error,
+        default=False,
+    ),
+    "layer_error_absolute": Metric(
+        "|o_full - o_seen| of such a vector; comparable within a layer",
+        "rows", "units of the trace", "lower", "as layer_error", _layer_error_absolute,
+        default=False,
+    ),
+}  # fmt: skip

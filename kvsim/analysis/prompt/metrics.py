@@ -1,0 +1,142 @@
+"""Metrics of how layers rank the tokens of a prompt, and where ASL selects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.prompt.ranking import Curve
+from kvsim.analysis.prompt.tables import Diagnosis
+from kvsim.analysis.subject import Analysis
+from kvsim.policies.asl import Selecting
+
+Floats = NDArray[np.float64]
+
+#: ASL's thresholds, Table 9.
+TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
+
+
+def _by_layer(
+    values: Callable[[Diagnosis], Floats | None],
+    chance: Callable[[Diagnosis], float] | None = None,
+) -> Callable[[Analysis], Iterator[Cells]]:
+    """Values [L] of a Diagnosis at each k, of layers that have one.
+
+    There is none where the whole prompt propagates.
+    """
+
+    def cells(analysis: Analysis) -> Iterator[Cells]:
+        for k, diagnosis in analysis.diagnoses.items():
+            numbers = None if diagnosis.curve.fits else values(diagnosis)
+            if numbers is None:
+                continue
+            random = None if chance is None else np.array([chance(diagnosis)])
+            for layer in np.flatnonzero(~np.isnan(numbers)).tolist():
+                yield Cells(layer, numbers[layer].reshape(1), variant=f"k={k}", chance=random)
+
+    return cells
+
+
+def _entropy(analysis: Analysis) -> Iterator[Cells]:
+    if analysis.ranking is not None:
+        for layer, nats in enumerate(analysis.ranking.entropy()):
+            yield Cells(layer, nats.reshape(1))
+
+
+def _selection(analysis: Analysis) -> Iterator[Cells]:
+    rule, ranking = analysis.rule, analysis.ranking
+    if ranking is None:
+        return
+    for k, diagnosis in analysis.diagnoses.items():
+        curve = diagnosis.curve
+        for tau in dict.fromkeys((*TAUS, rule.tau)):
+            yield _number(curve.selected(tau), f"k={k},tau={tau:g}")
+        for name, changed in _other_rules(rule, analysis.trace.n_layers):
+            other: Curve = ranking.curve(curve.budget, changed)
+            yield _number(other.selected(changed.tau), f"k={k},tau={rule.tau:g},{name}")
+
+
+def _other_rules(rule: Selecting, n_layers: int) -> Iterator[tuple[str, Selecting]]:
+    """Rules with another look-back or first layer, and the variant's name for it.
+
+    At least two layers are compared, since the ranks of one do not vary.
+    """
+    first, back = rule.rule(n_layers)
+    for other in dict.fromkeys((back // 4, back // 2, min(2 * back, first + 1))):
+        if other >= 2 and other != back:
+            yield f"look_back={other}", replace(rule, look_back=other)
+    for other in dict.fromkeys((n_layers // 6, n_layers // 2)):
+        if other >= 1 and other != first:
+            yield f"first_layer={other}", replace(rule, first_layer=other)
+
+
+def _gold(
+    number: Callable[[Diagnosis], int | None],
+) -> Callable[[Analysis], Iterator[Cells]]:
+    """A layer, or a number of layers, at each k; nothing where no gold tokens are given."""
+
+    def cells(analysis: Analysis) -> Iterator[Cells]:
+        for k, diagnosis in analysis.diagnoses.items():
+            if diagnosis.gold is not None:
+                yield _number(number(diagnosis), f"k={k}")
+
+    return cells
+
+
+def _number(value: int | None, variant: str) -> Cells:
+    """One number of the whole trace, NaN for None."""
+    return Cells(None, np.array([np.nan if value is None else float(value)]), variant=variant)
+
+
+METRICS: Mapping[str, Metric] = {
+    "rank_variance": Metric(
+        "variance over neighbouring layers of a token's rank, mean over the tokens that rank high",
+        "trace", "squared ranks", None, "ASL, section 4.1",
+        _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False,
+    ),
+    "rank_relative": Metric(
+        "rank variance over that of the first layer that ASL tests",
+        "trace", "ratio", None, "ASL, Fig. 6",
+        _by_layer(lambda diagnosis: diagnosis.curve.relative), main="k=25%", default=False,
+    ),
+    "rank_union": Metric(
+        "tokens among the first k of one of the layers compared, over k, next to chance",
+        "trace", "ratio", None, "ASL, section 4.1",
+        _by_layer(lambda diagnosis: diagnosis.union, lambda diagnosis: diagnosis.union_chance),
+        main="k=25%", default=False,
+    ),
+    "rank_overlap": Metric(
+        "Jaccard index of a layer's first k tokens and those of the layer before, next to chance",
+        "trace", "share", None, "kvsim, after ASL",
+        _by_layer(lambda diagnosis: diagnosis.jaccard, lambda diagnosis: diagnosis.jaccard_chance),
+        main="k=25%", default=False,
+    ),
+    "layer_entropy": Metric(
+        "entropy of a layer's scores as a distribution over the prompt's tokens",
+        "trace", "nats", None, "after ASL, Fig. 3", _entropy, default=False,
+    ),
+    "selection_layer": Metric(
+        "layer after which ASL selects; null where it never does",
+        "trace", "layer", None, "ASL, Fig. 9 and 10", _selection,
+        main="k=25%,tau=0.3", default=False,
+    ),
+    "gold_recall": Metric(
+        "share of given gold tokens among a layer's first k tokens or in ASL's window",
+        "trace", "share", None, "kvsim, after ASL",
+        _by_layer(lambda diagnosis: diagnosis.recall), main="k=25%", default=False,
+    ),
+    "gold_layer": Metric(
+        "first layer whose first k tokens and ASL's window hold all gold tokens",
+        "trace", "layer", None, "kvsim, after ASL",
+        _gold(lambda diagnosis: diagnosis.first_full_recall), main="k=25%", default=False,
+    ),
+    "gold_regret": Metric(
+        "layers from the first one that holds all gold tokens to the one after which ASL selects",
+        "trace", "layers", None, "kvsim, after ASL",
+        _gold(lambda diagnosis: diagnosis.layer_regret), main="k=25%", default=False,
+    ),
+}  # fmt: skip

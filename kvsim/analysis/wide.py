@@ -1,0 +1,27 @@
+"""Tables with a column for each number, for what the Table has no columns for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+
+def wide(parts: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> pl.DataFrame:
+    """The rows of all parts, with typed columns in this order; NaN is null.
+
+    A part maps names of columns to arrays of one shape, or to a value that all of its rows share.
+    """
+    frames = [pl.DataFrame(schema=columns)]
+    for part in parts:
+        arrays = {name: x.ravel() for name, x in part.items() if isinstance(x, np.ndarray)}
+        shared = {name: pl.lit(x) for name, x in part.items() if name not in arrays}
+        frames.append(
+            pl.DataFrame(arrays)
+            .with_columns(pl.selectors.float().fill_nan(None))
+            .with_columns(**shared)
+            .select(pl.col(name).cast(kind) for name, kind in columns.items())
+        )
+    return pl.concat(frames)
