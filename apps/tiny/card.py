@@ -17,9 +17,9 @@ from safetensors import safe_open
 from scipy.stats import binomtest
 
 from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
+from apps.tiny.model import SHAPES
 from apps.tiny.probes import FIGURES, FIRST, LAST
 from apps.tiny.results import Row, best, heads
-from kvsim.tiny.model import SHAPES
 from kvsim.tiny.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 

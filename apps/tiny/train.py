@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from apps.tiny.curriculum import IGNORE, STAGES, Batch, Stage, collate, draw_batch, draw_mix
-from kvsim.tiny.model import (
+from apps.tiny.model import (
     GROUP,
     HEAD_DIM,
     HIDDEN,

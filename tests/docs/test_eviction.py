@@ -15,7 +15,7 @@ from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
 from kvsim.tiny import PATH
-from kvsim.tiny.model import MAX_TOKENS, build
+from apps.tiny.model import MAX_TOKENS, build
 from kvsim.tiny.tasks import prompts
 from kvsim.tiny.tokenizer import save_tokenizer
 

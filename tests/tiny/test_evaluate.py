@@ -28,7 +28,7 @@ from apps.tiny.probes import (
 from apps.tiny.results import Results, best, digest, heads
 from kvsim.tiny import PATH
 from kvsim.tiny.ledger import check
-from kvsim.tiny.model import build
+from apps.tiny.model import build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import VERBS
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.tiny import train
 from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_batch, draw_mix
-from kvsim.tiny.model import SHAPES, build
+from apps.tiny.model import SHAPES, build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB
 
