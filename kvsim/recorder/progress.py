@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that takes (done, total) and shows it; silent in a pipe."""
+    """Return a function that shows (done, total); silent in a pipe."""
     if not sys.stderr.isatty():
         yield lambda done, total: None  # noqa: ARG005  the same signature as below
         return

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, kernel_name, listening
+from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.residual import decoder_layers
 
 
@@ -114,7 +114,7 @@ class Decoder:
         calls: list[KernelCall] = []
         x = hidden.to(self.model.device, self.model.dtype).unsqueeze(0)
         at = positions.to(x.device).unsqueeze(0)
-        with torch.no_grad(), listening(self.model, calls.append):
+        with torch.no_grad(), intercepting(self.model, calls.append):
             out: Any = self.layers[layer](
                 x,
                 attention_mask=self._mask(x),
