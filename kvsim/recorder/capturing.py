@@ -52,7 +52,7 @@ def capture(
         answer: the expected answer, for the answer check.
         labels: any of `task`, `domain` and `level` of the prompt, for tables.
         name: the trace's name; by default from `out`.
-        **options: of the capture.
+        **options: the fields of `kvsim.recorder.Options`.
 
     Returns:
         The trace, opened from `out` or in memory.
@@ -100,7 +100,7 @@ def capture_many(
         tokenizer: as for `capture`.
         prompts: the prompts, with distinct ids.
         out_dir: the folder of the traces.
-        **options: of the capture.
+        **options: the fields of `kvsim.recorder.Options`.
 
     Returns:
         The traces, in the order of the prompts.

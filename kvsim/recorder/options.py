@@ -7,7 +7,6 @@ the command line, and so to docs/cli.md. Importing this module loads none of the
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import textwrap
@@ -178,25 +177,21 @@ class Declared(NamedTuple):
     least: int | None
 
 
-@functools.cache
-def declared(options: type) -> tuple[Declared, ...]:
-    """Return the fields of a dataclass of options, with what their annotations say."""
+def declared(options: type) -> Iterator[Declared]:
+    """Yield the fields of a dataclass of options, with what their annotations say."""
     hints = get_type_hints(options, include_extras=True)
 
-    def read() -> Iterator[Declared]:
-        for field in fields(options):
-            kind, *notes = get_args(hints[field.name])
-            text = next(note for note in notes if isinstance(note, Help))
-            bounds = [note.least for note in notes if isinstance(note, AtLeast)]
-            yield Declared(field.name, kind, field.default, text, next(iter(bounds), None))
-
-    return tuple(read())
+    for field in fields(options):
+        kind, *notes = get_args(hints[field.name])
+        text = next(note for note in notes if isinstance(note, Help))
+        bounds = [note.least for note in notes if isinstance(note, AtLeast)]
+        yield Declared(field.name, kind, field.default, text, next(iter(bounds), None))
 
 
 def takes_options(function: Function) -> Function:
     """Show the fields of `Options` as the keywords of a function that takes `**options`.
 
-    They replace `**options` in the signature, and follow its line in the docstring.
+    They replace `**options` in the signature and its line in the docstring.
     """
     signature = inspect.signature(function)
     *parameters, _ = signature.parameters.values()
@@ -210,18 +205,17 @@ def takes_options(function: Function) -> Function:
         for option in declared(Options)
     ]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    before, line, after = (function.__doc__ or "").partition("**options: of the capture.\n")
-    listed = "".join(
+    lines = [
         textwrap.fill(
             f"{option.name}: {option.help.text}",
             width=100,
-            initial_indent=" " * 12,
-            subsequent_indent=" " * 16,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
         )
-        + "\n"
         for option in declared(Options)
-    )
-    function.__doc__ = before + line + listed + after
+    ]
+    if function.__doc__ is not None:  # python -OO
+        function.__doc__ = re.sub(r" +\*\*options: .*", "\n".join(lines), function.__doc__)
     return function
 
 

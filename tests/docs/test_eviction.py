@@ -10,12 +10,12 @@ import torch
 
 import eviction
 from apps.tiny.curriculum import collate
+from apps.tiny.model import MAX_TOKENS, build
 from apps.tiny.results import Results, digest
 from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
 from kvsim.tiny import PATH
-from apps.tiny.model import MAX_TOKENS, build
 from kvsim.tiny.tasks import prompts
 from kvsim.tiny.tokenizer import save_tokenizer
 
