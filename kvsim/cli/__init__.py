@@ -44,7 +44,7 @@ from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
 
 app = typer.Typer(
     name="kvsim",

@@ -153,13 +153,13 @@ def _check_device_map(device_map: str | Mapping[str, str | int], device: str | N
         )
     if find_spec("accelerate") is None:
         raise CaptureError(
-            "a device_map is given without accelerate, expected it installed; `pip install "
-            "accelerate`, or put the whole model on one device (--device)"
+            "a device_map needs accelerate, which is not installed; `pip install accelerate`, or "
+            "put the whole model on one device (--device)"
         )
     for place in [device_map] if isinstance(device_map, str) else device_map.values():
         if place not in _SPREAD and not _is_here(place):
             raise CaptureError(
-                f"device_map has {place!r}, expected {', '.join(_SPREAD)} or a device of this "
+                f"device_map names {place!r}, expected {', '.join(_SPREAD)} or a device of this "
                 "machine, such as cpu or cuda:0"
             )
 

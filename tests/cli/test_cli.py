@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.cli import demo as demo_module
-from kvsim.cli import main, prompting
+from kvsim.cli import COMMANDS, app, main, prompting
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.core.record import read_records
 from kvsim.tiny import ledger
@@ -108,10 +108,16 @@ def test_no_command_shows_help(run):
     assert "Commands:" in out
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["prompts", "capture", "traces", "info", "verify", "replay", "policies", "demo"],
-)
+def test_help_lists_each_command_once(run):
+    """The commands of `--help` are those of `COMMANDS`, each once and in that order."""
+    _, out, _ = run("--help")
+    listed = [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()]
+
+    assert listed == list(COMMANDS)
+    assert len(app.registered_groups) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(run, command):
     """`--help` names the command and describes its options."""
     status, out, err = run(command, "--help")
