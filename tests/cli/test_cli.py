@@ -24,8 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.cli import demo as demo_module
 from kvsim.cli import COMMANDS, app, main, prompting
+from kvsim.cli import demo as demo_module
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.core.record import read_records
 from kvsim.tiny import ledger
