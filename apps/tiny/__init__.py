@@ -1,12 +1,12 @@
-"""Training and measurement of the shipped models; programs that run from a checkout.
+"""Training and measurement of the shipped models.
 
-python -m apps.tiny.train --help       train a model
-python -m apps.tiny.evaluate --help    measure it, write its card
+Run from a checkout: ``python -m apps.tiny.train``, ``python -m apps.tiny.evaluate``.
 
-model       architecture and initial weights
-curriculum  batches of samples for training
-probes      models without a layer or a head; attention of each head
-results     measurements in a file
-card        generated sections of the model cards
-heads       figures of the heads
+    model       architecture and initial weights
+    tokenizer   the tokenizer of the ledger language, as files
+    curriculum  batches of samples for training
+    probes      models without a layer or a head; attention of each head
+    results     measurements in a file
+    card        generated sections of the model cards
+    heads       figures of the heads
 """

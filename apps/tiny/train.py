@@ -45,8 +45,8 @@ from apps.tiny.model import (
     build,
     head_rows,
 )
+from apps.tiny.tokenizer import save_tokenizer
 from kvsim.tiny.tasks import TASKS, prompts
-from kvsim.tiny.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM

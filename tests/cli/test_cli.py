@@ -419,7 +419,7 @@ def test_capture_of_a_file_of_prompts(run, tmp_path):
     ("arguments", "expected"),
     [
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "facts : hello world"], "'hello', 'world', expected words of its vocabulary; tiny"),
+        (["--prompt", "facts : hello world"], "'hello', 'world', expected words of its"),
         (["--prompt", "walk " * 5000], "5001 tokens, expected at most the model's context of 4096"),
         ([], "`kvsim prompts > prompts.jsonl`"),
         (["--prompt", "walk", "--prompts", "p.jsonl"], "both --prompt and --prompts"),
