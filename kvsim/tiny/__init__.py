@@ -1,4 +1,4 @@
-"""The shipped models ``tiny`` and ``tiny-deep``, which reason over a ledger.
+"""The shipped models, which reason over a ledger: ``tiny``, ``tiny-deep``.
 
 ``MODELS`` has the folder of weights and tokenizer of each, for
 ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; ``PATH`` is the
