@@ -154,21 +154,7 @@ def _budget(row: Mapping[str, Any]) -> str:
 @contextmanager
 def bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
     """Return a function that shows (done, total, label) as a bar; silent in a pipe."""
-    if not sys.stderr.isatty():
-        yield lambda *_: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from kvsim.recorder.progress import progress_bar
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def report(done: int, total: int, label: str = "") -> None:
-            progress.update(task, completed=done, total=total, description=visible(label))
-
-        yield report
+    with progress_bar(unit) as show:
+        yield lambda done, total, label: show(done, total, visible(label))

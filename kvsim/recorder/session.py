@@ -285,7 +285,7 @@ class _Run:
         with self.stack:
             progress = self.session.options.progress
             if progress is True:
-                progress = self.stack.enter_context(progress_bar(self.session.name))
+                progress = self.stack.enter_context(progress_bar("tokens", self.session.name))
             tokens, ended = self._generate(progress if callable(progress) else _silent)
             header = self.session.final_header(self.recorder, tokens, ended)
             texts = token_strings(tokens, self.session.tokenizer)

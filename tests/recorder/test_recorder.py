@@ -1118,7 +1118,7 @@ def test_the_bar_is_shown_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
 
-    with progress_bar("walk") as show:
+    with progress_bar("tokens", "walk") as show:
         show(5, 10)
 
     printed = capsys.readouterr()
