@@ -93,6 +93,14 @@ def test_public_functions_are_callable(name):
     assert inspect.getdoc(function)
 
 
+def test_the_package_runs_as_a_module():
+    """`python -m kvsim` is the command `kvsim`."""
+    command = [sys.executable, "-m", "kvsim", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert done.stdout == f"kvsim {kvsim.__version__}\n"
+
+
 @pytest.mark.parametrize("name", submodules())
 def test_module_says_what_it_is(name):
     """Every module opens with a docstring."""

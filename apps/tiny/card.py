@@ -1,8 +1,8 @@
 """The generated sections of the model card, from a file of measurements.
 
-A section stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Sections about the
-language follow from the language alone, the others from rows that `apps.tiny.evaluate` wrote and
-from the summary of the training beside the weights.
+A section is between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Sections about the language
+follow from the language alone, the others from rows of `apps.tiny.evaluate` and from the summary of
+the training next to the weights.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from safetensors import safe_open
 from scipy.stats import binomtest
 
 from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
+from apps.tiny.model import SHAPES
 from apps.tiny.probes import FIGURES, FIRST, LAST
 from apps.tiny.results import Row, best, heads
-from kvsim.tiny.model import SHAPES
 from kvsim.tiny.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 
 MISSING = "Not measured for these weights."
 POINTS = 12  # rows of the table of a training curve, at most
-#: A head is called what it does with at least this share of its attention: sink on the first
+#: The role of a head is where it puts at least this share of its attention: sink on the first
 #: positions, marks on punctuation, local on the last positions (all three `RESTS`), retrieval on
 #: the position that some word needs.
 RESTS, RETRIEVAL = 1 / 3, 0.5
@@ -37,13 +37,13 @@ def write(card: Path, rows: Sequence[Row], model: Path) -> None:
     A card need not have every section.
     """
     text = card.read_text("utf-8")
-    found = sections(rows, model)
-    own = {name: part for name, part in found.items() if f"<!-- begin {name} -->" in text}
-    card.write_text(fill(text, own), "utf-8")
+    parts = sections(rows, model).items()
+    present = {name: part for name, part in parts if f"<!-- begin {name} -->" in text}
+    card.write_text(fill(text, present), "utf-8")
 
 
 def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
-    """All generated sections by name."""
+    """Return all generated sections by name."""
     summary = json.loads((model / "training.json").read_text("utf-8"))
     measured: dict[str, Callable[[Sequence[Row]], str]] = {
         "accuracy": accuracy,
@@ -67,12 +67,12 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
 
 
 def fill(card: str, texts: Mapping[str, str]) -> str:
-    """``card`` with each section's text between its ``begin`` and ``end`` marker."""
+    """Return ``card`` with each section's text between its ``begin`` and ``end`` marker."""
     for name, text in texts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        before, found, rest = card.partition(begin)
+        before, opened, rest = card.partition(begin)
         _, closed, after = rest.partition(end)
-        if not (found and closed):
+        if not (opened and closed):
             raise ValueError(f"the card lacks the markers {begin} and {end}")
         card = f"{before}{begin}\n{text}\n{end}{after}"
     return card
@@ -85,7 +85,7 @@ def proportion(hits: int, n: int) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -94,7 +94,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _example(verb: str) -> str:
-    """A short prompt of one verb, and its response; the facts are the same for all."""
+    """Return a short prompt of a verb, and its response; all verbs have the same facts."""
     lines = {"check": 7, "wait": 10}.get(verb, 4)
     (sample,) = prompts(
         1, seed=87, task=verb, facts=4, lines=lines, kinds=3, filler=0.6, report=2, domain="ore"
@@ -105,7 +105,7 @@ def _example(verb: str) -> str:
 
 
 def _broken(text: str, before: Sequence[str], width: int = 96) -> str:
-    """``text`` in lines of at most ``width``, broken after clauses and ``before`` some words."""
+    """Break ``text`` into lines of at most ``width``, after clauses and ``before`` some words."""
     lines: list[str] = []
     clause: list[str] = []
     for word in text.split():
@@ -122,7 +122,7 @@ def _broken(text: str, before: Sequence[str], width: int = 96) -> str:
 
 
 def domains() -> str:
-    """The words of each domain."""
+    """Return the table of the words of each domain."""
     rows = [
         [name, " ".join(domain.kinds), " ".join(domain.nouns)] for name, domain in DOMAINS.items()
     ]
@@ -130,7 +130,7 @@ def domains() -> str:
 
 
 def levels() -> str:
-    """Two tables: what a level means, and how long its sequences are."""
+    """Return two tables: the sizes of each level, and the lengths of its sequences."""
     number = range(len(LEVELS["walk"]))
     sizes = []
     for index in number:
@@ -158,14 +158,15 @@ def _length(task: str, level: int, lines: int) -> str:
 
 
 def architecture(model: Path) -> str:
-    """What the model is, from its configuration and the size of its weights."""
+    """Describe the model from its configuration and the size of its weights."""
     config = json.loads((model / "config.json").read_text("utf-8"))
     weights = model / "model.safetensors"
     with safe_open(weights, "pt") as tensors:
-        found = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no mapping
-    kind = {"F32": "float32", "BF16": "bfloat16"}[found[0].get_dtype()]
+        slices = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118 - no mapping
+    kind = {"F32": "float32", "BF16": "bfloat16"}[slices[0].get_dtype()]
+    parameters = sum(math.prod(each.get_shape()) for each in slices)
     return (
-        f"A plain Qwen2 decoder of {sum(math.prod(one.get_shape()) for one in found):,} parameters "
+        f"A plain Qwen2 decoder of {parameters:,} parameters "
         f"in {kind} ({weights.stat().st_size / 1e6:.1f} MB): {config['num_hidden_layers']} layers, "
         f"hidden size {config['hidden_size']}, {config['num_attention_heads']} query heads and "
         f"{config['num_key_value_heads']} KV heads of {config['head_dim']} dimensions, SwiGLU of "
@@ -176,7 +177,7 @@ def architecture(model: Path) -> str:
 
 
 def training(summary: Row) -> str:
-    """What the run was that made the weights, from the summary beside them."""
+    """Describe the training run, from the summary next to the weights."""
     progress, settings = summary["progress"], summary["settings"]
     stages, passed = settings["stages"], progress["passed"]
     curriculum = passed[-1] if len(passed) == len(stages) else progress["step"]
@@ -201,7 +202,7 @@ def training(summary: Row) -> str:
 
 
 def data() -> str:
-    """What the mix is drawn from."""
+    """Describe the mix."""
     shares = ", ".join(f"{task} {share} %" for task, share in SHARES.items())
     return (
         f"Tasks by share: {shares}. The mix has {_span(MIX_FACTS)} facts and {_span(MIX_LINES)} "
@@ -211,8 +212,8 @@ def data() -> str:
 
 
 def guided(shape: str) -> str:
-    """Which heads training guides."""
-    said = {
+    """List the heads that training guides."""
+    labels = {
         "second": "the second of two retrievals",
         "item": "the next item of a list",
         "kind": "the kind of a correction",
@@ -220,7 +221,7 @@ def guided(shape: str) -> str:
     }
     heads_ = SHAPES[shape].guided.items()
     return "\n".join(
-        f"* {said.get(role, role)}: layer {layer}, query head {head}"
+        f"* {labels.get(role, role)}: layer {layer}, query head {head}"
         for role, (layer, head) in heads_
     )
 
@@ -230,16 +231,16 @@ def _span(pair: Sequence[int]) -> str:
 
 
 def curve(rows: Sequence[Row]) -> str:
-    """A table for each seed: exact chains of development samples over the course of training."""
+    """Return for each seed a table of exact chains of development samples during training."""
     runs = {row["seed"]: row["curve"] for row in rows if row["part"] == "curve"}
     parts = []
     for seed, points in sorted(runs.items()):
         step = -(-len(points) // POINTS)
-        kept = points[::-1][::step][::-1]  # the last one is among them
+        shown = points[::-1][::step][::-1]  # with the last point
         body = [
             [f"{point['tokens'] / 1e6:.1f}", str(point["stage"])]
             + [f"{100 * point['exact'][task]:.0f}" for task in TASKS]
-            for point in kept
+            for point in shown
         ]
         parts.append(f"Seed {seed}:\n\n" + table(["million tokens", "stage", *TASKS], body))
     return "\n\n".join(parts)
@@ -249,15 +250,15 @@ def curve(rows: Sequence[Row]) -> str:
 
 
 def accuracy(rows: Sequence[Row]) -> str:
-    """Exact chains for each task and level."""
+    """Return the table of exact chains for each task and level."""
     cells = best(rows, "accuracy")
     if not cells:
         return ""
     numbers = sorted({level for _, level in cells})
 
-    def cell(chosen: Sequence[Row]) -> str:
-        n = sum(row["n"] for row in chosen)
-        return proportion(sum(row["chain"] for row in chosen), n) if n else ""
+    def cell(measured: Sequence[Row]) -> str:
+        n = sum(row["n"] for row in measured)
+        return proportion(sum(row["chain"] for row in measured), n) if n else ""
 
     body = [
         [task] + [cell([cells[task, level]] if (task, level) in cells else []) for level in numbers]
@@ -268,7 +269,7 @@ def accuracy(rows: Sequence[Row]) -> str:
 
 
 def details(rows: Sequence[Row]) -> str:
-    """Everything else that was measured of the responses, one row for each task and level."""
+    """Return the table of the other measurements of responses, a row for each task and level."""
     body = [
         [task, str(level), _span(row["tokens"]), f"{row['reach']:.0f}", str(row["n"])]
         + [proportion(row[name], row["n"]) for name in ("report", "answer")]
@@ -284,16 +285,16 @@ def _counts(errors: Mapping[str, int]) -> str:
 
 
 def layers(rows: Sequence[Row]) -> str:
-    """Exact chains and right words without the attention of one layer, and the smallest loss."""
+    """Return exact chains and right words without the attention of a layer, and the least loss."""
     cells = best(rows, "ablation")
     if not cells:
         return ""
     parts = [name for name in next(iter(cells.values()))["removed"] if "head" not in name]
     loss: dict[str, tuple[float, str]] = {}
     for (task, _), row in cells.items():
-        found, n = row["removed"], row["n"]
+        without, n = row["removed"], row["n"]
         for part in parts[1:]:
-            points = 100 * (found["nothing"]["exact"] - found[part]["exact"]) / n
+            points = 100 * (without["nothing"]["exact"] - without[part]["exact"]) / n
             loss[part] = min(loss.get(part, (math.inf, "")), (points, task))
     body = [
         ["nothing" if part == parts[0] else _part(part)]
@@ -315,7 +316,7 @@ def _part(name: str) -> str:
 
 
 def removed(rows: Sequence[Row]) -> str:
-    """Exact chains without one KV head."""
+    """Return the table of exact chains without one KV head."""
     cells = best(rows, "ablation")
     if not cells:
         return ""
@@ -332,26 +333,26 @@ def removed(rows: Sequence[Row]) -> str:
 
 
 def roles(head: Row) -> list[str]:
-    """What a head is called."""
-    found = ["retrieval"] if max(head["mass"].values(), default=0.0) >= RETRIEVAL else []
+    """Return the roles of a head."""
+    names = ["retrieval"] if max(head["mass"].values(), default=0.0) >= RETRIEVAL else []
     rests = {"first": "sink", "marks": "marks", "last": "local"}
-    found += [role for name, role in rests.items() if head[name] >= RESTS]
-    return found or ["mixed"]
+    names += [role for name, role in rests.items() if head[name] >= RESTS]
+    return names or ["mixed"]
 
 
 def attention(rows: Sequence[Row]) -> str:
-    """For each head, where its attention rests and what it is called; and which heads are what."""
-    found = heads(rows)
-    if not found:
+    """Return where the attention of each head goes, its roles, and the heads of each role."""
+    measured = heads(rows)
+    if not measured:
         return ""
     body = []
-    called: dict[int, dict[str, list[str]]] = {}
-    for one in found:
-        shares = [f"{one[name]:.2f}" for name in FIGURES[:-1]]
-        said = [f"{one['effective']:.1f}", ", ".join(roles(one)), _finds(one)]
-        body.append([str(one["layer"]), str(one["head"]), *shares, *said])
-        for role in roles(one):
-            called.setdefault(one["layer"], {}).setdefault(role, []).append(str(one["head"]))
+    heads_of: dict[int, dict[str, list[str]]] = {}
+    for each in measured:
+        shares = [f"{each[name]:.2f}" for name in FIGURES[:-1]]
+        cells = [f"{each['effective']:.1f}", ", ".join(roles(each)), _finds(each)]
+        body.append([str(each["layer"]), str(each["head"]), *shares, *cells])
+        for role in roles(each):
+            heads_of.setdefault(each["layer"], {}).setdefault(role, []).append(str(each["head"]))
     first = ["layer", "query head", f"first {FIRST}", "marks", f"last {LAST}", "chain before"]
     head = [*first, "effective tokens", "role", "retrieves"]
     means = (
@@ -363,11 +364,11 @@ def attention(rows: Sequence[Row]) -> str:
     lines = [
         f"* Layer {layer}: "
         + "; ".join(f"{role} {', '.join(names)}" for role, names in sorted(by_role.items()))
-        for layer, by_role in called.items()
+        for layer, by_role in heads_of.items()
     ]
-    behind = [one for one in found if one["layer"]]
+    later = [each for each in measured if each["layer"]]
     most = ", ".join(
-        f"{max(one[name] for one in behind):.2f} on {where}"
+        f"{max(each[name] for each in later):.2f} on {where}"
         for name, where in zip(FIGURES[:3], ("the first", "marks", "the last"), strict=True)
     )
     most = f"The largest shares of a head behind layer 0: {most}."
@@ -375,22 +376,22 @@ def attention(rows: Sequence[Row]) -> str:
 
 
 def _finds(head: Row) -> str:
-    found = {name: mass for name, mass in head["mass"].items() if mass >= RETRIEVAL}
-    return "; ".join(f"{name} {mass:.2f}" for name, mass in found.items())
+    masses = {name: mass for name, mass in head["mass"].items() if mass >= RETRIEVAL}
+    return "; ".join(f"{name} {mass:.2f}" for name, mass in masses.items())
 
 
 def retrieval(rows: Sequence[Row]) -> str:
-    """For each layer and need, the head with the most mass on what is needed."""
-    found = heads(rows)
-    if not found:
+    """Return for each layer and need the head with the most mass on the needed position."""
+    measured = heads(rows)
+    if not measured:
         return ""
-    numbers = sorted({one["layer"] for one in found})
+    numbers = sorted({each["layer"] for each in measured})
     body = []
-    for name in found[0]["mass"]:
+    for name in measured[0]["mass"]:
         cells = []
         for number in numbers:
-            same = [one for one in found if one["layer"] == number]
-            top = max(same, key=lambda one: one["mass"][name])
+            same = [each for each in measured if each["layer"] == number]
+            top = max(same, key=lambda each: each["mass"][name])
             cells.append(f"{top['mass'][name]:.2f} (head {top['head']})")
         body.append([name, *cells])
     return table(["needed for", *(f"layer {number}" for number in numbers)], body)

@@ -1,6 +1,6 @@
-"""What the tiny model is trained on: samples of growing size, then a mix of all sizes, in batches.
+"""Training batches: samples of growing size, then a mix of all sizes.
 
-All randomness comes from the ``random.Random`` passed in.
+All randomness comes from the ``random.Random`` of the caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARES: dict[str, int] = {
 
 
 def draw_task(rng: random.Random) -> str:
-    """A task, drawn by `SHARES`."""
+    """Draw a task by `SHARES`."""
     return rng.choices(list(SHARES), list(SHARES.values()))[0]
 
 
@@ -45,7 +45,7 @@ class Stage:
     kinds: tuple[int, int]
 
     def draw(self, rng: random.Random) -> Sample:
-        """One sample of this stage."""
+        """Draw one sample of this stage."""
         task = draw_task(rng)
         needle = task == "needle"
         return make(
@@ -72,10 +72,10 @@ MIX_HAYSTACK = 24.0  # filler sentences before each of them, at most
 
 
 def draw_mix(rng: random.Random) -> Callable[[], Sample]:
-    """A source of samples of about one size, itself drawn: little padding within a batch.
+    """Draw a source of samples of similar size, so that batches have little padding.
 
     One batch in 25 is of needles. One sample in four has a single cycle over all facts, so that a
-    walk meets no fact twice before it has met all of them.
+    walk reads all facts before it reads one twice.
     """
     if rng.random() < SHARES["needle"] / 100:
         haystack = MIX_HAYSTACK * rng.random()
@@ -121,13 +121,13 @@ def draw_mix(rng: random.Random) -> Callable[[], Sample]:
     return draw
 
 
-#: What heads are guided to in training (`model.Shape.guided`): the second of two retrievals in a
-#: row, the next item of a list, and the kind and the digit of a correction.
+#: Retrievals that training guides heads to (`model.Shape.guided`): the second of two in a row, the
+#: next item of a list, and the kind and the digit of a correction.
 GUIDED = ("second", "item", "kind", "digit")
 
 
 def guided(retrieval: Retrieval, word: str) -> str | None:
-    """Which of `GUIDED` a retrieval is that is due after ``word``, or None."""
+    """Return which of `GUIDED` a retrieval after ``word`` is, or None."""
     if len(retrieval.path) == 2:
         return "second"
     if retrieval.purpose == "item":
@@ -139,15 +139,15 @@ def guided(retrieval: Retrieval, word: str) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded at the end; tensors are [sequence, pos], int64 if nothing else is said.
+    """Sequences padded at the end; tensors are [sequence, pos], int64 by default.
 
     Attributes:
         tokens: token ids.
-        labels: the token itself where it belongs to the response, else IGNORE.
-        between: where two retrievals in a row are due, the token that the first one finds, else
+        labels: the token itself in the response, else IGNORE.
+        between: before two retrievals in a row, the token that the first one reads, else IGNORE.
+        found: for each of `GUIDED`, before such a retrieval the position that it reads, else
             IGNORE.
-        found: for each of `GUIDED`, where it is due the position that it finds, else IGNORE.
-        idle: bool; the word that is due belongs to the response and needs no retrieval.
+        idle: bool; the next word belongs to the response and needs no retrieval.
     """
 
     tokens: Tensor
@@ -158,7 +158,7 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Tokens and targets of ``samples``."""
+    """Build a batch of ``samples``."""
     longest = max(sample.tokens for sample in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
     labels, between = (torch.full_like(tokens, IGNORE) for _ in range(2))
@@ -182,7 +182,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def draw_batch(draw: Callable[[], Sample], tokens: int) -> Batch:
-    """As many samples as fit into ``tokens`` after padding, at least one."""
+    """Draw as many samples as fit into ``tokens`` after padding, at least one."""
     samples: list[Sample] = []
     longest = 0
     while True:

@@ -1,14 +1,14 @@
-"""Measure a tiny model: how often it is right, what its layers and heads are needed for.
+"""Measure a shipped model: how often it is right, and what its layers and heads do.
 
     python -m apps.tiny.evaluate --results FILE [--tasks walk get] [--levels 1 2] [--n 100]
     python -m apps.tiny.evaluate --results FILE --logs 0=FILE 1=FILE
     python -m apps.tiny.evaluate --results FILE --card docs/tiny-model-card.md
 
-The first form measures and adds a line of JSON to the results for each measurement. What is there
-already, of the same weights and as many samples, is not measured again: interrupt it and start it
-again as often as needed. Two processes may share a file if they have different ``--tasks``.
-The second adds the curves of training runs, by seed. The last writes the card from the results, so
-that no number in it is typed, and measures nothing; `docs/heads.py` draws its pictures.
+The first form measures, and adds a line of JSON to the results for each measurement. It skips
+measurements of the same weights and as many samples that exist, so it can be interrupted and
+started again. Two processes may share a file if they have different ``--tasks``.
+The second form adds the curves of training runs, by seed. The last writes the generated sections of
+the card from the results and measures nothing; `docs/heads.py` draws its pictures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH = 20  # sequences that generate together
-PROBED = 2  # level of the samples that ablation and structure look at
+PROBED = 2  # level of the samples for ablation and structure
 
 # --- answers ---
 
@@ -46,36 +46,36 @@ PROBED = 2  # level of the samples that ablation and structure look at
 def respond(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
 ) -> list[str]:
-    """The model's own greedy responses to the prompts of ``samples``, with a full cache.
+    """Generate greedy responses to the prompts of ``samples``, with a full cache.
 
-    Samples of about one length go together; their prompts are padded on the left and masked, so
-    positions stay true.
+    Samples of similar length share a batch; prompts are padded on the left and masked, so positions
+    do not change.
     """
-    found = [""] * len(samples)
+    responses = [""] * len(samples)
     order = sorted(range(len(samples)), key=lambda index: samples[index].tokens)
     for first in range(0, len(order), BATCH):
-        chosen = order[first : first + BATCH]
-        texts = [samples[index].prompt for index in chosen]
-        longest = max(len(samples[index].response.split()) for index in chosen)
+        batch_indices = order[first : first + BATCH]
+        texts = [samples[index].prompt for index in batch_indices]
+        longest = max(len(samples[index].response.split()) for index in batch_indices)
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
         generate: Any = model.generate  # mypy takes the method for a tensor
         sequences = generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             do_sample=False,
-            max_new_tokens=longest + 8,  # room to go on where it should have stopped
+            max_new_tokens=longest + 8,  # room to continue where it should have stopped
         )
         written = sequences[:, batch["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-        for index, text in zip(chosen, texts, strict=True):
-            found[index] = text
-    return found
+        for index, text in zip(batch_indices, texts, strict=True):
+            responses[index] = text
+    return responses
 
 
 def first_error(sample: Sample, response: str) -> str | None:
-    """What the first wrong word of ``response`` should have been looked up for.
+    """Return the purpose of the lookup of the first wrong word of ``response``.
 
-    None where the response is right, "other" for a word that follows from those before it.
+    None if the response is right, "other" for a word that follows from the words before it.
     """
     expected, words = sample.response.split(), [w for w in response.split() if w not in SPECIAL[:3]]
     if words == expected:
@@ -90,17 +90,17 @@ def first_error(sample: Sample, response: str) -> str | None:
 def accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
 ) -> Row:
-    """How many chains, reports and answers of ``samples`` are exact, and where others go wrong."""
+    """Count the exact chains, reports and answers of ``samples``, and the first errors."""
     responses = respond(model, tokenizer, samples)
     pairs = list(zip(samples, responses, strict=True))
     checks = [check(sample.prompt, response) for sample, response in pairs]
     errors = Counter(filter(None, (first_error(*pair) for pair in pairs)))
     tokens = [sample.tokens for sample in samples]
     return {
-        "chain": sum(one.chain_exact for one in checks),
-        "report": sum(one.report_exact for one in checks),
-        "answer": sum(one.answer_exact for one in checks),
-        "right": round(sum(one.share for one in checks) / len(checks), 5),
+        "chain": sum(each.chain_exact for each in checks),
+        "report": sum(each.report_exact for each in checks),
+        "answer": sum(each.answer_exact for each in checks),
+        "right": round(sum(each.share for each in checks) / len(checks), 5),
         "errors": dict(errors.most_common()),
         "tokens": [min(tokens), max(tokens)],
         "reach": round(sum(sample.reach for sample in samples) / len(samples), 1),
@@ -109,8 +109,8 @@ def accuracy(
 
 # --- the program ---
 
-#: What is measured, and the seed of its first cell; training, development samples and examples
-#: use other seeds.
+#: The parts of a measurement, and the seed of the first cell; training, development samples and
+#: examples use other seeds.
 PARTS = {"accuracy": 1000, "ablation": 2000, "structure": 3000}
 
 
@@ -120,7 +120,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
-    """Whatever of the chosen parts, levels and tasks is not in the results."""
+    """Measure the requested parts, levels and tasks that are not in the results."""
     model, tokenizer = _load(options.model)
     probes: dict[str, Callable[[Sequence[Sample]], Row]] = {
         "accuracy": partial(accuracy, model, tokenizer),
@@ -137,24 +137,26 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
                 if results.has(**cell):
                     continue
                 began = time.perf_counter()
-                found = probes[part](prompts(n, seed, task=task, level=level))
+                values = probes[part](prompts(n, seed, task=task, level=level))
                 cell["seconds"] = round(time.perf_counter() - began, 1)
-                results.add(**cell, **found)
+                results.add(**cell, **values)
                 print(json.dumps(cell), flush=True)
 
 
 def curve(log: Path) -> Row:
-    """The measurements on development samples in the log of a training run."""
+    """Read the measurements on development samples from the log of a training run."""
     rows = [json.loads(line) for line in log.read_text("utf-8").splitlines() if line[:1] == "{"]
-    kept = ("step", "tokens", "seconds", "stage", "exact", "right")
-    return {"curve": [{key: row[key] for key in kept} for row in rows if "exact" in row]}
+    keys = ("step", "tokens", "seconds", "stage", "exact", "right")
+    return {"curve": [{key: row[key] for key in keys} for row in rows if "exact" in row]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure a tiny model, or write its card from what was measured."""
+    """Measure a shipped model, or write its card from the measurements."""
     parser = argparse.ArgumentParser(prog="python -m apps.tiny.evaluate", description=main.__doc__)
     parser.add_argument("--results", type=Path, required=True, help="file of measurements")
-    parser.add_argument("--model", type=Path, default=PATH, help="folder; default: the shipped one")
+    parser.add_argument(
+        "--model", type=Path, default=PATH, help="folder; default: the shipped model tiny"
+    )
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     levels = range(1, 1 + len(LEVELS[TASKS[0]]))

@@ -1,4 +1,4 @@
-"""Figures of the heads of a small model: what each attends to, finds, and is needed for.
+"""Figures of the heads of a small model: their attention, and their effect on the response.
 
 All numbers come from `apps.tiny.probes`.
 """
@@ -26,7 +26,7 @@ MAP = "viridis"
 
 
 def head_maps(maps: Any, *, prompt: int) -> Figure:
-    """Attention of every query head while one sample is read; rows are layers, columns are heads.
+    """Draw the attention of every query head over one sample; rows are layers, columns heads.
 
     Args:
         maps: [layer, query head, row, pos].
@@ -76,22 +76,23 @@ def head_maps(maps: Any, *, prompt: int) -> Figure:
 
 
 def head_masses(rows: Sequence[Row]) -> Figure:
-    """A heat map: rows are query heads, columns where attention rests and what words need.
+    """Draw a heat map: rows are query heads, columns the shares of attention and of needed words.
 
     rows: results, see `apps.tiny.probes.structure`.
     """
-    found = heads(rows)
-    needs = list(found[0]["mass"])
+    measured = heads(rows)
+    needs = list(measured[0]["mass"])
     rests = {"first 4": "first", "marks": "marks", "last 32": "last", "chain before": "chain"}
-    left = np.array([[one[name] for name in rests.values()] for one in found])
-    right = np.array([list(one["mass"].values()) for one in found])
-    layers = np.array([one["layer"] for one in found])
-    figure = Figure(figsize=(9.6, 0.235 * len(found) + 2.3), dpi=120)
+    left = np.array([[each[name] for name in rests.values()] for each in measured])
+    right = np.array([list(each["mass"].values()) for each in measured])
+    layers = np.array([each["layer"] for each in measured])
+    figure = Figure(figsize=(9.6, 0.235 * len(measured) + 2.3), dpi=120)
     axes = figure.subplots(
         1, 2, width_ratios=[len(rests), len(needs)], gridspec_kw={"wspace": 0.06}
     )
-    _grid(axes[0], left, list(rests), [f"{one['layer']}.{one['head']}" for one in found])
-    _grid(axes[1], right, needs, [""] * len(found))
+    labels = [f"{each['layer']}.{each['head']}" for each in measured]
+    _grid(axes[0], left, list(rests), labels)
+    _grid(axes[1], right, needs, [""] * len(measured))
     axes[0].set_ylabel("layer.head", fontsize=8)
     axes[0].set_title("where attention rests", fontsize=9)
     axes[1].set_title("mass on the position that a word needs", fontsize=9)
@@ -103,15 +104,15 @@ def head_masses(rows: Sequence[Row]) -> Figure:
 
 
 def removed_heads(rows: Sequence[Row]) -> Figure:
-    """A heat map: what share of the words that need a lookup is right without one part.
+    """Draw a heat map: the share of looked-up words that are right without one part.
 
     Rows are the whole model, each layer and each KV head; columns are purposes, all tasks together.
     rows: results, see `apps.tiny.probes.ablation`.
     """
     tasks = [row["removed"] for row in best(rows, "ablation").values()]
     parts = [name for name in tasks[0] if "mean" not in name]
-    known = {purpose for task in tasks for purpose in task["nothing"]["by_purpose"]}
-    purposes = [purpose for purpose in get_args(Purpose) if purpose in known]
+    measured = {purpose for task in tasks for purpose in task["nothing"]["by_purpose"]}
+    purposes = [purpose for purpose in get_args(Purpose) if purpose in measured]
     right = np.zeros((len(parts), len(purposes)))
     for at, part in enumerate(parts):
         for to, purpose in enumerate(purposes):
@@ -130,7 +131,7 @@ def removed_heads(rows: Sequence[Row]) -> Figure:
 
 
 def training_curves(rows: Sequence[Row]) -> Figure:
-    """Development samples against tokens of training; two panels for each seed.
+    """Draw development samples against tokens of training; two panels for each seed.
 
     Left the share of exact chains of each task, right the share of looked-up words of each purpose
     that are right. rows: results, see `apps.tiny.evaluate.curve`.
@@ -154,7 +155,7 @@ def training_curves(rows: Sequence[Row]) -> Figure:
 
 
 def _curves(axis: Axes, points: Sequence[Row], share: str, names: Sequence[str]) -> None:
-    """A line for each name that every point knows, and their mean."""
+    """Draw a line for each name that every point has, and their mean."""
     names = [name for name in names if all(name in point[share] for point in points)]
     tokens = np.array([point["tokens"] for point in points]) / 1e6
     shares = 100 * np.array([[point[share][name] for name in names] for point in points])
@@ -171,7 +172,7 @@ def _curves(axis: Axes, points: Sequence[Row], share: str, names: Sequence[str])
 
 
 def _grid(axis: Axes, shares: Floats, columns: Sequence[str], rows: Sequence[str]) -> None:
-    """Shares from 0 to 1 as coloured cells with their numbers; those below 0.005 have none."""
+    """Draw shares from 0 to 1 as coloured cells, with their numbers from 0.005 on."""
     axis.imshow(shares, cmap=MAP, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     for (row, column), share in np.ndenumerate(shares):
         if share >= 0.005:
@@ -185,7 +186,7 @@ def _grid(axis: Axes, shares: Floats, columns: Sequence[str], rows: Sequence[str
 
 
 def _grown(cells: Floats) -> Floats:
-    """Every cell as large as the largest of it and the next ones to the right and below."""
+    """Return the maximum of every cell and its neighbours to the left and above."""
     out = cells.copy()
     out[1:] = np.maximum(out[1:], cells[:-1])
     out[:, 1:] = np.maximum(out[:, 1:], cells[:, :-1])

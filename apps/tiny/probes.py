@@ -1,8 +1,8 @@
-"""Look into a tiny model: what is lost without a layer or a head, and what each head attends to.
+"""Probes of a shipped model: the loss without a layer or a head, and the attention of each head.
 
-Everything here is teacher-forced: the model reads prompt and right response at once. A chain is
-exact then if and only if greedy generation would write it, apart from rounding, because up to its
-first wrong word the model has read the same words.
+Everything here is teacher-forced: the input is the prompt and the right response. A chain is exact
+if and only if greedy generation would generate it, apart from rounding, because up to the first
+wrong word the input is the same.
 
 Shape letters: B sequences, T positions, H query heads, d head dimension.
 """
@@ -24,7 +24,7 @@ from kvsim.tiny.vocabulary import DIGITS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCH = 10  # sequences that are read together
+BATCH = 10  # sequences in a batch
 FIRST, LAST = 4, 32  # positions that count as sinks, and as local
 
 
@@ -35,9 +35,8 @@ class Need(NamedTuple):
     """One word that a retrieval reads.
 
     Attributes:
-        name: what for: the retrieval's purpose; with two words to read, a 1 or 2 for the first and
-            the second; of a correction, whether kind or digit; and "chain" where the word stands
-            in the response and not in the prompt.
+        name: the retrieval's purpose; for two words to read, 1 or 2 is added; for a correction,
+            kind or digit; and "chain" for a word of the response.
         row: position after which the looked-up word is due.
         pos: position to read.
     """
@@ -47,7 +46,7 @@ class Need(NamedTuple):
     pos: int
 
 
-#: The names of what the language can need, in the order of tables and pictures.
+#: All names of needs, in the order of tables and figures.
 NEEDS = (
     *("item", "branch", "successor", "join 1", "join 2"),
     *("digit 1", "digit 2", "digit 2, chain", "lines", "recheck 1", "recheck 2, chain"),
@@ -56,8 +55,8 @@ NEEDS = (
 
 
 def needs(sample: Sample) -> list[Need]:
-    """What the words of the response of ``sample`` need, ``<bos>`` being position 0."""
-    found = []
+    """Return the needs of the response of ``sample``; ``<bos>`` is position 0."""
+    result = []
     words = sample.prompt.split()
     for purpose, at, path in sample.retrievals:
         for hop, index in enumerate(path, 1):
@@ -65,15 +64,15 @@ def needs(sample: Sample) -> list[Need]:
             if purpose == "correction":
                 name += " digit" if words[index] in DIGITS else " kind"
             chain = index >= sample.prompt_words
-            found.append(Need(name + ", chain" * chain, 1 + at, 1 + index))
-    return found
+            result.append(Need(name + ", chain" * chain, 1 + at, 1 + index))
+    return result
 
 
 # --- removing parts ---
 
 
 def _projection(model: PreTrainedModel, layer: int) -> Any:
-    """What the heads of one layer write through; its input is [B, T, H * d]."""
+    """Return the output projection of a layer; its input is [B, T, H * d]."""
     return model.get_submodule(f"model.layers.{layer}.self_attn.o_proj")
 
 
@@ -81,12 +80,12 @@ def _projection(model: PreTrainedModel, layer: int) -> Any:
 def replaced(
     model: PreTrainedModel, layer: int, columns: slice, value: float | Tensor
 ) -> Iterator[None]:
-    """Inside the ``with`` those columns of what the heads of a layer found are ``value``."""
+    """Replace columns of the heads' outputs in a layer by ``value`` inside the ``with``."""
 
     def put(_module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = inputs[0].clone()
-        found[..., columns] = value
-        return (found, *inputs[1:])
+        outputs = inputs[0].clone()
+        outputs[..., columns] = value
+        return (outputs, *inputs[1:])
 
     handle = _projection(model, layer).register_forward_pre_hook(put)
     try:
@@ -102,13 +101,13 @@ def _batches(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
 
 @dataclass
 class Score:
-    """Chains and words that are right.
+    """Counts of right chains and words.
 
     Attributes:
-        samples: how many.
-        exact: of them with a chain that is right throughout.
+        samples: the number of samples.
+        exact: the number of samples with an exact chain.
         words: right words and all words, in the whole response.
-        by_purpose: the same of the words with a retrieval, by its purpose.
+        by_purpose: the same for words with a retrieval, by its purpose.
     """
 
     samples: int = 0
@@ -117,7 +116,7 @@ class Score:
     by_purpose: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, sample: Sample, right: Tensor) -> None:
-        """Count one sample; ``right`` [word] is about the words of prompt and response."""
+        """Count one sample; ``right`` [word] covers the words of prompt and response."""
         response = right[sample.prompt_words :].tolist()
         self.samples += 1
         self.exact += all(response[: sample.chain_words])
@@ -134,7 +133,7 @@ def _count(pair: list[int], hits: Sequence[bool]) -> None:
 
 @torch.no_grad()
 def score(model: PreTrainedModel, samples: Sequence[Sample]) -> Score:
-    """What ``model`` writes after each word of the right response."""
+    """Score the next word of ``model`` after each word of the right response."""
     total = Score()
     for batch in _batches(samples):
         tokens = collate(batch).tokens
@@ -146,25 +145,25 @@ def score(model: PreTrainedModel, samples: Sequence[Sample]) -> Score:
 
 @torch.no_grad()
 def means(model: PreTrainedModel, samples: Sequence[Sample]) -> list[Tensor]:
-    """What the heads of each layer find on average over the rows of the responses, [H * d] each."""
+    """Return the mean output of the heads of each layer over the responses, [H * d] each."""
     layers = model.config.num_hidden_layers
     sums = [torch.zeros(()) for _ in range(layers)]
-    caught: list[Tensor] = []
+    outputs: list[Tensor] = []
     handles = [
-        _projection(model, layer).register_forward_pre_hook(lambda _, x: caught.append(x[0]))
+        _projection(model, layer).register_forward_pre_hook(lambda _, x: outputs.append(x[0]))
         for layer in range(layers)
     ]
     rows = 0
     try:
         for batch in _batches(samples):
-            caught.clear()
+            outputs.clear()
             model(input_ids=collate(batch).tokens)
             for at, sample in enumerate(batch):
                 response = slice(sample.prompt_words, sample.tokens - 1)
                 rows += sample.tokens - 1 - sample.prompt_words
                 sums = [
-                    total + one[at, response].sum(0)
-                    for total, one in zip(sums, caught, strict=True)
+                    total + output[at, response].sum(0)
+                    for total, output in zip(sums, outputs, strict=True)
                 ]
     finally:
         for handle in handles:
@@ -173,9 +172,9 @@ def means(model: PreTrainedModel, samples: Sequence[Sample]) -> list[Tensor]:
 
 
 def ablation(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Scores of the whole model and without the attention of one layer or one KV head.
+    """Score the whole model, and the model without the attention of a layer or a KV head.
 
-    What a part writes is set to zero; for layers also to its mean over the responses.
+    The output of the part is set to zero; for layers also to its mean over the responses.
     """
     config = model.config
     group = _projection(model, 0).in_features // config.num_key_value_heads
@@ -186,18 +185,18 @@ def ablation(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, Any
         parts[f"layer {layer}, mean"] = (layer, slice(None), mean)
         for head in range(config.num_key_value_heads):
             parts[f"head {layer}.{head}"] = (layer, slice(head * group, (head + 1) * group), 0.0)
-    found = {"nothing": score(model, samples)}
+    scores = {"nothing": score(model, samples)}
     for name, part in parts.items():
         with replaced(model, *part):
-            found[name] = score(model, samples)
+            scores[name] = score(model, samples)
     return {
         "removed": {
             name: {
-                "exact": one.exact,
-                "right": round(one.words[0] / one.words[1], 5),
-                "by_purpose": one.by_purpose,
+                "exact": each.exact,
+                "right": round(each.words[0] / each.words[1], 5),
+                "by_purpose": each.by_purpose,
             }
-            for name, one in found.items()
+            for name, each in scores.items()
         }
     }
 
@@ -207,7 +206,7 @@ def ablation(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, Any
 
 @contextmanager
 def _returning_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the ``with`` the attention is computed the one way that returns it."""
+    """Use the eager kernel, which returns attention, inside the ``with``."""
     before = model.config._attn_implementation  # noqa: SLF001 - there is no public name
     model.set_attn_implementation("eager")
     try:
@@ -218,18 +217,18 @@ def _returning_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def attention_maps(model: PreTrainedModel, sample: Sample) -> Tensor:
-    """Attention while ``model`` reads one sample, [layer, H, T, T] (query head, row, pos)."""
+    """Return the attention over one sample, [layer, H, T, T] (query head, row, pos)."""
     with _returning_attention(model):
         output = model(input_ids=collate([sample]).tokens, output_attentions=True)
-    return torch.stack([one[0] for one in output.attentions])
+    return torch.stack([attention[0] for attention in output.attentions])
 
 
 def _figures(maps: Tensor, sample: Sample) -> Tensor:
-    """`FIGURES` of each head for each row after which a word of the response is due.
+    """Compute `FIGURES` of each head for each row that predicts a word of the response.
 
     Args:
         maps: attention, [layer, H, T, T].
-        sample: what was read.
+        sample: the input.
 
     Returns:
         [layer, H, row, figure].
@@ -252,46 +251,47 @@ def _figures(maps: Tensor, sample: Sample) -> Tensor:
     return torch.stack(figures, dim=-1)
 
 
-#: Words that no word of a response is ever looked up from.
+#: Words that no retrieval reads.
 PUNCTUATION = frozenset(".,:;")
-#: Mass on the first 4 positions; on punctuation of the prompt, neither among those nor the last 32;
-#: on the last 32; on what the response says before those; and effective tokens, the exponential of
-#: the entropy in nats.
+#: Mass on the first 4 positions; on punctuation of the prompt outside the first 4 and the last 32;
+#: on the last 32; on earlier words of the response; and effective tokens, the exponential of the
+#: entropy in nats.
 FIGURES = ("first", "marks", "last", "chain", "effective")
 
 
 def structure(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What each head attends to while the model responds.
+    """Measure the attention of each head in rows of the response.
 
     Returns:
-        ``rows`` of responses, ``met``: by name how many needs there are, and ``heads``: for each
-        layer and query head the mean of `FIGURES` over rows, and ``mass``, by name the mean share
-        that the head puts on the position that its row needs.
+        ``rows`` of responses; ``met``, the number of needs by name; and ``heads``, for each layer
+        and query head the mean of `FIGURES` over rows, and ``mass``, by name of the need the mean
+        attention to the needed position.
     """
     figures: list[Tensor] = []
     masses: dict[str, list[Tensor]] = {}
     for sample in samples:
         maps = attention_maps(model, sample)
         figures.append(_figures(maps, sample))
-        found = needs(sample)
-        for name in {need.name for need in found}:
-            rows, places = zip(*(need[1:] for need in found if need.name == name), strict=True)
+        due = needs(sample)
+        for name in {need.name for need in due}:
+            rows, places = zip(*(need[1:] for need in due if need.name == name), strict=True)
             masses.setdefault(name, []).append(maps[:, :, rows, places])  # [layer, H, need]
     figure = torch.cat(figures, dim=2)
     mass = {name: torch.cat(masses[name], dim=2) for name in NEEDS if name in masses}
     return {
         "rows": figure.shape[2],
-        "met": {name: one.shape[2] for name, one in mass.items()},
+        "met": {name: shares.shape[2] for name, shares in mass.items()},
         "heads": [
             {
                 "layer": layer,
                 "head": head,
                 **{
-                    name: round(float(one), 4)
-                    for name, one in zip(FIGURES, figure[layer, head].mean(0), strict=True)
+                    name: round(float(mean), 4)
+                    for name, mean in zip(FIGURES, figure[layer, head].mean(0), strict=True)
                 },
                 "mass": {
-                    name: round(float(one[layer, head].mean()), 4) for name, one in mass.items()
+                    name: round(float(shares[layer, head].mean()), 4)
+                    for name, shares in mass.items()
                 },
             }
             for layer in range(figure.shape[0])

@@ -1,21 +1,20 @@
-"""Train the tiny model from nothing on two CPU cores.
+"""Train a shipped model from scratch on two CPU cores.
 
     python -m apps.tiny.train --out DIR [--steps 6500] [--seed 0] [--threads 2] [--minutes 10]
     python -m apps.tiny.train --out DIR --resume [--threads 2] [--minutes 10]
 
-Curriculum first: samples of growing size, on to the next stage once the running mean of token
-accuracy passes a threshold or the stage's bound of steps is reached.
-Then the mix of all sizes, with linear decay of the learning rate.
-Every schedule counts steps, never seconds, so the result depends on the seed and not on the load
-of the machine. Some losses exist in training only, with a weight that falls: the middle of two
-retrievals leaves no trace in the text, so a linear head on the layer before the second one must
-name what the first one finds; and one head each is guided to attend to what the second retrieval
-finds, to the next item of a list, and to the kind and the digit of a correction.
+Training begins with a curriculum: samples of growing size. A stage ends when the running mean of
+token accuracy passes a threshold, or after its maximum number of steps. Then follows a mix of all
+sizes, with linear decay of the learning rate.
+Every schedule counts steps, not seconds, so the result depends on the seed and not on the load of
+the machine. Some losses are for training only, with a decreasing weight. The result of the first of
+two retrievals is not in the text, so a linear head on the input of the second layer must predict
+it; and one head each is guided to attend to the result of the second retrieval, to the next item of
+a list, and to the kind and the digit of a correction.
 
 The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps and
-after ``--minutes``, when the run stops; ``--resume`` goes on from it with the settings it was
-started with, and ends with the same weights as an uninterrupted run. At the end ``DIR`` holds what
-``from_pretrained`` loads.
+after ``--minutes``, when the run stops. ``--resume`` continues from it with its settings, and ends
+with the same weights as an uninterrupted run. At the end ``from_pretrained`` loads ``DIR``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch.nn.functional import cross_entropy, linear
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from apps.tiny.curriculum import IGNORE, STAGES, Batch, Stage, collate, draw_batch, draw_mix
-from kvsim.tiny.model import (
+from apps.tiny.model import (
     GROUP,
     HEAD_DIM,
     HIDDEN,
@@ -46,25 +45,25 @@ from kvsim.tiny.model import (
     build,
     head_rows,
 )
+from apps.tiny.tokenizer import save_tokenizer
 from kvsim.tiny.tasks import TASKS, prompts
-from kvsim.tiny.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
 WEIGHTS = "model.safetensors"
 BOS_AT = 0  # position of `<bos>`, where guided heads rest
-REST = 0.3  # weight of the resting, beside 1 for each thing that a head is guided to find
+REST = 0.3  # weight of the loss for resting, next to 1 for each guided retrieval
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the result of a run.
+    """Everything that determines the result of a run.
 
     Attributes:
-        steps: optimiser steps in all.
-        seed: of the initialisation and of the samples.
-        shape: which model, one of `model.SHAPES`.
+        steps: total number of optimiser steps.
+        seed: seed of the initialisation and of the samples.
+        shape: the model, one of `model.SHAPES`.
         stages: the curriculum.
         stage_steps: largest number of steps spent on each stage.
         stage_accuracy: running mean of token accuracy that ends a stage early.
@@ -72,10 +71,10 @@ class Settings:
         stage_tokens: size of a batch in the curriculum, in tokens.
         mix_tokens: size of a batch in the mix, in tokens.
         learning_rate: peak, after ``warm_up`` steps and before the decay.
-        free_rate: share of it for layers that start without a role.
+        free_rate: share of that rate for layers that start without a role.
         warm_up: steps of linear warm-up.
         decay: share of the mix over which the learning rate falls linearly, at its end.
-        extra: weight of the training-only losses; it falls to a tenth during the mix.
+        extra: weight of the training-only losses; it decreases to a tenth during the mix.
         checkpoint: steps between two checkpoints.
         evaluate: steps between two measurements on development samples; 0 for none.
     """
@@ -100,10 +99,10 @@ class Settings:
 
 @dataclass
 class Progress:
-    """Where a run is; with weights, optimiser and random state, all that a resume needs.
+    """Progress of a run; with weights, optimiser and random state, all that a resume needs.
 
-    ``passed`` holds the step at which each stage ended, ``accuracy`` the running mean of token
-    accuracy at the present stage, None before its first batch.
+    ``passed`` has the step at which each stage ended, ``accuracy`` the running mean of token
+    accuracy in the current stage, None before its first batch.
     """
 
     step: int = 0
@@ -114,12 +113,12 @@ class Progress:
 
     @property
     def stage(self) -> int:
-        """Index of the present stage; the number of stages once the mix has begun."""
+        """Index of the current stage; the number of stages once the mix has begun."""
         return len(self.passed)
 
     @property
     def stage_start(self) -> int:
-        """Step at which the present stage began."""
+        """Step at which the current stage began."""
         return self.passed[-1] if self.passed else 0
 
 
@@ -136,7 +135,7 @@ class Run:
 
     @property
     def mixing(self) -> bool:
-        """The curriculum is over."""
+        """Whether the curriculum is over."""
         return self.progress.stage == len(self.settings.stages)
 
     @property
@@ -149,7 +148,7 @@ class Run:
 
 
 def start(settings: Settings) -> Run:
-    """A run at step 0."""
+    """Return a run at step 0."""
     model = build(settings.seed, settings.shape)
     between_head = nn.Linear(HIDDEN, VOCAB_SIZE)  # torch's generator was seeded by `build`
     shape = SHAPES[settings.shape]
@@ -173,7 +172,7 @@ def start(settings: Settings) -> Run:
 
 
 def save(run: Run, path: Path) -> None:
-    """Write a checkpoint; an interruption leaves the previous one whole."""
+    """Write a checkpoint; an interruption does not damage the previous one."""
     part = path.with_suffix(".part")
     torch.save(
         {
@@ -190,7 +189,7 @@ def save(run: Run, path: Path) -> None:
 
 
 def load(path: Path) -> Run:
-    """The run that `save` wrote."""
+    """Load the run of a checkpoint."""
     state: dict[str, Any] = torch.load(path, weights_only=True)
     stages = tuple(Stage(**stage) for stage in state["settings"].pop("stages"))
     run = start(Settings(**state["settings"], stages=stages))
@@ -203,16 +202,16 @@ def load(path: Path) -> Run:
 
 
 def _log_attention(
-    model: Qwen2ForCausalLM, layer: int, head: int, hidden: Tensor, wanted: Tensor
+    model: Qwen2ForCausalLM, layer: int, head: int, hidden: Tensor, targets: Tensor
 ) -> Tensor:
-    """Log of the attention of one head to the positions that it is guided to.
+    """Compute the log of the attention of one head to the positions that it is guided to.
 
     Args:
         model: the model in training.
         layer: the head's layer.
         head: the query head.
         hidden: the layer's input, [sequence, pos, h].
-        wanted: the position to attend to, else IGNORE, [sequence, pos].
+        targets: the position to attend to, else IGNORE, [sequence, pos].
 
     Returns:
         One natural logarithm for each position that has a target, [target].
@@ -228,15 +227,15 @@ def _log_attention(
     )  # [sequence, 1, pos, d]
     positions = torch.arange(hidden.shape[1])
     query, key = apply_rotary_pos_emb(query, key, *model.model.rotary_emb(normed, positions[None]))
-    sequence, row = (wanted != IGNORE).nonzero(as_tuple=True)
+    sequence, row = (targets != IGNORE).nonzero(as_tuple=True)
     logits = (query[:, 0] @ key[:, 0].transpose(1, 2))[sequence, row].float() / HEAD_DIM**0.5
     logits = logits.masked_fill(positions > row[:, None], -torch.inf)  # [target, pos]
-    found: Tensor = logits.log_softmax(-1).gather(1, wanted[sequence, row][:, None])[:, 0]
-    return found
+    log_attention: Tensor = logits.log_softmax(-1).gather(1, targets[sequence, row][:, None])[:, 0]
+    return log_attention
 
 
 def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one batch, and what the log says about it."""
+    """Compute the loss of one batch, and its values for the log."""
     heads = SHAPES[run.settings.shape].guided
     with torch.autocast("cpu", torch.bfloat16):
         output = run.model.model(input_ids=batch.tokens, output_hidden_states=True)
@@ -246,19 +245,19 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         logits = run.model.lm_head(output.last_hidden_state[:, :-1][scored]).float()
         double = batch.between != IGNORE
         between_logits = run.between_head(inputs[heads["second"][0]][double]).float()
-        sought: dict[str, Tensor] = {}
+        guided: dict[str, Tensor] = {}
         resting: list[Tensor] = []
         for role, (layer, head) in heads.items():
-            wanted = batch.found[role].masked_fill(batch.idle, BOS_AT)
-            found = _log_attention(run.model, layer, head, inputs[layer], wanted)
-            idle = batch.idle[wanted != IGNORE]
-            resting.append(found[idle])
+            positions = batch.found[role].masked_fill(batch.idle, BOS_AT)
+            attention = _log_attention(run.model, layer, head, inputs[layer], positions)
+            idle = batch.idle[positions != IGNORE]
+            resting.append(attention[idle])
             if not idle.all():  # a batch need not have a list or a correction
-                sought[role] = found[~idle]
+                guided[role] = attention[~idle]
     token_loss = cross_entropy(logits, targets[scored])
     between_loss = cross_entropy(between_logits, batch.between[double])
     rested = torch.cat(resting)
-    guided_loss = sum(-found.mean() for found in sought.values()) - REST * rested.mean()
+    guided_loss = sum(-attention.mean() for attention in guided.values()) - REST * rested.mean()
     weight = run.settings.extra * max(0.1, run.left**2)
     loss = token_loss + weight * (between_loss + guided_loss)
     right = logits.argmax(-1) == targets[scored]
@@ -267,13 +266,13 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         "accuracy": right.float().mean().item(),
         "second_accuracy": right[double[:, :-1][scored]].float().mean().item(),
         "between_loss": between_loss.item(),
-        **{f"{role}_attention": found.exp().mean().item() for role, found in sought.items()},
+        **{f"{role}_attention": log.exp().mean().item() for role, log in guided.items()},
         "rest_attention": rested.exp().mean().item(),
     }
 
 
 def _draw(run: Run) -> tuple[Batch, bool]:
-    """The next batch, and whether it is of the present stage; a quarter repeat earlier ones."""
+    """Draw the next batch; a quarter are of earlier stages. The flag says: the current stage."""
     settings, rng, stage = run.settings, run.rng, run.progress.stage
     if run.mixing:
         return draw_batch(draw_mix(rng), settings.mix_tokens), True
@@ -284,16 +283,16 @@ def _draw(run: Run) -> tuple[Batch, bool]:
 
 
 def _step(run: Run) -> dict[str, float]:
-    """One optimiser step; returns what the log says about it."""
+    """Take one optimiser step, and return its values for the log."""
     settings, progress = run.settings, run.progress
     began = time.perf_counter()
-    batch, present = _draw(run)
+    batch, current = _draw(run)
     rate = min(1, (progress.step + 1) / settings.warm_up) * max(
         0.02, min(1, run.left / settings.decay)
     )
     for group in run.optimizer.param_groups:
         group["lr"] = settings.learning_rate * rate * group["share"]
-    loss, said = _losses(run, batch)
+    loss, values = _losses(run, batch)
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.optimizer.step()
@@ -301,14 +300,14 @@ def _step(run: Run) -> dict[str, float]:
     progress.step += 1
     progress.tokens += batch.tokens.numel()
     progress.seconds += time.perf_counter() - began
-    if present:
-        mean = progress.accuracy if progress.accuracy is not None else said["accuracy"]
-        progress.accuracy = 0.95 * mean + 0.05 * said["accuracy"]
-    return said
+    if current:
+        mean = progress.accuracy if progress.accuracy is not None else values["accuracy"]
+        progress.accuracy = 0.95 * mean + 0.05 * values["accuracy"]
+    return values
 
 
 def _stage_up(run: Run) -> bool:
-    """Go on to the next stage where it is due."""
+    """Begin the next stage if it is due, and return whether it began."""
     settings, progress = run.settings, run.progress
     if run.mixing:
         return False
@@ -323,7 +322,7 @@ def _stage_up(run: Run) -> bool:
 
 @torch.no_grad()
 def _develop(model: Qwen2ForCausalLM) -> dict[str, dict[str, float]]:
-    """Accuracy on development samples of level 3, teacher-forced.
+    """Measure accuracy on development samples of level 3, teacher-forced.
 
     Returns:
         The share of exact chains for each task, and the share of right words for each purpose of
@@ -341,14 +340,15 @@ def _develop(model: Qwen2ForCausalLM) -> dict[str, dict[str, float]]:
         for row, sample in enumerate(samples):
             chain = slice(sample.prompt_words, sample.prompt_words + sample.chain_words)
             hits += bool(right[row, chain].all())
-            for found in sample.retrievals:
-                purposes.setdefault(found.purpose, []).append(bool(right[row, 1 + found.at]))
+            for retrieval in sample.retrievals:
+                is_right = bool(right[row, 1 + retrieval.at])
+                purposes.setdefault(retrieval.purpose, []).append(is_right)
         exact[task] = hits / len(samples)
     shares = {name: round(sum(hits) / len(hits), 4) for name, hits in purposes.items()}
     return {"exact": exact, "right": shares}
 
 
-def _log(run: Run, **said: Any) -> None:
+def _log(run: Run, **values: Any) -> None:
     progress = run.progress
     row: dict[str, Any] = {
         "step": progress.step,
@@ -356,19 +356,19 @@ def _log(run: Run, **said: Any) -> None:
         "seconds": round(progress.seconds, 1),
         "stage": "mix" if run.mixing else progress.stage,
     }
-    said["running_accuracy"] = progress.accuracy
-    row |= {k: round(v, 4) if isinstance(v, float) else v for k, v in said.items()}
+    values["running_accuracy"] = progress.accuracy
+    row |= {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
     print(json.dumps(row), flush=True)
 
 
 def train(run: Run, out: Path, until: int | None = None, minutes: float | None = None) -> None:
-    """Take ``run`` to its end, or to step ``until``, or as far as it gets; writes to ``out``.
+    """Continue ``run`` to its end, to step ``until`` or for some minutes; write to ``out``.
 
     Args:
-        run: goes on from where it is.
+        run: the run, at any step.
         out: folder for checkpoint and model.
-        until: a step to stop at.
-        minutes: stop with a checkpoint after so long.
+        until: the step to stop at.
+        minutes: stop with a checkpoint after this time.
     """
     settings, progress = run.settings, run.progress
     began = time.monotonic()
@@ -377,13 +377,13 @@ def train(run: Run, out: Path, until: int | None = None, minutes: float | None =
         if minutes is not None and time.monotonic() - began > 60 * minutes:
             save(run, out / "state.pt")
             return
-        said = _step(run)
+        values = _step(run)
         if _stage_up(run):
             _log(run, passed_stage=progress.stage - 1)
         if settings.evaluate and progress.step % settings.evaluate == 0:
-            _log(run, **said, **_develop(run.model))
+            _log(run, **values, **_develop(run.model))
         elif progress.step % 50 == 0:
-            _log(run, **said)
+            _log(run, **values)
         if progress.step % settings.checkpoint == 0:
             save(run, out / "state.pt")
     if progress.step == settings.steps:
@@ -394,7 +394,7 @@ def export(run: Run, out: Path) -> None:
     """Write weights, configuration, tokenizer and a summary of the training to ``out``."""
     run.model.save_pretrained(out)
     stored = SHAPES[run.settings.shape].stored
-    if stored != torch.float32:  # after the configuration, which says what to compute in
+    if stored != torch.float32:  # after the configuration, which has the dtype for computing
         weights = {name: value.to(stored) for name, value in load_file(out / WEIGHTS).items()}
         save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     save_tokenizer(out, MAX_TOKENS)
@@ -403,7 +403,7 @@ def export(run: Run, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the tiny model."""
+    """Train a shipped model."""
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m apps.tiny.train", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
@@ -411,8 +411,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--shape", choices=SHAPES, default=defaults.shape)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--minutes", type=float, help="stop with a checkpoint after so long")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the checkpoint in --out"
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     state = options.out / "state.pt"

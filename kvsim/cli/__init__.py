@@ -1,21 +1,10 @@
-"""The command line: `kvsim COMMAND ...`.
+"""The command line: `kvsim COMMAND ...`, one command per line of `COMMANDS`.
 
-    values      what the user typed, as values
+    values      values of options and arguments
+    options     options of a command, generated from a dataclass
     show        tables, JSON and progress
-    prompting   prompts
-    recording   capture, info, verify
-    tracing     trace recover
-    indexing    traces
-    replaying   replay
-    reporting   report
-    tracing     trace pack, trace unpack, of `sharing`
-    plotting    plot, of the figures in `figures`
-    recomputing recompute
-    costing     cost
-    layers      layers
-    dashboard   dashboard
-    listing     policies, metrics
-    demo        demo
+    figures     the figures of `plot`
+    sharing     pack and unpack, of `trace`; outputs that are URLs
 
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 an
@@ -28,7 +17,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -38,6 +27,7 @@ from kvsim.cli import (
     costing,
     dashboard,
     demo,
+    describing,
     indexing,
     layers,
     listing,
@@ -48,12 +38,13 @@ from kvsim.cli import (
     replaying,
     reporting,
     tracing,
+    verifying,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
 from kvsim.errors import KvsimError
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
 
 app = typer.Typer(
     name="kvsim",
@@ -62,30 +53,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command()(prompting.prompts)
-app.command()(recording.capture)
-app.command()(recording.info)
-app.command()(recording.verify)
-app.command()(indexing.traces)
-app.add_typer(tracing.app, name="trace")
-app.command()(replaying.replay)
-app.command()(reporting.report)
-app.command()(plotting.plot)
-app.command()(recomputing.recompute)
-app.command()(costing.cost)
-app.command()(layers.layers)
-app.command()(dashboard.dashboard)
-app.command()(listing.policies)
-app.command()(listing.metrics)
-app.command(name="demo")(demo.run)
-app.add_typer(tracing.app, name="trace")
 
-# click's, or typer's own copy of it: the class that says a command was used wrongly
+#: Every command, in the order of `kvsim --help`; `trace` has commands of its own.
+COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
+    "prompts": prompting.prompts,
+    "capture": recording.capture,
+    "info": describing.info,
+    "verify": verifying.verify,
+    "traces": indexing.traces,
+    "replay": replaying.replay,
+    "report": reporting.report,
+    "plot": plotting.plot,
+    "recompute": recomputing.recompute,
+    "cost": costing.cost,
+    "layers": layers.layers,
+    "dashboard": dashboard.dashboard,
+    "policies": listing.policies,
+    "metrics": listing.metrics,
+    "demo": demo.run,
+    "trace": tracing.app,
+}
+for name, command in COMMANDS.items():
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name=name)(command)
+
+# click's class of usage errors, or typer's own copy of it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"kvsim {kvsim.__version__}")
         raise typer.Exit
 
@@ -105,33 +104,34 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _status(argv: list[str]) -> int:
-    """Run one command; what goes wrong in a known way is one line on standard error."""
+    """Run one command and return its status; an expected error is one line on standard error."""
     try:
         command = typer.main.get_command(app)
         done = command.main(argv or ["--help"], prog_name="kvsim", standalone_mode=False)
         sys.stdout.flush()
     except Stop as stop:
-        return _say(str(stop), stop.status)
+        return _end(str(stop), stop.status)
     except (KvsimError, _UsageError) as error:
-        told = str(error) if isinstance(error, KvsimError) else _usage(error)
-        return _say(f"error: {one_line(told)}", 2)
+        message = str(error) if isinstance(error, KvsimError) else _usage(error)
+        return _end(f"error: {one_line(message)}", 2)
     except (KeyboardInterrupt, typer.Abort):
         done = 130
     except OSError as error:
         return _system(error)
-    if done == 130:  # typer turns an interrupt into the status that a shell gives it
-        return _say("interrupted, nothing was written", 130)
+    if done == 130:  # typer returns the status that shells use for an interrupt
+        return _end("interrupted, nothing was written", 130)
     return done if isinstance(done, int) else 0
 
 
-def _say(line: str, status: int) -> int:
+def _end(line: str, status: int) -> int:
+    """Print the last line of a command on standard error; return the status."""
     with contextlib.suppress(BrokenPipeError):
         echo_text(line, err=True)
     return status
 
 
 def _usage(error: Exception) -> str:
-    """One line: what was wrong with the command, and where its help is."""
+    """Return one line: what is wrong with the command, and how to see its help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "kvsim"
     message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]  # click's
@@ -139,11 +139,11 @@ def _usage(error: Exception) -> str:
 
 
 def _system(error: OSError) -> int:
-    """What the system refused: no bug of ours, so no traceback."""
+    """Return the status after an error of the system, which needs no traceback."""
     if error.errno == errno.EPIPE:
-        # who reads our output has stopped; Python's own flush at exit must not complain again
+        # the reader of the output has gone; Python's own flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR):
-        return _say(f"error: {error.strerror}: {error.filename or 'output'}", 1)
+        return _end(f"error: {error.strerror}: {error.filename or 'output'}", 1)
     raise error

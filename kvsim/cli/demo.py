@@ -1,4 +1,4 @@
-"""`kvsim demo`: the shipped model answers a question, and policies are compared on its trace."""
+"""`kvsim demo`: a comparison of policies on a trace of the shipped model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kvsim.core.trace import Trace
     from kvsim.sweeps.run import Run
 
-#: `full` is the reference; `random` says what chance alone would do.
+#: `full` is the reference; `random` is chance.
 POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")
 BUDGETS = (64, 128)
-#: Rows between events, the same for every policy, so that they differ in what they keep alone.
+#: Rows between events, the same for every policy, so that policies differ only in what they keep.
 INTERVAL = 32
-#: The retention map shows this layer and KV head.
+#: The layer and KV head of the retention map.
 LAYER, HEAD = 1, 0
 
 MARKER = "demo.json"
@@ -42,15 +42,15 @@ def run(
         typer.Option(
             parser=local_path,
             metavar="DIR",
-            help="The folder for trace, run and figures; that of an earlier demo is replaced.",
+            help="The folder for trace, run and figures; an earlier demo there is replaced.",
         ),
     ] = Path("results/demo"),
     as_json: Json = False,
 ) -> None:
-    """Compare six policies on a trace of the model that ships.
+    """Compare six policies on a trace of the shipped model.
 
-    Records it while it reasons, replays the policies at two budgets, prints a table, and writes
-    trace, run and figures.
+    Records the model while it reasons, replays the policies at two budgets, prints a table, and
+    writes trace, run and figures.
     """
     _check_target(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def run(
         draft.chmod(0o755)  # a temporary folder is private, a result is not
         _publish(draft, out)
     except KeyboardInterrupt:
-        state = "is as it was" if out.exists() else "was not written"
+        state = "is unchanged" if out.exists() else "was not written"
         raise Stop(f"interrupted, {out} {state}", 130) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -72,24 +72,24 @@ def run(
 
 
 def _check_target(out: Path) -> None:
-    """Raise OutputError unless nothing is at `out`, or an earlier demo and nothing else."""
+    """Raise OutputError if `out` exists and is not just an earlier demo."""
     if not (out.exists() or out.is_symlink()):
         return
     if out.is_symlink() or not out.is_dir() or not (out / MARKER).is_file():
         raise OutputError(
-            f"{out} exists and was not made by `kvsim demo`; give another --out or move it away, "
+            f"{out} exists and is not of `kvsim demo`; give another --out or move it away, "
             "nothing was changed"
         )
-    strange = sorted(path.name for path in out.iterdir() if path.name not in _FILES)
-    if strange:
+    foreign = sorted(path.name for path in out.iterdir() if path.name not in _FILES)
+    if foreign:
         raise OutputError(
-            f"{out} holds {', '.join(strange)}, which no demo made; give another --out or move "
+            f"{out} has {', '.join(foreign)}, which is not of a demo; give another --out or move "
             "that away, nothing was changed"
         )
 
 
 def _publish(draft: Path, out: Path) -> None:
-    """Put the complete folder in place of that of an earlier demo, which is kept until then."""
+    """Replace the folder of an earlier demo by the complete new one."""
     _check_target(out)
     aside = out.parent / f".{out.name}.old-{secrets.token_hex(4)}"
     replaced = out.exists()
@@ -107,14 +107,14 @@ def _publish(draft: Path, out: Path) -> None:
 
 @dataclass
 class _Demo:
-    """One demo in a folder; `seconds` is how long each step took."""
+    """One demo in a folder; `seconds` has the time of each step."""
 
     folder: Path
     quiet: bool
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
-        """All steps, told as they are done; gives what `--json` prints."""
+        """Do all steps, print on the way, and return what `--json` prints."""
         with self._step("load"):
             from kvsim.recorder import load_model
             from kvsim.sweeps.run import SUMMARY, summarise
@@ -148,7 +148,7 @@ class _Demo:
         yield
         self.seconds[name] = time.perf_counter() - start
 
-    def _say(self, text: str = "") -> None:
+    def _echo(self, text: str = "") -> None:
         if not self.quiet:
             echo_text(text)
 
@@ -168,7 +168,7 @@ class _Demo:
             )
         facts = self._facts(trace)
         verdict = "right" if facts["answer_right"] else f"wrong, expected {sample.answer}"
-        self._say(
+        self._echo(
             f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
             f"prompt of {trace.prompt_len} tokens and wrote {trace.n_pos - trace.prompt_len}; "
             f"its answer {facts['answer']} is {verdict}."
@@ -191,25 +191,25 @@ class _Demo:
         from kvsim.store import verify
 
         with self._step("verify"):
-            found = verify(self.folder / "trace.zarr", deep=True)
-        if not found.ok:
-            raise TraceError(f"the trace just recorded is damaged: {found.problems[0]}")
-        self._say(
+            report = verify(self.folder / "trace.zarr", deep=True)
+        if not report.ok:
+            raise TraceError(f"the trace just recorded is damaged: {report.problems[0]}")
+        self._echo(
             "Attention recomputed from the recorded queries, keys and values differs from the "
-            f"model's own by at most {max(found.output_error):.0e} (relative)."
+            f"model's own by at most {max(report.output_error):.0e} (relative)."
         )
 
     def _replay(self, trace: Trace) -> tuple[Run, dict[tuple[str, int], float]]:
-        """The sweep, and the seconds that each policy and budget took."""
+        """Return the sweep, and the seconds of each policy and budget."""
         from kvsim.policies import policy
         from kvsim.sweeps.run import sweep
 
         starts: list[float] = []
         with bar("cells") as report:
 
-            def note(done: int, total: int, what: str) -> None:
+            def note(done: int, total: int, label: str) -> None:
                 starts.append(time.perf_counter())
-                report(done, total, what)
+                report(done, total, label)
 
             run = sweep(
                 [trace],
@@ -247,32 +247,32 @@ class _Demo:
         from kvsim.cli.replaying import fidelity_line, means
         from kvsim.sweeps.run import SUMMARY, summarise
 
-        def took(row: Mapping[str, Any]) -> float:
+        def seconds(row: Mapping[str, Any]) -> float:
             return replay_seconds[row["policy"], row["budget"]]
 
         more: dict[str, Callable[[dict[str, Any]], str]] = {
-            "replay\nms": lambda row: f"{1000 * took(row):.0f}",
-            "capture\n/ replay": lambda row: f"{self.seconds['capture'] / took(row):.0f}x",
+            "replay\nms": lambda row: f"{1000 * seconds(row):.0f}",
+            "capture\n/ replay": lambda row: f"{self.seconds['capture'] / seconds(row):.0f}x",
         }
-        self._say(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
+        self._echo(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
         echo_results(summarise(run.table), ["full"], more)
-        self._say()
-        self._say(means(SUMMARY, 1))
-        self._say(fidelity_line(run.table, SUMMARY))
-        self._say(_reading(document["cells"]))
-        self._say(
+        self._echo()
+        self._echo(means(SUMMARY, 1))
+        self._echo(fidelity_line(run.table, SUMMARY))
+        self._echo(_reading(document["cells"]))
+        self._echo(
             f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
             f"column is that over the replay of a cell. Measuring all {len(run.records)} cells, "
-            f"of which the line of full stands for {len(BUDGETS)}, took another "
-            f"{self.seconds['measure']:.1f} s. Both on this machine's CPU with a tiny model: the "
-            "ratio of a large model is another one."
+            f"{len(BUDGETS)} of them in the line of full, took another "
+            f"{self.seconds['measure']:.1f} s. Both times are of this machine's CPU and a tiny "
+            "model; a large model has another ratio."
         )
         steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
-        self._say(f"Seconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
+        self._echo(f"Seconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
 
 
 def _reading(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two sentences on what the table says at the smaller budget."""
+    """Return two sentences about the table at the smaller budget."""
     small = [row for row in rows if row["budget"] == min(BUDGETS) and row["policy"] != "full"]
     small.sort(key=lambda row: float(row["output_error"]))
     best, worst = small[0], small[-1]
@@ -280,8 +280,8 @@ def _reading(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"At budget {min(BUDGETS)}, {best['policy']} moves the attention output least, by "
         f"{best['output_error']:.0%} of its size, and {worst['policy']} most, by "
-        f"{worst['output_error']:.0%}. streaming_llm, which looks at no attention, wipes out "
-        f"{streaming['wipeout']:.0%} of the regions of the text, {best['policy']} "
+        f"{worst['output_error']:.0%}. streaming_llm, which reads no attention, wipes out "
+        f"{streaming['wipeout']:.0%} of the regions of the sequence, {best['policy']} "
         f"{best['wipeout']:.0%}."
     )
 

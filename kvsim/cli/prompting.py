@@ -1,4 +1,4 @@
-"""`kvsim prompts`: prompts of the shipped model's language, each with its only right response."""
+"""`kvsim prompts`: prompts in the language of the shipped models, with their responses."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def prompts(
         list[str] | None,
         typer.Option(
             metavar=f"{'|'.join(TASKS)}[,...]",
-            help="What is asked for; without it, all tasks in turn.",
+            help="The question; without it, all tasks in turn.",
         ),
     ] = None,
     level: Annotated[
         list[str] | None,
         typer.Option(
             metavar=f"1..{len(TOKENS)}[,...]",
-            help="How long page and response are and how far back facts are looked up, from about "
-            f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, sizes as below.",
+            help="The length of page and response, and the distance of lookups, from about "
+            f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, the sizes below.",
         ),
     ] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
             metavar=f"{'|'.join(DOMAINS)}[,...]",
-            help="What the words are about; without it, all domains in turn.",
+            help="The subject of the words; without it, all domains in turn.",
         ),
     ] = None,
-    n: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 10,
+    n: Annotated[int, typer.Option(min=1, help="The number of prompts.")] = 10,
     seed: Annotated[int, typer.Option(help="The same seed gives the same prompts.")] = 0,
     facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None,
     lines: Annotated[
@@ -56,21 +56,21 @@ def prompts(
     kinds: Annotated[int | None, typer.Option(help="Kinds in the key.")] = None,
     report: Annotated[int | None, typer.Option(help="Sums that the report repeats.")] = None,
     cycle: Annotated[
-        int | None, typer.Option(help="Lines after which a walk comes back to a fact.")
+        int | None, typer.Option(help="Lines after which a walk returns to a fact.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(parser=local_path, metavar="FILE.jsonl", help="Write to a file instead."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file that is there already.")
+        bool, typer.Option("--overwrite", help="Replace a file that exists.")
     ] = False,
 ) -> None:
-    """Write prompts for the shipped model, whose right answers are known.
+    """Write prompts for the shipped models, with the right answers.
 
-    Prints a JSON object per line: a file of them is what `kvsim capture --prompts` takes. Of
-    several tasks, levels or domains all combinations take turns. A level sets all sizes; without
-    one they can be given, or have defaults that make about 500 tokens.
+    Prints a JSON object per line, in the format of `kvsim capture --prompts`. Several tasks, levels
+    or domains alternate in all combinations. A level sets all sizes; without a level, sizes have
+    defaults of about 500 tokens.
     """
     _check_output(out, overwrite=overwrite)
     tasks = None if task is None else split(task, "--task")
@@ -85,18 +85,18 @@ def prompts(
         "cycle": cycle,
     }
     samples = _samples(n, seed, tasks, levels, domains, sizes)
-    rows = [json.dumps(one.row(_name(one, seed, i))) for i, one in enumerate(samples)]
+    rows = [json.dumps(sample.row(_name(sample, seed, i))) for i, sample in enumerate(samples)]
     if out is None:
         typer.echo("\n".join(rows))
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(rows) + "\n", "utf-8")
-    lengths = sorted(one.tokens for one in samples)
+    lengths = sorted(sample.tokens for sample in samples)
     typer.echo(f"{out}: {n} prompts, with their responses {lengths[0]} to {lengths[-1]} tokens")
 
 
-def _numbers(given: Sequence[str]) -> list[int]:
-    texts = split(given, "--level")
+def _numbers(values: Sequence[str]) -> list[int]:
+    texts = split(values, "--level")
     wrong = [text for text in texts if not text.isdecimal()]
     if wrong:
         raise OptionError(f"--level is {wrong[0]!r}; expected numbers from 1 to {len(TOKENS)}")
@@ -111,42 +111,42 @@ def _samples(
     domains: Sequence[str] | None,
     sizes: Mapping[str, Any],
 ) -> list[Sample]:
-    """Prompts of all combinations in turn; None for all tasks, all domains and no level.
+    """Draw prompts of all combinations in turn; None means all tasks, all domains, no level.
 
-    Each of several combinations has random numbers of its own, so that no two share a page.
+    Each of several combinations has its own seed, so that no two share a page.
     """
     from kvsim.tiny.tasks import prompts as draw
 
-    if all(given is None or len(given) == 1 for given in (tasks, levels, domains)):
-        one = {"task": tasks, "level": levels, "domain": domains}
-        known: dict[str, Any] = {name: given[0] for name, given in one.items() if given}
-        return draw(n, seed, **known, **sizes)
+    choices = {"task": tasks, "level": levels, "domain": domains}
+    if all(values is None or len(values) == 1 for values in choices.values()):
+        fixed: dict[str, Any] = {name: values[0] for name, values in choices.items() if values}
+        return draw(n, seed, **fixed, **sizes)
     turns = _turns(tasks or TASKS, levels or [None], domains or list(DOMAINS))
     shares = Counter(turns[i % len(turns)] for i in range(n))
     drawn = {}
     for turn in turns:
         task, level, domain = turn
-        own = zlib.crc32(f"{seed} {task} {level} {domain}".encode())
-        # one at least, so that a wrong value is an error also where its turn does not come
+        turn_seed = zlib.crc32(f"{seed} {task} {level} {domain}".encode())
+        # at least one, so that a bad value is an error even if its turn does not come
         count = max(1, shares[turn])
-        drawn[turn] = iter(draw(count, own, task=task, level=level, domain=domain, **sizes))
+        drawn[turn] = iter(draw(count, turn_seed, task=task, level=level, domain=domain, **sizes))
     return [next(drawn[turns[i % len(turns)]]) for i in range(n)]
 
 
 def _turns(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Every combination of the choices once, in an order in which all values take turns."""
-    found: list[tuple[Any, ...]] = [()]
+    """Return every combination of the choices once, in an order that alternates all values."""
+    turns: list[tuple[Any, ...]] = [()]
     for choice in choices:
-        cycle = math.lcm(len(found), len(choice))  # then the pairs would come again: one further
-        found = [
-            (*found[i % len(found)], choice[(i + i // cycle) % len(choice)])
-            for i in range(len(found) * len(choice))
+        cycle = math.lcm(len(turns), len(choice))  # after it the pairs would repeat: shift by one
+        turns = [
+            (*turns[i % len(turns)], choice[(i + i // cycle) % len(choice)])
+            for i in range(len(turns) * len(choice))
         ]
-    return found
+    return turns
 
 
 def _name(sample: Sample, seed: int, index: int) -> str:
-    """Such as `walk-2-paint-s0-003`, unique within a file."""
+    """Return a name such as `walk-2-paint-s0-003`, unique within a file."""
     level = [] if sample.level is None else [str(sample.level)]
     return "-".join([sample.task, *level, sample.domain, f"s{seed}", f"{index:03d}"])
 
@@ -157,7 +157,9 @@ def _check_output(out: Path | None, *, overwrite: bool) -> None:
             raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
         return
     if out.exists() and not out.is_file():
-        raise OutputError(f"{out} exists and is no file; give another --out, nothing was changed")
+        raise OutputError(
+            f"{out} exists and is not a file; give another --out, nothing was changed"
+        )
     if out.exists() and not overwrite:
         raise OutputError(
             f"{out} exists; give another --out, or --overwrite to replace it, nothing was changed"

@@ -1,4 +1,4 @@
-"""What the user sees: tables and JSON on standard output, progress on standard error."""
+"""Output: tables and JSON on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvsim.schema import schedule
 if TYPE_CHECKING:
     import polars as pl
 
-#: Metrics whose column has a shorter name, and how their values are written.
+#: Metrics with a shorter column name, and the format of their values.
 _COLUMNS = {
     "entries_seen": ("seen", "{:.0f}"),
     "output_error": ("output\nerror", "{:.3f}"),
@@ -31,39 +31,44 @@ _COLUMNS = {
     "regret": ("regret", "{:+.1%}"),
     "exact": ("exact", "{:.0%}"),
 }
-#: Columns of a summary that say which cell a row is.
+#: Columns of a summary that identify the cell of a row.
 _KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
 
 OPEN_LOOP = (
     "open: computed from the recorded queries, keys and values; in a live run errors also add up "
-    "from layer to layer and the model may write other tokens."
+    "from layer to layer and the model may generate other tokens."
 )
 
 
 def visible(text: str) -> str:
-    """Text that no terminal acts upon: what cannot be printed is escaped, line ends stay."""
+    """Escape everything that a terminal would act on; line ends stay."""
     return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
-    """As `visible`, line ends escaped too: a name cannot pass for a line of its own."""
+    """Escape line ends too: a name cannot look like a line of output."""
     return visible(text).replace("\n", "\\n")
 
 
 def echo_text(text: str = "", *, err: bool = False) -> None:
-    """Prose on standard output, or on standard error; names in it may come from files."""
+    """Print prose on standard output or standard error; names in it may be untrusted input."""
     typer.echo(visible(text), err=err)
 
 
 def echo_json(document: object) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: int = 0) -> None:
-    """A table without lines; the columns from `right` on are numbers, unless `right` is 0.
+def document(each: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the JSON document of one trace, or of several."""
+    return each[0] if len(each) == 1 else {"traces": each}
 
-    In a pipe no cell is wrapped, however long.
+
+def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: int = 0) -> None:
+    """Print a table without lines; columns from `right` on are numbers, unless `right` is 0.
+
+    Cells never wrap in a pipe.
     """
     console = Console(
         markup=False,
@@ -85,19 +90,19 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
-    """Names and values, one pair per line."""
+    """Print names and values, one pair per line."""
     width = max(len(name) for name in fields)
     for name, value in fields.items():
         typer.echo(f"{name:<{width}}  {one_line(value)}")
 
 
 def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a summary for JSON."""
+    """Return the rows of a summary for JSON."""
     return [{**row, "params": json.loads(row["params"])} for row in summary.to_dicts()]
 
 
 def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, float]:
-    """For each fidelity label the share of the values of `metrics` that carry it."""
+    """Return for each fidelity label its share among the values of `metrics`."""
     labels = table.filter(table["metric"].is_in(list(metrics)))["fidelity"].cast(str).to_list()
     return {name: labels.count(name) / len(labels) for name in sorted(set(labels))}
 
@@ -107,9 +112,9 @@ def echo_results(
     unbounded: Iterable[str],
     more: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
 ) -> None:
-    """The table of a sweep, a line per policy and budget; `more` are columns made from a row.
+    """Print the table of a sweep, a line per policy and budget; `more` computes further columns.
 
-    `unbounded`: policies that no budget binds, shown once.
+    unbounded: policies without a budget, printed once.
     """
     free = set(unbounded)
     rows = [
@@ -136,34 +141,20 @@ def echo_results(
             continue
         header, form = _COLUMNS.get(name, (name.replace("_", "\n"), "{:.3f}"))
         columns[header] = ["-" if row[name] is None else form.format(row[name]) for row in rows]
-    for header, make in (more or {}).items():
-        columns[header] = [make(row) for row in rows]
+    for header, compute in (more or {}).items():
+        columns[header] = [compute(row) for row in rows]
     echo_table(list(columns), list(zip(*columns.values(), strict=True)), right=right)
 
 
 def _budget(row: Mapping[str, Any]) -> str:
-    """Entries, and the share of the trace that they are where they were asked for as one."""
+    """Return the entries, and the share of the trace if the budget was given as a share."""
     return str(row["budget"]) if row["share"] is None else f"{row['budget']} ({row['share']})"
 
 
 @contextmanager
 def bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A function that shows (done, total, what) as a bar on a terminal, and nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield lambda *_: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    """Return a function that shows (done, total, label) as a bar; silent in a pipe."""
+    from kvsim.recorder.progress import progress_bar
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=None)
-
-        def report(done: int, total: int, what: str = "") -> None:
-            shown.update(task, completed=done, total=total, description=visible(what))
-
-        yield report
+    with progress_bar(unit) as show:
+        yield lambda done, total, label: show(done, total, visible(label))

@@ -1,4 +1,4 @@
-"""What the user typed, as values; each error says what was got and what was expected."""
+"""Values of options and arguments, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PolicyNames = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME[,NAME...]",
-        help="Policies, as `kvsim policies` lists them, or module:NAME for one of your own.",
+        help="Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
     ),
 ]
 Settings = Annotated[
@@ -47,7 +47,7 @@ TracePaths = Annotated[
 ]
 
 
-class Stop(Exception):  # noqa: N818  how a command ends, not an error of the program
+class Stop(Exception):  # noqa: N818  the end of a command, not an error of the program
     """Ends a command with a line on standard error and a status other than 0."""
 
     def __init__(self, line: str, status: int) -> None:
@@ -56,11 +56,11 @@ class Stop(Exception):  # noqa: N818  how a command ends, not an error of the pr
 
 
 class OptionError(KvsimError, ValueError):
-    """An option that does not say what it should."""
+    """An option with a bad value."""
 
 
 def locate(trace: str) -> Path | str:
-    """The path of a trace, or its URL; `sample` is the one that comes with kvsim."""
+    """Return the path of a trace, or its URL; `sample` is the trace that ships with kvsim."""
     if is_url(trace):
         return trace
     path = Path(trace)
@@ -68,14 +68,14 @@ def locate(trace: str) -> Path | str:
 
 
 def local_path(text: str) -> Path:
-    """A path of this machine; as a path a URL would name some folder called ``http:``."""
+    """Return a path on this machine; a URL would become a folder named ``http:``."""
     if is_url(text):
         raise typer.BadParameter(f"{text} is a URL; expected a path on this machine")
     return Path(text)
 
 
 def split(values: Iterable[str], option: str) -> list[str]:
-    """Values of an option that may be repeated and hold commas; each once, in order."""
+    """Return the values of an option that may repeat and have commas; each once, in order."""
     parts = [part.strip() for value in values for part in value.split(",")]
     if not parts or not all(parts):
         given = ",".join(values)
@@ -87,9 +87,9 @@ _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 
 def parse_set(text: str) -> tuple[str, Value]:
-    """`key=value`; the value is a number, true, false, none, or else text."""
+    """Parse `key=value`, where the value is a number, true, false, none, or text."""
     key, equals, value = (part.strip() for part in text.partition("="))
-    key = key.replace("scorer.", "scorer__")  # of the scorer inside; as Python has to spell it
+    key = key.replace("scorer.", "scorer__")  # a parameter of the inner scorer, as in Python
     if not equals or not key or not value:
         raise OptionError(f"--set is {text!r}; expected KEY=VALUE, such as window=64")
     if value.lower() in _CONSTANTS:
@@ -107,21 +107,21 @@ _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("K", "M", "G", "T"), start=1
 
 
 def parse_memory(text: str) -> int:
-    """Bytes: 500MB, 2GB, 1GiB, or a number of bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    if found is None or unit is None or not float(found[1]):
+    """Parse a size: 500MB, 2GB, 1GiB, or a number of bytes."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = None if size is None else _UNITS.get(size[2].upper())
+    if size is None or unit is None or not float(size[1]):
         raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
-    return int(float(found[1]) * unit)
+    return int(float(size[1]) * unit)
 
 
 def quiet_transformers() -> None:
-    """Let transformers say errors alone: its remarks would stand among our own lines."""
+    """Silence transformers but for errors: its remarks would mix with our output."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def parse_device(name: str) -> str:
-    """A device of this machine."""
+    """Return the name of a device; raise OptionError unless this machine has it."""
     import torch
 
     try:
@@ -139,54 +139,54 @@ def parse_device(name: str) -> str:
 
 
 def parse_layers(text: str) -> list[int]:
-    """Numbers of layers: 0,4-7,-1, where negative ones count from the end."""
-    found: list[int] = []
+    """Parse numbers of layers: 0,4-7,-1, where negative numbers count from the end."""
+    layers: list[int] = []
     for part in text.split(","):
-        one = re.fullmatch(r"(-\d{1,4})|(\d{1,4})(?:-(\d{1,4}))?", part.strip())
-        numbers = [] if one is None else [int(number) for number in one.groups() if number]
+        match = re.fullmatch(r"(-\d{1,4})|(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        numbers = [] if match is None else [int(number) for number in match.groups() if number]
         span = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
         if not span:
             raise OptionError(
                 f"--layers is {text!r}; expected numbers and ranges between commas, such as "
                 "0,4-7,-1"
             )
-        found += span
-    return found
+        layers += span
+    return layers
 
 
 def build_policies(
     names: Sequence[str], settings: Sequence[str], protect: Protection | None = None
 ) -> list[Policy]:
-    """The policies by name; each setting goes to every one that has its key.
+    """Build the policies by name; each setting goes to every policy that has its key.
 
-    protect: what each of them is to keep beside what it keeps by itself. Raises PolicyError where
-    no policy has the key of a setting.
+    protect: entries that every policy protects in addition to its own. Raises PolicyError if no
+    policy has the key of a setting.
     """
     from kvsim.policies import has_parameter, parameters, policy
 
-    own = [name for name in names if ":" in name]
-    if own:
-        sys.path.append(str(Path.cwd()))  # where a file of the user's own is looked for last
-    wanted = dict(parse_set(text) for text in settings)
+    custom = [name for name in names if ":" in name]
+    if custom:
+        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
+    requested = dict(parse_set(text) for text in settings)
 
     def takes(name: str, key: str) -> bool:
-        return key in known[name] or (name not in own and has_parameter(name, key))
+        return key in keys_of[name] or (name not in custom and has_parameter(name, key))
 
-    known = {name: policy(name).params if name in own else parameters(name) for name in names}
-    for key in wanted:
-        if not any(takes(name, key) for name in known):
+    keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
+    for key in requested:
+        if not any(takes(name, key) for name in keys_of):
             typed = key.replace("scorer__", "scorer.")
             listed = dict.fromkeys(
-                key.replace("scorer__", "scorer.") for keys in known.values() for key in keys
+                key.replace("scorer__", "scorer.") for keys in keys_of.values() for key in keys
             )
             raise PolicyError(
                 f"--set {typed}: none of {', '.join(names)} has this parameter"
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
     built = (
-        policy(name, **{key: value for key, value in wanted.items() if takes(name, key)})
-        for name in known
+        policy(name, **{key: value for key, value in requested.items() if takes(name, key)})
+        for name in keys_of
     )
     return [
-        one if protect is None else replace(one, protect=one.protect | protect) for one in built
+        each if protect is None else replace(each, protect=each.protect | protect) for each in built
     ]

@@ -1,39 +1,59 @@
-"""Recording a model: `capture` runs it over a prompt and keeps what its attention saw.
+"""Recording what a model's attention sees, into a trace.
 
-    hooks       listen at the attention kernel while a ``with`` block lasts
+    capturing   `capture` and `capture_many`
+    session     one prompt through one model into one trace
+    hooks       intercepts the attention kernel while a ``with`` block lasts
     projections the output projections, on request
     residual    the residual stream, on request
-    blocks      cut kernel calls into blocks of 256 positions, check them, hand them to a sink
+    blocks      cuts kernel calls into blocks of 256 positions, checks them, hands them to a sink
     generation  prefill and response, greedy or sampled
-    models      load a model, read its rotary embedding, describe it
+    models      loads a model, reads its rotary embedding, describes it
     hub         whether the hub answers
-    options     what a capture can be asked for
-    prompts     text, chat or token ids; the answer check
+    options     the options of a capture, each declared once
+    prompts     text, chat or token ids
+    answers     whether a response is right
     jsonl       files of prompts
-    resuming    whether a trace that is there is the one that would be recorded
+    resuming    whether an existing trace is the one that would be recorded
 
 No family of models is known by name. A model is recorded only if attention recomputed from its
-q, k, v by the formula that its kernel was asked for equals what the kernel returned, and if its
-keys turn by one of its rotary embeddings, in every row of every layer.
+q, k, v by the formula that its kernel was given equals the kernel's output, and if one of its
+rotary embeddings rotates its keys as the model does, in every row of every layer.
+
+The names below are imported on first use, so that the command line reads the options without
+loading a model's libraries.
 """
 
-from kvsim.recorder.capturing import capture, capture_many
-from kvsim.recorder.hooks import KernelCall, listening
-from kvsim.recorder.jsonl import read_prompts
-from kvsim.recorder.models import load_model, read_ropes
-from kvsim.recorder.options import Options
-from kvsim.recorder.progress import progress_bar
-from kvsim.recorder.prompts import Prompt
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvsim.recorder.capturing import capture, capture_many
+    from kvsim.recorder.jsonl import read_prompts
+    from kvsim.recorder.models import load_model
+    from kvsim.recorder.options import Options
+    from kvsim.recorder.prompts import Prompt
 
 __all__ = [
-    "KernelCall",
     "Options",
     "Prompt",
     "capture",
     "capture_many",
-    "listening",
     "load_model",
-    "progress_bar",
     "read_prompts",
-    "read_ropes",
 ]
+
+_HOME = {
+    "Options": "options",
+    "Prompt": "prompts",
+    "capture": "capturing",
+    "capture_many": "capturing",
+    "load_model": "models",
+    "read_prompts": "jsonl",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""From kernel calls to blocks of 256 positions, each checked against the kernel's own output."""
+"""Blocks of 256 positions, cut from kernel calls and checked against the kernel's own output."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvsim.store.layout import pos_axis
 # Models take angles in float32: a position of this relative error times a frequency.
 _ANGLE = 2.0**-22
 
-#: The name of the keys before the rotary embedding in a block; they are checked and not stored.
-_UNTURNED = "unturned"
+#: The name in a block of the keys before RoPE; they are checked and not stored.
+_PRE_ROPE = "pre_rope"
 
-# A layer that turns nothing.
-_STILL = Rope(())
+#: The rotary embedding of a layer without RoPE.
+_NO_ROPE = Rope(())
 
 
 class Sink(Protocol):
-    """Where blocks go: a writer on disk, or memory."""
+    """A destination of blocks: a writer on disk, or memory."""
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Take the next positions of one layer: a block [head, pos, ...] or [pos, hidden]."""
@@ -49,33 +49,33 @@ class MemorySink:
         layers.setdefault(layer, []).append(block.to("cpu", copy=True))
 
     def set_length(self, n_pos: int) -> None:
-        """Nothing to prepare."""
+        """Do nothing: blocks in memory need no length."""
 
     def array(self, name: str) -> Tensor:
-        """The whole array, its layers stacked."""
+        """Return the whole array, its layers stacked."""
         layers, axis = self.blocks[name], pos_axis(name)
         return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])
 
 
 class _Layer:
-    """One layer so far, with the block that is being filled on the model's device in its dtype.
+    """One layer so far, with the incomplete block on the model's device in its dtype.
 
-    Keys and values are not in it: every call comes with all of them.
+    Keys and values are not in the block: every call has all of them.
 
-    ropes: the rotary embeddings that all keys so far may have gone through; more than one only as
-    long as they turn these keys alike, as position 0.
+    ropes: the rotary embeddings that fit all keys so far; more than one only while they rotate
+    these keys alike, as at position 0.
     """
 
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
         self.formula, self.ropes = call.formula, ropes
-        self.turned = call.unturned is not None
+        self.has_rope = call.pre_rope is not None
         self.shape = _shape(call)
         self.parts: dict[str, Tensor] = {}
         self.start = self.filled = 0
         self.error = 0.0
 
     def take(self, call: KernelCall, row: int) -> int:
-        """Copy rows from `row` of the call on, as many as fit; gives how many."""
+        """Copy rows from `row` of the call on, as many as fit; return how many."""
         count = min(CHUNK - self.filled, call.q.shape[1] - row)
         rows = _rows(call, row, count)
         if not self.parts:
@@ -86,30 +86,30 @@ class _Layer:
         return count
 
     def block(self) -> dict[str, Tensor]:
-        """What has been filled."""
+        """Return the filled part of the block."""
         return {
             name: part.narrow(_row_axis(name), 0, self.filled) for name, part in self.parts.items()
         }
 
 
 def _shape(call: KernelCall) -> tuple[int, ...]:
-    """Query heads, KV heads, dimensions, and those of values."""
+    """Return the numbers of query heads, KV heads, dimensions, and dimensions of values."""
     return call.q.shape[0], *call.k.shape[::2], call.v.shape[2]
 
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
-    """What only this call has of its rows, without a copy."""
+    """Return views of what only this call has of its rows."""
     rows = slice(row, row + count)
     parts = {"q": call.q[:, rows], "attn_out": call.out[:, rows]}
-    if call.unturned is not None:
-        parts[_UNTURNED] = call.unturned[:, rows]
+    if call.pre_rope is not None:
+        parts[_PRE_ROPE] = call.pre_rope[:, rows]
     if call.residual is not None:
         parts["residual"] = call.residual[rows]
     return parts
 
 
 def _row_axis(name: str) -> int:
-    return 1 if name == _UNTURNED else pos_axis(name)
+    return 1 if name == _PRE_ROPE else pos_axis(name)
 
 
 def _empty_block(name: str, like: Tensor) -> Tensor:
@@ -119,21 +119,19 @@ def _empty_block(name: str, like: Tensor) -> Tensor:
 
 
 class BlockRecorder:
-    """Collects kernel calls of one sequence and hands finished blocks to a sink.
+    """Collects the kernel calls of one sequence and passes complete blocks to a sink.
 
-    Every row is checked: attention is recomputed from q, k, v by the formula that the kernel was
-    asked for, and compared with what it returned; keys before the rotary embedding are turned, and
-    compared with those that the kernel got.
+    Every row is checked: attention is recomputed from q, k, v by the kernel's formula and compared
+    with the kernel's output; keys before RoPE are rotated and compared with the kernel's keys.
 
     Args:
-        open_sink: makes the sink from the first call, which shows the shapes, once that call has
-            been checked.
-        read_ropes: gives the rotary embeddings that are in effect.
-        store_dtype: ``float16`` where the sink stores less than the model's precision.
-        begin: called with the number of each layer when its first call has been checked, before its
-            first block is handed on.
+        open_sink: opens the sink from the first call, which shows the shapes, after its check.
+        read_ropes: returns the rotary embeddings in effect.
+        store_dtype: ``float16`` if the sink stores less than the model's precision.
+        begin: called with the number of each layer after the check of its first call and before its
+            first block.
         rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
-            rounding grows with the logits, and with it the error that is allowed.
+            rounding grows with the logits, and with it the tolerance.
 
     Raises:
         CaptureError: (while calls come in) the model computes something else than attention by this
@@ -157,7 +155,7 @@ class BlockRecorder:
         self.allowed = 0.0
 
     def finish_at(self, n_pos: int) -> None:
-        """Say, before the last forward, that it will bring the sequence to `n_pos` positions."""
+        """Announce, before the last forward, that it brings the sequence to `n_pos` positions."""
         self.last = n_pos
         if self.sink is not None:
             self.sink.set_length(n_pos)
@@ -170,13 +168,13 @@ class BlockRecorder:
             self.begin(call.layer)
         if call.start != layer.start + layer.filled:
             raise CaptureError(
-                f"layer {call.layer} holds {call.start} earlier entries, expected "
-                f"{layer.start + layer.filled}; only caches that keep everything can be recorded"
+                f"layer {call.layer} has {call.start} earlier entries, expected "
+                f"{layer.start + layer.filled}; record with a cache that keeps every entry"
             )
-        if call.formula != layer.formula or (call.unturned is not None) != layer.turned:
+        if call.formula != layer.formula or (call.pre_rope is not None) != layer.has_rope:
             raise CaptureError(
-                f"layer {call.layer} computes {call.formula}, at first it was {layer.formula}; "
-                "expected one formula and one rotary embedding for all rows of a layer"
+                f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
+                "formula and one rotary embedding for all rows; this model cannot be recorded"
             )
         row = 0
         history = _History(call, self._compute_dtype(call.q))
@@ -192,12 +190,12 @@ class BlockRecorder:
 
     @property
     def errors(self) -> list[float]:
-        """Largest relative error of a head and block, for each layer."""
+        """The largest relative error of a head and block, for each layer."""
         return [self.layers[layer].error for layer in sorted(self.layers)]
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
-        """What each layer computes."""
+        """The formula of each layer."""
         return tuple(layer.formula for _, layer in sorted(self.layers.items()))
 
     @property
@@ -206,17 +204,17 @@ class BlockRecorder:
         return tuple(layer.ropes[0] for _, layer in sorted(self.layers.items()))
 
     def _first(self, call: KernelCall) -> _Layer:
-        """The first call of a layer: check what can be checked before anything is stored."""
+        """Begin a layer: check its first call before anything is stored."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
         history = _History(call, self._compute_dtype(call.q))
-        self._judge(call.layer, call.out[:, :rows], *history.attend(call.q[:, :rows], 0))
+        self._check_output(call.layer, call.out[:, :rows], *history.attend(call.q[:, :rows], 0))
         new = call.k[:, call.start : call.start + rows]
-        if call.unturned is None:
-            ropes = self._still(call, new)
+        if call.pre_rope is None:
+            ropes = self._without_rope(call, new)
         else:
-            ropes = self._turned(
-                call.layer, call.unturned[:, :rows], new, call.start, self._every_rope()
+            ropes = self._matching_ropes(
+                call.layer, call.pre_rope[:, :rows], new, call.start, self._all_ropes()
             )
         if self.sink is None:
             self.sink = self.open_sink(call)
@@ -243,36 +241,35 @@ class BlockRecorder:
                     "recorded"
                 )
 
-    def _every_rope(self) -> list[Rope]:
-        """The model's rotary embeddings in both layouts."""
-        found = self.read_ropes()
-        return [*found, *(replace(rope, layout="interleaved") for rope in found)]
+    def _all_ropes(self) -> list[Rope]:
+        """Return the model's rotary embeddings in both layouts."""
+        ropes = self.read_ropes()
+        return [*ropes, *(replace(rope, layout="interleaved") for rope in ropes)]
 
-    def _still(self, call: KernelCall, keys: Tensor) -> list[Rope]:
-        """No rotation, of a layer that called no function to turn its keys.
+    def _without_rope(self, call: KernelCall, keys: Tensor) -> list[Rope]:
+        """Return the rotary embedding of a layer that called no function to rotate its keys.
 
-        In a model that has rotary embeddings this is believed only if the keys are what the layer's
-        projection gives: it may turn them by other means.
+        In a model with rotary embeddings the keys must be what the layer's projection computes: the
+        layer may rotate them by other means.
         """
         if self.read_ropes():
             dtype = self._compute_dtype(keys)
             expected = projected_keys(call, keys.shape[1])
-            known = expected is not None and expected.shape == keys.shape
             error = math.inf
-            if expected is not None and known:
+            if expected is not None and expected.shape == keys.shape:
                 error = float(relative_error(keys.to(dtype), expected.to(dtype)).max())
             if not error <= tolerance(DTYPES[keys.dtype]):
                 raise CaptureError(
-                    f"layer {call.layer} ({type(call.module).__name__}) turns its keys in an "
+                    f"layer {call.layer} ({type(call.module).__name__}) rotates its keys in an "
                     "unknown way, so its rotary embedding cannot be checked; expected a call of "
                     "apply_rotary_pos_emb, as in the model files of transformers"
                 )
-        return [_STILL]
+        return [_NO_ROPE]
 
-    def _turned(
+    def _matching_ropes(
         self, number: int, before: Tensor, after: Tensor, start: int, ropes: list[Rope]
     ) -> list[Rope]:
-        """Those of `ropes` that turn keys `before` [head, w, dim] of rows from `start` on."""
+        """Return those `ropes` that rotate keys `before` [head, w, dim] from `start` on."""
         dtype = self._compute_dtype(after)
         x, y = before.to(dtype), after.to(dtype)
         at = torch.arange(start, start + before.shape[1], device=before.device)
@@ -297,18 +294,20 @@ class BlockRecorder:
         return fits
 
     def _flush(self, layer: _Layer, rows: dict[str, Tensor], history: _History) -> None:
-        """Check a block and hand it on: what was kept of its rows, and keys and values.
+        """Check a block and pass it to the sink, with the call's keys and values of its rows.
 
-        These are the call's, which has them all: what is stored is what the check is made of.
+        What is stored is what the check reads.
         """
         number, size = history.call.layer, rows["q"].shape[1]
         new = slice(layer.start, layer.start + size)
         block = {**rows, "k": history.call.k[:, new], "v": history.call.v[:, new]}
         recomputed, lse = history.attend(block["q"], layer.start)
-        layer.error = max(layer.error, self._judge(number, block["attn_out"], recomputed, lse))
-        before = block.pop(_UNTURNED, None)
+        layer.error = max(
+            layer.error, self._check_output(number, block["attn_out"], recomputed, lse)
+        )
+        before = block.pop(_PRE_ROPE, None)
         if before is not None:
-            layer.ropes = self._turned(number, before, block["k"], layer.start, layer.ropes)
+            layer.ropes = self._matching_ropes(number, before, block["k"], layer.start, layer.ropes)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
             _, lse = history.rounded(self.store_dtype).attend(
@@ -321,12 +320,12 @@ class BlockRecorder:
         self.sink.append("lse", number, lse)
         layer.start += size
 
-    def _judge(self, layer: int, found: Tensor, recomputed: Tensor, lse: Tensor) -> float:
-        error = float(relative_error(found.to(recomputed.dtype), recomputed).max())
-        allowed = tolerance(DTYPES[found.dtype])
-        if self.rounds_logits and found.dtype.itemsize == 2:
+    def _check_output(self, layer: int, out: Tensor, recomputed: Tensor, lse: Tensor) -> float:
+        error = float(relative_error(out.to(recomputed.dtype), recomputed).max())
+        allowed = tolerance(DTYPES[out.dtype])
+        if self.rounds_logits and out.dtype.itemsize == 2:
             # logits that matter are close to their log-sum-exp, and off by up to half a last bit
-            allowed += torch.finfo(found.dtype).eps / 2 * float(lse.abs().max())
+            allowed += torch.finfo(out.dtype).eps / 2 * float(lse.abs().max())
         self.allowed = max(self.allowed, allowed)
         if not error <= allowed:
             raise CaptureError(
@@ -341,20 +340,20 @@ class BlockRecorder:
 
 
 class _History:
-    """All keys and values of a call, converted once, to attend to from any block of rows."""
+    """All keys and values of a call, converted once, for attention from any block of rows."""
 
     def __init__(self, call: KernelCall, dtype: torch.dtype) -> None:
         self.call, self.dtype = call, dtype
         self.kv: tuple[Tensor, Tensor] | None = None
 
     def rounded(self, dtype: torch.dtype) -> _History:
-        """The same with keys rounded to `dtype`."""
+        """Return the same history with keys rounded to `dtype`."""
         history = _History(self.call, self.dtype)
         history.kv = self.call.k.to(dtype).to(self.dtype), self.call.v.to(self.dtype)
         return history
 
     def attend(self, q: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
+        """Compute attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
         if self.kv is None:
             self.kv = self.call.k.to(self.dtype), self.call.v.to(self.dtype)
         end = start + q.shape[1]

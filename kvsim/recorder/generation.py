@@ -1,4 +1,4 @@
-"""Running a model over a prompt: prefill, then one token after the other."""
+"""Generation: prefill, then one token after the other."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ def generate(
     seed: int,
     stop: frozenset[int],
     completed: Callable[[Sequence[int], int], bool],
-    chosen: Callable[[int], None],
+    sampled: Callable[[int], None],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], Ended | None]:
-    """The tokens of prompt and response, and what ended the response if it ended by itself.
+    """Return the tokens of prompt and response, and what ended the response, if anything did.
 
     Every token goes through the model, the last one too, so every position has its q, k, v.
 
     Args:
         model: a decoder model in evaluation mode.
         ids: token ids of the prompt.
-        new_tokens: at most so many more.
-        temperature: 0 takes the most likely token, else tokens are drawn.
-        seed: of the draws.
-        stop: tokens that end the response; they belong to it.
-        completed: given the tokens so far and where the response begins, whether it ends here.
-        chosen: called with each token of the response before it goes through the model.
+        new_tokens: the most tokens of the response.
+        temperature: 0 takes the most likely token; above 0, tokens are drawn.
+        seed: the seed of the draws.
+        stop: tokens that end the response, as its last one.
+        completed: says of the tokens so far and the start of the response whether it ends here.
+        sampled: called with each token of the response before it goes through the model.
         before_last: called with the final length before the last forward.
-        progress: called with (tokens done, most tokens there can be) after every forward.
+        progress: called with (tokens done, most tokens possible) after every forward.
     """
     tokens = list(ids)
     total = len(tokens) + new_tokens
-    # told nothing of sliding windows, it keeps every entry: each is recorded and checked
+    # without the model's configuration it keeps every entry, also outside sliding windows: each is
+    # recorded and checked
     cache = DynamicCache()
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
@@ -70,12 +71,12 @@ def generate(
                 return tokens, ended
             logits = model(inputs, **options).logits[0, -1]
             progress(len(tokens), total)
-            tokens.append(_choose(logits, temperature, generator))
-            chosen(tokens[-1])
+            tokens.append(_sample(logits, temperature, generator))
+            sampled(tokens[-1])
             inputs = torch.tensor([tokens[-1:]], device=device)
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     # drawn on the CPU in float64, so that the draw is the same on every device
@@ -85,7 +86,7 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> i
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for as long as the block lasts: dropout would make q, k, v random."""
+    """Set evaluation mode for as long as the block lasts: dropout would make q, k, v random."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -96,20 +97,19 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go: to the embedding. What is offloaded takes them from the CPU."""
+    """Return the device of token ids: the embedding's, or the CPU if that is offloaded."""
     embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
     device = embedding.weight.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 class StopStrings:
-    """Text that ends a response, looked for in its decoded end after every token.
+    """Text that ends a response, searched in its decoded end after every token.
 
-    strings: the texts. tokenizer: decodes; None is refused where there are strings.
+    strings: the texts. tokenizer: decodes tokens; required if there are strings.
 
-    A token is at least one byte of text, save for tokens without any (special ones are text here),
-    so a string of b bytes lies in the last b tokens; some more are decoded, so that what a decoder
-    does at the beginning of a text does no harm.
+    A token is at least one byte of text (special tokens count as text), so a string of b bytes lies
+    in the last b tokens. Some more are decoded, because decoders may change the start of a text.
     """
 
     _MORE = 8
@@ -117,27 +117,27 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         if strings and tokenizer is None:
             raise CaptureError(
-                "stop is text, but there is no tokenizer that decodes the response; give one, or "
-                "leave --stop out"
+                "stop is text, and there is no tokenizer, expected one that decodes the response; "
+                "give one, or leave --stop out"
             )
         self.strings, self.tokenizer = tuple(strings), tokenizer
         longest = max((len(text.encode()) for text in strings), default=0)
         self.tail = longest + self._MORE
 
     def completed(self, tokens: Sequence[int], start: int) -> bool:
-        """Whether the response, from token `start` on, ends in one; asked after every token."""
+        """Return whether the response, from token `start` on, now has a stop string."""
         if not self.strings or len(tokens) == start:
             return False
         tail = list(tokens[max(start, len(tokens) - self.tail) :])
         text = str(self.tokenizer.decode(tail, skip_special_tokens=False))
-        return any(one in text for one in self.strings)
+        return any(string in text for string in self.strings)
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a response: those of the generation settings and of the tokenizer."""
-    found: set[int] = set()
+    """Return the tokens that end a response, by generation settings, model and tokenizer."""
+    tokens: set[int] = set()
     settings = getattr(model, "generation_config", None)
     for holder in (settings, model.config, tokenizer):
         token = getattr(holder, "eos_token_id", None)
-        found.update([token] if isinstance(token, int) else token or [])
-    return frozenset(found)
+        tokens.update([token] if isinstance(token, int) else token or [])
+    return frozenset(tokens)

@@ -1,9 +1,9 @@
-"""Listening at the attention kernel of a model, for as long as a ``with`` block lasts.
+"""Interception of a model's attention kernel, for as long as a ``with`` block lasts.
 
-Forward hooks mark which attention module is running; a wrapper around the model's own kernel, put
-into transformers' table of attention functions, sees q, k, v exactly as the kernel gets them (after
-any norm and after RoPE) and keeps the output per head. A wrapper around the function by which the
-model's file turns its keys sees them before and after. The model computes what it always computes.
+Forward hooks mark which attention module is running. A wrapper around the model's own kernel, put
+into transformers' table of attention functions, gets q, k, v exactly as the kernel does (after any
+norm and after RoPE), and its output per head. A wrapper around the function that applies RoPE gets
+the keys before and after. The model's own computation does not change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
 
-#: What the files of transformers call the function that turns queries and keys.
+#: The name in the files of transformers of the function that applies RoPE to queries and keys.
 _ROTARY = "apply_rotary_pos_emb"
 
 
@@ -45,10 +45,10 @@ class KernelCall:
         k: keys [head, n, dim].
         v: values [head, n, dim].
         out: what the kernel returned, before the output projection [qhead, w, dim].
-        formula: what the kernel was asked to compute.
-        unturned: the new keys [head, w, dim] before the rotary embedding; None where the module
-            called no function of the known name to turn them.
-        residual: input of the decoder layer [w, hidden] where it is recorded.
+        formula: the attention that the kernel was called to compute.
+        pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
+            `apply_rotary_pos_emb`.
+        residual: input of the decoder layer [w, hidden], if it is recorded.
     """
 
     layer: int
@@ -59,7 +59,7 @@ class KernelCall:
     v: Tensor
     out: Tensor
     formula: Formula
-    unturned: Tensor | None
+    pre_rope: Tensor | None
     residual: Tensor | None = None
 
     @property
@@ -68,8 +68,8 @@ class KernelCall:
         return self.k.shape[1] - self.q.shape[1]
 
 
-class _Listener:
-    """What is known while a module runs: set by its pre-hook, used by the kernel wrapper."""
+class _Interceptor:
+    """The state of the attention module that runs: set by its pre-hook, read by the wrappers."""
 
     def __init__(
         self, modules: dict[int, nn.Module], kernel: str, receive: Callable[[KernelCall], None]
@@ -80,8 +80,8 @@ class _Listener:
         self.running: int | None = None
         self.hidden: Tensor | None = None
         self.calls = 0
-        self.turns: list[tuple[Tensor, Tensor]] = []
-        # other threads may turn keys by the same function
+        self.rotations: list[tuple[Tensor, Tensor]] = []
+        # other threads may call the same function
         self.thread = threading.get_ident()
         self.sinks: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
 
@@ -94,12 +94,12 @@ class _Listener:
                 "expected hidden states [1, rows, hidden]: one sequence at a time"
             )
         self.running, self.hidden, self.calls = self.layer_of[id(module)], hidden[0], 0
-        self.turns = []
+        self.rotations = []
 
-    def turned(self, before: Tensor, after: Tensor) -> None:
-        """The running module's keys [1, head, w, dim] before and after the rotary embedding."""
+    def rotated(self, before: Tensor, after: Tensor) -> None:
+        """Take the running module's keys [1, head, w, dim] before and after RoPE."""
         if self.running is not None and threading.get_ident() == self.thread:
-            self.turns.append((before, after))
+            self.rotations.append((before, after))
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -113,7 +113,7 @@ class _Listener:
                 "this model cannot be recorded"
             )
 
-    def heard(
+    def called(
         self, module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, options: Any
     ) -> None:
         layer = self.layer_of[id(module)]
@@ -134,15 +134,15 @@ class _Listener:
             # the kernels of the table return [batch, rows, qhead, dim]
             out=out[0].transpose(0, 1),
             formula=self._formula(layer, query.shape[-1], options),
-            unturned=self._unturned(layer, query.shape[2], key[0]),
+            pre_rope=self._pre_rope(layer, query.shape[2], key[0]),
         )
-        self.turns = []
+        self.rotations = []
         self.receive(call)
 
     def _formula(self, layer: int, dim: int, options: Mapping[str, Any]) -> Formula:
-        """What the kernel's keyword arguments say."""
+        """Return the formula that the kernel's keyword arguments define."""
         scale, sinks = options.get("scaling"), options.get("s_aux")
-        # transformers hands the softcap to every kernel, and torch's has no such argument
+        # transformers passes the softcap to every kernel, and torch's ignores it
         softcap = None if self.kernel == "sdpa" else options.get("softcap")
         window = options.get("sliding_window")
         return Formula(
@@ -153,75 +153,75 @@ class _Listener:
         )
 
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
-        """The sinks as numbers; read once, because a device has to be waited for."""
-        known = self.sinks.get(layer)
-        if known is None or known[0] is not sinks:
-            known = self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
-        return known[1]
+        """Return the sinks as numbers, read once: reading waits for the device."""
+        cached = self.sinks.get(layer)
+        if cached is None or cached[0] is not sinks:
+            cached = self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
+        return cached[1]
 
-    def _unturned(self, layer: int, rows: int, key: Tensor) -> Tensor | None:
-        if not self.turns:
+    def _pre_rope(self, layer: int, rows: int, key: Tensor) -> Tensor | None:
+        if not self.rotations:
             return None
-        before, after = (keys[0] for keys in self.turns[-1])
+        before, after = (keys[0] for keys in self.rotations[-1])
         new = key[:, key.shape[1] - rows :]
-        if len(self.turns) > 1 or after.shape != new.shape or before.shape != new.shape:
+        if len(self.rotations) > 1 or after.shape != new.shape or before.shape != new.shape:
             raise CaptureError(
-                f"layer {layer} turned keys {len(self.turns)} times, of shape "
-                f"{list(after.shape)}, and its kernel got {list(new.shape)} new ones; expected "
-                "once, the same; this model cannot be recorded"
+                f"layer {layer} rotated keys {len(self.rotations)} times, of shape "
+                f"{list(after.shape)}, and its kernel got new keys of shape {list(new.shape)}; "
+                "expected one rotation of these keys; this model cannot be recorded"
             )
         return before
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The model's attention modules by layer number, in order.
+    """Return the model's attention modules by layer number, in order.
 
     Raises:
-        CaptureError: there are none, or two of one layer.
+        CaptureError: a model without attention modules, or with two in one layer.
     """
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or "Attention" not in type(module).__name__:
             continue
-        if layer in found:
+        if layer in modules:
             raise CaptureError(
                 f"layer {layer} has two attention modules, expected one; "
                 f"{type(model).__name__} cannot be recorded"
             )
-        found[layer] = module
-    if not found:
+        modules[layer] = module
+    if not modules:
         raise CaptureError(
             f"{type(model).__name__} has no attention modules with a layer_idx, expected a "
             "decoder model of transformers"
         )
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", len(found))
-    if len(found) != layers:
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", len(modules))
+    if len(modules) != layers:
         raise CaptureError(
-            f"{len(found)} of {layers} layers of {type(model).__name__} have attention, expected "
+            f"{len(modules)} of {layers} layers of {type(model).__name__} have attention, expected "
             "all; models whose other layers hold a state instead cannot be recorded"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(modules.items()))
 
 
 def kernel_name(model: PreTrainedModel) -> str:
-    """The name of the model's attention kernel, such as ``sdpa`` or ``eager``."""
+    """Return the name of the model's attention kernel, such as ``sdpa`` or ``eager``."""
     return str(model.config._attn_implementation or "eager")  # noqa: SLF001  its only home
 
 
 @contextmanager
-def listening(
+def intercepting(
     model: PreTrainedModel,
     receive: Callable[[KernelCall], None],
     *,
     layers: Collection[int] | None = None,
 ) -> Iterator[None]:
-    """Give every kernel call of `model` to `receive` until the block is left, however it is left.
+    """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
 
     Args:
         model: a decoder model of transformers.
         receive: called after the kernel, before the output projection; may raise.
-        layers: the layers to listen at, by number; None for all. What others do is not looked at.
+        layers: the layers to intercept, by number; None for all.
     """
     modules = {
         layer: module
@@ -229,49 +229,51 @@ def listening(
         if layers is None or layer in layers
     }
     name = kernel_name(model)
-    listener = _Listener(modules, name, receive)
+    interceptor = _Interceptor(modules, name, receive)
     with _TABLE_LOCK, ExitStack() as stack:
         listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
 
         def kernel(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
         ) -> tuple[Tensor, Tensor | None]:
-            own = listed if listed is not None else _eager_kernel(module)
-            result = own(module, query, key, value, *args, **options)
-            if id(module) in listener.layer_of:
-                listener.heard(module, (query, key, value), result[0], options)
+            original = listed if listed is not None else _eager_kernel(module)
+            result = original(module, query, key, value, *args, **options)
+            if id(module) in interceptor.layer_of:
+                interceptor.called(module, (query, key, value), result[0], options)
             return result
 
-        stack.callback(_put_back, name, ALL_ATTENTION_FUNCTIONS._local_mapping.get(name))  # noqa: SLF001
+        stack.callback(_restore, name, ALL_ATTENTION_FUNCTIONS._local_mapping.get(name))  # noqa: SLF001
         ALL_ATTENTION_FUNCTIONS[name] = kernel
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
-            turn = vars(home).get(_ROTARY)
-            if turn is not None:
-                stack.callback(setattr, home, _ROTARY, turn)
-                setattr(home, _ROTARY, _heard_turning(turn, listener))
+            rotate = vars(home).get(_ROTARY)
+            if rotate is not None:
+                stack.callback(setattr, home, _ROTARY, rotate)
+                setattr(home, _ROTARY, _intercepted_rotation(rotate, interceptor))
         for module in modules.values():
-            before = module.register_forward_pre_hook(listener.before, with_kwargs=True)
+            before = module.register_forward_pre_hook(interceptor.before, with_kwargs=True)
             stack.callback(before.remove)
-            after = module.register_forward_hook(listener.after, with_kwargs=True)
+            after = module.register_forward_hook(interceptor.after, with_kwargs=True)
             stack.callback(after.remove)
         yield
 
 
-def _heard_turning(turn: Callable[..., Any], listener: _Listener) -> Callable[..., Any]:
-    """The function that turns queries and keys, with the listener told of the keys."""
+def _intercepted_rotation(
+    rotate: Callable[..., Any], interceptor: _Interceptor
+) -> Callable[..., Any]:
+    """Return a function that applies RoPE as `rotate` does, and passes the keys on."""
 
-    @functools.wraps(turn)
-    def heard(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        result = turn(q, k, *args, **options)
-        if isinstance(result, tuple):  # some turn queries and keys in calls of their own
-            listener.turned(k, result[1])
+    @functools.wraps(rotate)
+    def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+        result = rotate(q, k, *args, **options)
+        if isinstance(result, tuple):  # some families rotate queries and keys in separate calls
+            interceptor.rotated(k, result[1])
         return result
 
-    return heard
+    return wrapper
 
 
-def _put_back(name: str, previous: object) -> None:
-    """The entry of the table as it was: a local one, or none, which shows the library's again."""
+def _restore(name: str, previous: object) -> None:
+    """Restore a local entry of the table; without one, the library's entry shows again."""
     if previous is None:
         ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)  # noqa: SLF001
     else:
@@ -279,19 +281,21 @@ def _put_back(name: str, previous: object) -> None:
 
 
 def _eager_kernel(module: nn.Module) -> Kernel:
-    """The eager kernel, which is no part of the table but of the model's own file."""
+    """Return the eager kernel, which is not in the table but in the model's own file."""
     home = sys.modules[type(module).__module__]
     kernel = getattr(home, "eager_attention_forward", None)
     if kernel is None:
         raise CaptureError(
-            f"{home.__name__} has no eager_attention_forward; "
-            "load the model with attn_implementation='sdpa'"
+            f"{home.__name__} has no eager_attention_forward, expected one as in the model files "
+            "of transformers; load the model with attn_implementation='sdpa'"
         )
     return cast("Kernel", kernel)
 
 
 def projected_keys(call: KernelCall, rows: int) -> Tensor | None:
-    """The first new keys [head, rows, dim] as they come from the projection, or None if unknown.
+    """Return the first new keys [head, rows, dim] as the projection computes them.
+
+    None if the module has no such projection.
 
     Computed as llama, qwen2 and qwen3 compute them: a projection, and a norm over the head where
     there is one.

@@ -1,4 +1,4 @@
-"""Whether the hub answers, asked once: transformers asks again and again for more than a minute."""
+"""Whether the hub answers, checked once: transformers retries for more than a minute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from huggingface_hub import constants, get_session
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be reached, in words; None where it answers, whatever it says."""
+    """Return why the hub cannot be reached, or None if it answers at all."""
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # OSError: HF_HUB_OFFLINE is set

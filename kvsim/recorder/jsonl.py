@@ -18,10 +18,10 @@ from kvsim.recorder.prompts import (
 )
 from kvsim.schema import LABELS
 
-#: What a line may hold a prompt in: text, a chat, token ids.
+#: The keys of a prompt: text, a chat, token ids.
 CONTENT = ("prompt", "messages", "tokens")
 
-#: Every key that is read; others are ignored.
+#: All keys that are read; others are ignored.
 KEYS = ("id", *CONTENT, "system", "answer", *LABELS, "difficulty")
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
@@ -32,21 +32,21 @@ _LONGEST_ID = 200
 def read_prompts(
     path: str | Path, *, limit: int | None = None, note: Callable[[str], None] | None = None
 ) -> list[Prompt]:
-    """The prompts of a JSONL file, in order.
+    """Read the prompts of a JSONL file, in order.
 
-    A line holds ``prompt`` (text, or one of the others), ``messages`` (a chat, whose contents are
-    text or lists of text parts, which are joined) or ``tokens`` (ids), and maybe ``id``,
-    ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level``, which may be called
-    ``difficulty``. Other keys are ignored; a number of tokens is one of them. Empty lines and a
-    byte order mark are skipped.
+    A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
+    text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
+    ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level`` (or ``difficulty``).
+    Other keys are ignored, and so is ``tokens`` if it is a number. Empty lines and a byte order
+    mark are skipped.
 
     Args:
         path: the file, UTF-8.
-        limit: read only so many prompts; what follows is not looked at.
-        note: told, once for each, of ignored keys whose names are close to one that is read.
+        limit: read only the first prompts, so many.
+        note: called once for each ignored key whose name is close to one that is read.
 
     Raises:
-        CaptureError: no such file, or a line that is not such an object, named by its number.
+        CaptureError: no such file, or a line that is no such object; the error gives its number.
     """
     source = Path(path)
     seen: set[str] = set()
@@ -66,16 +66,16 @@ def read_prompts(
 
 
 def _lines(source: Path) -> Iterator[tuple[int, str]]:
-    """Lines that hold something, with their numbers from 1."""
+    """Yield the lines that are not empty, with their numbers from 1."""
     try:
         with source.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 try:
-                    # a byte order mark can only stand at the beginning
+                    # a byte order mark can only be at the beginning
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
                     raise CaptureError(
-                        f"{source}, line {number}: byte {error.start} is no UTF-8, expected a "
+                        f"{source}, line {number}: byte {error.start} is not UTF-8, expected a "
                         "JSONL file in UTF-8; convert it first"
                     ) from None
                 if line:
@@ -92,17 +92,20 @@ def _object(line: str, where: str) -> dict[str, Any]:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise CaptureError(
-            f"{where}: {error.object[error.start]!a} is half of a character, expected text"
+            f"{where}: {error.object[error.start]!a} is half of a character, expected whole ones; "
+            "write the line again"
         ) from None
     except (ValueError, RecursionError) as error:
         if line.startswith("["):
             row = []
         else:
-            raise CaptureError(f"{where}: {error}, expected one JSON object on each line") from None
+            raise CaptureError(
+                f"{where}: {error}, expected one JSON object on each line; write the line again"
+            ) from None
     if isinstance(row, list):
         raise CaptureError(
             f"{where}: a JSON array, expected one JSON object on each line; "
-            "`jq -c '.[]' FILE > FILE.jsonl` makes such a file of an array of objects"
+            "`jq -c '.[]' FILE > FILE.jsonl` converts an array of objects"
         )
     if not isinstance(row, dict):
         raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
@@ -118,8 +121,8 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         level = labels.setdefault("level", row["difficulty"])
         if level != row["difficulty"]:
             raise CaptureError(
-                f"{where}: level is {level!r} and difficulty {row['difficulty']!r}; they are one "
-                "label, expected one of them"
+                f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
+                "one of them: they are the same label"
             )
     return Prompt(
         id=_id(row.get("id"), index, where),
@@ -133,7 +136,7 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
 def _content(row: dict[str, Any], where: str) -> PromptLike:
     given = [name for name in CONTENT if row.get(name) is not None]
     if "tokens" in given and not isinstance(row["tokens"], list):
-        given.remove("tokens")  # how many there are, and no prompt
+        given.remove("tokens")  # the number of tokens, not a prompt
     if len(given) > 1:
         raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
     if not given:

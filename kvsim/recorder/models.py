@@ -1,4 +1,4 @@
-"""Loading a model for capture, and reading from it what a trace must say about it."""
+"""Models: loading, and what a trace says about one."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from kvsim.recorder.hub import unreachable
 #: The models that come with kvsim, in words.
 _SHIPPED = " or ".join(map(repr, tiny.MODELS))
 
-#: How the names of buffers with frequencies end; what comes before tells kinds of layers apart.
+#: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
 _INV_FREQ = "inv_freq"
 
-#: Places of a device map that are no single device.
+#: Places of a device map that are not a single device.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
-#: Files by which a folder shows that it has a tokenizer.
+#: Files that a folder with a tokenizer has.
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
-# Kept out of the configuration's digest: where a copy lies and who wrote it changes no number.
+# Not in the configuration's digest: the place of a copy and its writer change no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 
-# Noted when a model is saved, and kept out of the digest alone: its precision stands beside it.
+# In the configuration but not in its digest: the precision is compared by itself.
 _NOTED = ("architectures", "dtype")
 
 
@@ -53,23 +53,23 @@ def load_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
-    """A model and its tokenizer (None if there is none), from safetensors only.
+    """Load a model from safetensors, and its tokenizer (None if it has no tokenizer).
 
     Args:
-        name: a local folder, a hub id, or one of `kvsim.tiny.MODELS`, which come with kvsim.
+        name: a local folder, a hub id, or one of `kvsim.tiny.MODELS`, which ship with kvsim.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
             default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
         device: such as ``cuda``; the CPU by default.
-        device_map: in place of `device`, where each part goes, as transformers takes it: ``auto``
-            spreads layers over all devices. Needs accelerate.
+        device_map: instead of `device`, the device of each part, as transformers takes it:
+            ``auto`` spreads layers over all devices. Needs accelerate.
         attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
             for a model with a softcap, which ``sdpa`` leaves out.
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        CaptureError: no such model, a hub that cannot be reached and has not been before for this
-            model, no safetensors, code that is not trusted, or a `device_map` without accelerate or
-            that it has no use for.
+        CaptureError: no such model; a model that is not cached while the hub cannot be reached; no
+            safetensors; code that is not trusted; or a `device_map` without accelerate or with an
+            unknown device.
     """
     place, local = _place(name)
     if device_map is not None:
@@ -82,7 +82,7 @@ def load_model(
             f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
         )
     offline = None if local else unreachable()
-    here = local or offline is not None  # also what the hub gave before
+    here = local or offline is not None  # the hub's cache counts as local
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": here}
     if local:
         _require_safetensors(Path(place))
@@ -102,7 +102,9 @@ def load_model(
         except (OSError, ValueError, ImportError, KeyError) as error:
             reason = _first_line(error)
             if offline and isinstance(error, OSError):
-                reason = f"it is no folder, and not all of it is in the hub's cache, and {offline}"
+                reason = (
+                    f"it is not a folder, the hub's cache does not have all of it, and {offline}"
+                )
             raise CaptureError(
                 f"model {str(name)!r} cannot be loaded: {reason}; expected a local "
                 "folder or a hub id of a decoder model with safetensors weights, or "
@@ -119,7 +121,7 @@ def load_model(
 
 
 def _place(name: str | Path) -> tuple[str, bool]:
-    """Where `name` is: a path or hub id, and whether it is local."""
+    """Return the path or hub id of a model, and whether it is local."""
     if str(name) in tiny.MODELS:
         return str(tiny.MODELS[str(name)]), True
     text = str(name)
@@ -136,18 +138,18 @@ def _place(name: str | Path) -> tuple[str, bool]:
 
 
 def _close(place: str) -> str:
-    """A shipped model, or a folder where there is none at `place`, of a similar name."""
+    """Return a hint to a shipped model or a folder with a name similar to `place`."""
     parent, name = os.path.split(place)
-    folders = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
-    return suggest(name, [*(Path(found).parent.name for found in folders), *tiny.MODELS])
+    configs = glob(f"{escape(parent or '.')}/*/config.json")  # noqa: PTH207  as above
+    return suggest(name, [*(Path(config).parent.name for config in configs), *tiny.MODELS])
 
 
 def _check_device_map(device_map: str | Mapping[str, str | int], device: str | None) -> None:
-    """Raise CaptureError where a device map cannot be used."""
+    """Raise CaptureError for a device map that cannot be used."""
     if device is not None:
         raise CaptureError(
-            f"device is {device!r} and a device_map is given, expected one of them; leave --device "
-            "or --device-map out"
+            f"device is {device!r} and device_map {device_map!r}, expected one of them; leave "
+            "--device or --device-map out"
         )
     if find_spec("accelerate") is None:
         raise CaptureError(
@@ -163,7 +165,7 @@ def _check_device_map(device_map: str | Mapping[str, str | int], device: str | N
 
 
 def _is_here(place: str | int) -> bool:
-    """Whether a device is one of this machine; what is no CPU and no CUDA is left to torch."""
+    """Return whether this machine has a device; other kinds than CPU and CUDA are torch's."""
     try:
         device = torch.device(place)
     except RuntimeError:
@@ -177,16 +179,16 @@ def _require_safetensors(folder: Path) -> None:
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
         path.name for path in folder.glob("*.pt*")
     )
-    found = f"only {', '.join(others)}" if others else "no weights"
+    weights = f"only {', '.join(others)}" if others else "no weights"
     raise CaptureError(
-        f"{folder} has {found}, expected *.safetensors; pickled weights can run code and are "
+        f"{folder} has {weights}, expected *.safetensors; pickled weights can run code and are "
         "never loaded, convert them with save_pretrained first"
     )
 
 
-def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # a class chosen at run time
+def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
     if Path(place).is_dir() and not any(any(Path(place).glob(name)) for name in _TOKENIZER):
-        return None  # transformers would make an empty one
+        return None  # transformers would build an empty one
     of_model = ("attn_implementation", "device_map")
     options = {key: value for key, value in options.items() if key not in of_model}
     try:
@@ -198,8 +200,8 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # a class chos
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, which come in pipes too, and without the hub's word on every retry."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    """Turn off progress bars, which appear in pipes too, and the hub's message on every retry."""
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
@@ -208,7 +210,7 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         hub.setLevel(level)
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
@@ -218,18 +220,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_tiny(model: PreTrainedModel) -> bool:
-    """Whether this is a model that comes with kvsim."""
+    """Return whether a model ships with kvsim."""
     return _shipped(model) is not None
 
 
 def _shipped(model: PreTrainedModel) -> str | None:
-    """The name of a model that comes with kvsim."""
+    """Return the name of a model that ships with kvsim, or None."""
     place = str(model.config._name_or_path)  # noqa: SLF001  its only home
     return next((name for name, path in tiny.MODELS.items() if str(path) == place), None)
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """A short name: the hub id, or the last part of a local path."""
+    """Return a short name: the hub id, or the last part of a local path."""
     shipped = _shipped(model)
     if shipped is not None:
         return shipped
@@ -240,41 +242,41 @@ def model_name(model: PreTrainedModel) -> str:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """The longest sequence that the model was built for, in tokens."""
+    """Return the longest sequence of the model's configuration, in tokens."""
     limit = getattr(model.config, "max_position_embeddings", None)
     return int(limit) if limit else None
 
 
 def softcap(model: PreTrainedModel) -> float | None:
-    """Where the model's logits are capped, by its configuration (Gemma 2)."""
-    found = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    return None if found is None else float(found)
+    """Return the softcap of attention logits in the model's configuration (Gemma 2), or None."""
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return None if cap is None else float(cap)
 
 
 def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
-    """The rotary embeddings that are in effect now, each once; none in a model that turns nothing.
+    """Return the rotary embeddings in effect, each once; empty for a model without RoPE.
 
     Frequencies of some kinds (dynamic, longrope) change with the length of the sequence, and a
-    model may have several, as one of local and one of global layers. The layout is not known to the
-    modules that hold them; it is `half` here.
+    model may have several embeddings, such as one for local and one for global layers. The modules
+    do not say the layout; it is `half` here.
     """
-    found: dict[Rope, None] = {}
+    ropes: dict[Rope, None] = {}
     for module in model.modules():
         for name, frequencies in module.named_buffers(recurse=False):
             if not name.endswith(_INV_FREQ) or name.endswith(f"original_{_INV_FREQ}"):
                 continue
             kind = name.removesuffix(_INV_FREQ)
             scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
-            found[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
-    return tuple(found)
+            ropes[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
+    return tuple(ropes)
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Provenance of the model, ready for JSON."""
+    """Return the provenance of a model, ready for JSON."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
-    computes = {key: value for key, value in config.items() if key not in _NOTED}
-    text = json.dumps(computes, sort_keys=True, separators=(",", ":"))
+    compared = {key: value for key, value in config.items() if key not in _NOTED}
+    text = json.dumps(compared, sort_keys=True, separators=(",", ":"))
     return {
         "name": model_name(model),
         "type": model.config.model_type,
@@ -289,7 +291,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part."""
+    """Return the versions of kvsim and of the libraries that run the model."""
     from kvsim import __version__  # noqa: PLC0415  the package names its submodules lazily
 
     return {

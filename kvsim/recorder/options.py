@@ -1,109 +1,145 @@
-"""What a capture can be asked for: the keywords that `capture` and `capture_many` share."""
+"""Options of `capture` and `capture_many`, each declared once.
+
+`Options` has a field for each. `takes_options` gives its fields to the Python functions, as
+keywords with types and defaults and as lines of the docstring; `kvsim.cli.options` gives them to
+the command line, and so to docs/cli.md. Importing this module loads none of the large libraries.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypedDict
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from kvsim.errors import CaptureError, suggest
 
 Progress = Callable[[int, int], None]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Keywords(TypedDict, total=False):
-    """The fields of `Options` as keywords, for type checkers; all of them have defaults."""
+@dataclass(frozen=True)
+class Help:
+    """What an option does, for docstrings and `--help`, and how its value is written there."""
 
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    stop: str | Sequence[str]
-    system: str | None
-    chat: bool
-    layers: Sequence[int] | None
-    attention: bool | str
-    o_proj: bool
-    residual: bool
-    store_dtype: str | None
-    overwrite: bool
-    resume: bool
-    progress: Progress | bool | None
+    text: str
+    metavar: str | None = None
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The smallest value that an option takes."""
+
+    least: int
 
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that `capture` and `capture_many` take by keyword, checked.
-
-    Attributes:
-        max_new_tokens: the response is at most so long; cut at the model's context, with a note.
-            0 records the prefill alone.
-        temperature: 0 takes the most likely token, else tokens are drawn with `seed`.
-        seed: of the draws.
-        stop: text, or several, that ends the response: it ends after the token that completes one
-            of them in the decoded response, special tokens included.
-        system: a system message before the prompt, which is then a chat.
-        chat: text is the message of a user and goes through the tokenizer's chat template.
-        layers: the model's numbers of the layers to record, -1 for the last; None records all.
-        attention: store dense attention too: True or ``full``, or ``window:N`` for the last N rows.
-            It follows from q, k and lse at any time, so this is for short sequences and other
-            programs.
-        o_proj: store the output projection of each layer too, which some policies read. It is as
-            large as these weights of the model, whatever the length of the sequence.
-        residual: store the residual stream too, the input of each decoder layer, from which deeper
-            layers can be computed again. For each token it takes as much as `hidden` numbers of
-            each layer.
-        store_dtype: None stores exactly, ``float16`` stores q, k, v, attn_out, o_proj and
-            residual in half the space.
-        overwrite: replace a trace that is there.
-        resume: keep a trace that is there and is of the same prompt, model and options.
-        progress: called with (tokens done, most tokens there can be); True shows a bar on a
-            terminal.
+    """The keywords that `capture` and `capture_many` share.
 
     Raises:
-        CaptureError: a value that is out of range, or two that exclude each other.
+        CaptureError: a value out of range, or two options that exclude each other.
     """
 
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    seed: int = 0
-    stop: str | Sequence[str] = ()
-    system: str | None = None
-    chat: bool = False
-    layers: Sequence[int] | None = None
-    attention: bool | str = False
-    o_proj: bool = False
-    residual: bool = False
-    store_dtype: str | None = None
-    overwrite: bool = False
-    resume: bool = False
-    progress: Progress | bool | None = None
+    max_new_tokens: Annotated[
+        int,
+        AtLeast(0),
+        Help(
+            "The longest response, in tokens; 0 records the prompt alone. A response is cut at the "
+            "model's context, with a note."
+        ),
+    ] = 512
+    temperature: Annotated[
+        float,
+        AtLeast(0),
+        Help("0 takes the most likely token; above 0, tokens are drawn."),
+    ] = 0.0
+    seed: Annotated[int, Help("The seed of the draws.")] = 0
+    stop: Annotated[
+        str | Sequence[str],
+        Help(
+            "End the response after the token that completes this text; may be several. Special "
+            "tokens count as text.",
+            "TEXT",
+        ),
+    ] = ()
+    system: Annotated[
+        str | None,
+        Help("A system message before each prompt, which makes the prompt a chat.", "TEXT"),
+    ] = None
+    chat: Annotated[
+        bool, Help("Send text as a user's message, through the tokenizer's chat template.")
+    ] = False
+    layers: Annotated[
+        Sequence[int] | None,
+        Help("Record only these layers, by number; -1 is the last.", "N,A-B,..."),
+    ] = None
+    attention: Annotated[
+        bool | str,
+        Help(
+            "Store dense attention too: 'full', or 'window:N' for the last N rows. It follows from "
+            "q, k and lse at any time, so this is for short sequences and other programs.",
+            "full|window:N",
+        ),
+    ] = False
+    o_proj: Annotated[
+        bool,
+        Help(
+            "Store the output projection of each layer too, which some policies read. It takes as "
+            "much space as these weights of the model."
+        ),
+    ] = False
+    residual: Annotated[
+        bool,
+        Help(
+            "Store the residual stream too, the input of each decoder layer, from which layers can "
+            "be recomputed. It takes as many numbers per token and layer as the hidden size."
+        ),
+    ] = False
+    store_dtype: Annotated[
+        str | None,
+        Help("'float16' stores q, k, v and outputs in half the space; the default is exact."),
+    ] = None
+    overwrite: Annotated[bool, Help("Replace a trace that exists.")] = False
+    resume: Annotated[
+        bool,
+        Help(
+            "Keep traces that exist and are of the same prompt, model and options, and record the "
+            "others."
+        ),
+    ] = False
+    progress: Annotated[
+        Progress | bool | None,
+        Help("A function of (tokens done, most tokens possible); True shows a bar on a terminal."),
+    ] = None
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """The options of a call; raises TypeError for a keyword that is none."""
-        known = [field.name for field in fields(cls)]
+        """Return the options of a call; raise TypeError for an unknown keyword."""
+        names = [field.name for field in fields(cls)]
         for name in keywords:
-            if name not in known:
+            if name not in names:
                 raise TypeError(
-                    f"capture has no option {name!r}{suggest(name, known)}; "
-                    f"options: {', '.join(known)}"
+                    f"capture has no option {name!r}{suggest(name, names)}; "
+                    f"options: {', '.join(names)}"
                 )
         return cls(**keywords)
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise CaptureError(f"max_new_tokens is {self.max_new_tokens}, expected 0 or more")
-        if not self.temperature >= 0:
-            raise CaptureError(f"temperature is {self.temperature}, expected 0 or more")
+        for option in declared(type(self)):
+            value = getattr(self, option.name)
+            if option.least is not None and not value >= option.least:
+                raise CaptureError(f"{option.name} is {value}, expected {option.least} or more")
         if self.store_dtype not in (None, "float16"):
             raise CaptureError(
                 f"store_dtype is {self.store_dtype!r}, expected None (exact) or 'float16'"
             )
         if self.overwrite and self.resume:
             raise CaptureError(
-                "overwrite and resume are both given; expected one of them: a trace that is there "
-                "is replaced, or kept"
+                "overwrite and resume are both given, expected one of them; overwrite replaces a "
+                "trace that exists, resume keeps it"
             )
         if not all(self.stops):
             raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
@@ -113,59 +149,113 @@ class Options:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings; one alone may be given as text."""
+        """The stop strings; a single one may be given as text."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def dense_rows(self, n_pos: int) -> int:
-        """How many of the last rows of a sequence have dense attention."""
+        """Return how many of the last rows of a sequence have dense attention."""
         if self.attention is False:
             return 0
-        found = re.fullmatch(r"window:(\d+)", str(self.attention))
         if self.attention in (True, "full"):
             return n_pos
-        if found is None or int(found[1]) == 0:
+        window = re.fullmatch(r"window:(\d+)", str(self.attention))
+        if window is None or int(window[1]) == 0:
             raise CaptureError(
                 f"attention is {self.attention!r}, expected 'full', or 'window:N' for the last N "
                 "rows, such as 'window:64'"
             )
-        return min(int(found[1]), n_pos)
+        return min(int(window[1]), n_pos)
+
+
+class Declared(NamedTuple):
+    """One field of a class of options."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: Help
+    least: int | None
+
+
+def declared(options: type) -> Iterator[Declared]:
+    """Yield the fields of a dataclass of options, with what their annotations say."""
+    hints = get_type_hints(options, include_extras=True)
+
+    for field in fields(options):
+        kind, *notes = get_args(hints[field.name])
+        text = next(note for note in notes if isinstance(note, Help))
+        bounds = [note.least for note in notes if isinstance(note, AtLeast)]
+        yield Declared(field.name, kind, field.default, text, next(iter(bounds), None))
+
+
+def takes_options(function: Function) -> Function:
+    """Show the fields of `Options` as the keywords of a function that takes `**options`.
+
+    They replace `**options` in the signature and its line in the docstring.
+    """
+    signature = inspect.signature(function)
+    *parameters, _ = signature.parameters.values()
+    parameters += [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option.kind,
+        )
+        for option in declared(Options)
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    lines = [
+        textwrap.fill(
+            f"{option.name}: {option.help.text}",
+            width=100,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+        )
+        for option in declared(Options)
+    ]
+    if function.__doc__ is not None:  # python -OO
+        function.__doc__ = re.sub(r" +\*\*options: .*", "\n".join(lines), function.__doc__)
+    return function
 
 
 def check_output(options: Options, *, stored: bool) -> None:
-    """Raise CaptureError where an option is about what is written, and nothing is."""
-    asked = {
+    """Raise CaptureError for an option about the stored trace where nothing is stored."""
+    needs_file = {
         "attention": options.attention is not False,
         "store_dtype": options.store_dtype is not None,
         "resume": options.resume,
     }
-    found = [name for name, given in asked.items() if given]
-    if found and not stored:
+    given = [name for name, is_given in needs_file.items() if is_given]
+    if given and not stored:
         raise CaptureError(
-            f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} about what is written, "
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about what is written, "
             "but out is None; give out=..., or use trace.attention(layer, rows)"
         )
 
 
-def chosen_layers(wanted: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
-    """The layers to record among the model's `numbers`, in order; negative ones count from the end.
+def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return the layers to record among the model's `numbers`, in order.
+
+    Negative numbers count from the end; None selects all.
 
     Raises:
-        CaptureError: none, one twice, or one that the model does not have.
+        CaptureError: no layer, one twice, or one that the model does not have.
     """
-    known = sorted(numbers)
-    if wanted is None:
-        return tuple(known)
-    found: set[int] = set()
-    for one in wanted:
-        number = known[one] if one in range(-len(known), 0) else one
-        if number not in known:
+    available = sorted(numbers)
+    if requested is None:
+        return tuple(available)
+    selected: set[int] = set()
+    for layer in requested:
+        number = available[layer] if layer in range(-len(available), 0) else layer
+        if number not in available:
             raise CaptureError(
-                f"the model has no layer {one!r}, expected numbers from {known[0]} to {known[-1]}, "
-                "or -1 for the last"
+                f"the model has no layer {layer!r}, expected numbers from {available[0]} to "
+                f"{available[-1]}, or -1 for the last"
             )
-        if number in found:
+        if number in selected:
             raise CaptureError(f"layers has layer {number} twice, expected each once")
-        found.add(int(number))
-    if not found:
+        selected.add(int(number))
+    if not selected:
         raise CaptureError("layers is empty, expected at least one; leave it out for all")
-    return tuple(sorted(found))
+    return tuple(sorted(selected))

@@ -11,22 +11,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that takes (done, total) and shows it; silent in a pipe."""
+def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
+    """Return a function that shows (done, total, label); silent in a pipe.
+
+    unit: what is counted. label: the first label; a call without one keeps it.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, total: None  # noqa: ARG005  the same signature as below
+        yield lambda *_: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("tokens"),
+        TextColumn(unit),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=None)
 
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def show(done: int, total: int, label: str | None = None) -> None:
+            progress.update(task, completed=done, total=total, description=label)
 
         yield show

@@ -1,4 +1,4 @@
-"""The output projection of each layer: read from the model, and checked while the model runs."""
+"""Output projections of a model's layers, checked while the model runs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES, relative_error, tolerance
 
-#: What attention modules call their output projection: most families, GPT-NeoX, GPT-2, OPT.
+#: Names of the output projection in attention modules: most families, GPT-NeoX, GPT-2, OPT.
 NAMES = ("o_proj", "dense", "c_proj", "out_proj")
 
 
 class Projections:
     """The output projections of some layers of a model, for one capture.
 
-    Each is checked on the first call of its layer: the output that the module gives must be the sum
-    over query heads of what the kernel returned times the head's block, plus the bias. So gates
-    between kernel and projection, adapters and the like are refused and not left out.
+    Each is checked on the first call of its layer: the module's output must be the sum over query
+    heads of the kernel's output times the head's block, plus the bias. So gates between kernel and
+    projection, adapters and the like are refused instead of ignored.
 
     Attributes:
         blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views.
 
     Raises:
-        CaptureError: a layer has none under a known name, or none that is a plain matrix.
+        CaptureError: a layer has no projection of a known name, or one that is no plain matrix.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
-        chosen = {
+        attention = {
             layer: module for layer, module in attention_modules(model).items() if layer in layers
         }
-        self.names = {layer: _name(layer, module) for layer, module in chosen.items()}
+        self.names = {layer: _name(layer, module) for layer, module in attention.items()}
         self.modules = {
-            layer: module.get_submodule(self.names[layer]) for layer, module in chosen.items()
+            layer: module.get_submodule(self.names[layer]) for layer, module in attention.items()
         }
         matrices = [
             _matrix(f"{self.names[layer]} of layer {layer}", module)
@@ -48,19 +48,19 @@ class Projections:
         ]
         kinds = {(matrix.shape, matrix.dtype) for matrix in matrices}
         if len(kinds) != 1:
-            found = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
+            listed = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
             raise CaptureError(
                 f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
-                f"{type(model).__name__} are {found}; expected one shape and dtype in all layers, "
-                "record it without --o-proj"
+                f"{type(model).__name__} are {listed}, expected one shape and dtype in all layers; "
+                "record the model without --o-proj"
             )
         ((shape, dtype),) = kinds
         self.hidden, self.dtype = int(shape[0]), DTYPES[dtype]
         self.blocks: dict[int, Tensor] = {}
-        self._waiting: dict[int, Tensor] = {}
+        self._unchecked: dict[int, Tensor] = {}
 
     def receive(self, call: KernelCall) -> None:
-        """Take a kernel call, whose output goes through the projection next."""
+        """Take a kernel call, before its output goes through the projection."""
         if call.layer in self.blocks:
             return
         what = f"{self.names[call.layer]} of layer {call.layer}"
@@ -68,25 +68,24 @@ class Projections:
         heads, _, dim = call.out.shape
         if weight.shape[1] != heads * dim:
             raise CaptureError(
-                f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} of each "
+                f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} for each "
                 "query head; record the model without --o-proj"
             )
         self.blocks[call.layer] = weight.T.unflatten(0, (heads, dim))
-        self._waiting[call.layer] = call.out[:, :CHUNK]
+        self._unchecked[call.layer] = call.out[:, :CHUNK]
 
     @contextmanager
-    def checking(self, keep: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Check each projection when it is first applied, and at the end that all were.
+    def checking(self, store: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Check each projection when it is first applied, and at the end that all were applied.
 
-        keep: called once for each layer, as soon as it has been checked: number, weights as in
-            `blocks`.
+        store: called for each layer after its check: number, weights as in `blocks`.
         """
 
         def applied(layer: int, output: Tensor) -> None:
-            out = self._waiting.pop(layer, None)
+            out = self._unchecked.pop(layer, None)
             if out is not None:
                 self._check(layer, out, output)
-                keep(layer, self.blocks[layer])
+                store(layer, self.blocks[layer])
 
         with ExitStack() as stack:
             for layer, module in self.modules.items():
@@ -95,11 +94,11 @@ class Projections:
                 )
                 stack.callback(handle.remove)
             yield
-        if self._waiting:
-            layer = min(self._waiting)
+        if self._unchecked:
+            layer = min(self._unchecked)
             raise CaptureError(
-                f"layer {layer} did not apply its {self.names[layer]} after its attention kernel, "
-                "expected it to; record the model without --o-proj"
+                f"layer {layer} did not apply its {self.names[layer]}, expected it after the "
+                "attention kernel; record the model without --o-proj"
             )
 
     def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
@@ -108,8 +107,8 @@ class Projections:
         bias = getattr(self.modules[layer], "bias", None)
         if isinstance(bias, Tensor):
             expected += bias.detach().to(dtype)
-        found = output[:, : out.shape[1]].to(dtype)
-        error = float(relative_error(found, expected.unsqueeze(0)).max())
+        actual = output[:, : out.shape[1]].to(dtype)
+        error = float(relative_error(actual, expected.unsqueeze(0)).max())
         allowed = tolerance(self.dtype, DTYPES[out.dtype])
         if not error <= allowed:
             raise CaptureError(
@@ -120,7 +119,7 @@ class Projections:
 
 
 def _name(layer: int, module: nn.Module) -> str:
-    """What an attention module calls its output projection."""
+    """Return the name of the output projection in an attention module."""
     for name in NAMES:
         projection = getattr(module, name, None)
         if isinstance(projection, nn.Module) and isinstance(
@@ -128,18 +127,18 @@ def _name(layer: int, module: nn.Module) -> str:
         ):
             return name
     raise CaptureError(
-        f"layer {layer} ({type(module).__name__}) has no output projection: looked for a module "
+        f"layer {layer} ({type(module).__name__}) has no output projection, expected a module "
         f"{', '.join(NAMES[:-1])} or {NAMES[-1]} with a weight; record the model without --o-proj"
     )
 
 
 def _matrix(what: str, projection: nn.Module) -> Tensor:
-    """The weights [hidden, qheads x dim] of an output projection, a view."""
+    """Return the weights [hidden, qheads x dim] of an output projection, as a view."""
     weight = cast("Tensor", projection.weight).detach()
     if weight.is_meta:
         raise CaptureError(
-            f"{what} is offloaded and comes to its device when the layer runs, expected weights "
-            "that stay; use another --device-map, or record without --o-proj"
+            f"{what} is offloaded until the layer runs, expected weights that stay on a device; "
+            "use another --device-map, or record the model without --o-proj"
         )
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise CaptureError(

@@ -1,10 +1,10 @@
-"""Prompts: text, chat messages or token ids; and whether the answer is right."""
+"""Prompts: text, chat messages or token ids, encoded for a model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from jinja2 import TemplateError
 
 from kvsim.errors import CaptureError
 from kvsim.schema import LABELS
-from kvsim.tiny import ledger
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int]
@@ -21,7 +20,7 @@ PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any
 
 _SHOWN_WORDS = 8
 
-# Roles of which a chat has one.
+# Roles of a system message; a chat has at most one.
 _SYSTEM = ("system", "developer")
 
 
@@ -30,12 +29,11 @@ class Prompt:
     """One of many prompts, such as a line of a file.
 
     Attributes:
-        id: names the trace.
+        id: the name of the trace.
         content: text, chat messages or token ids.
         answer: the expected answer, or None.
-        labels: `task`, `domain` and `level`, as far as the prompt has them; they go into the
-            trace and from there into tables.
-        system: a system message before it, or None.
+        labels: any of `task`, `domain` and `level`, which the trace keeps for tables.
+        system: a system message before the prompt, or None.
     """
 
     id: str
@@ -47,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as the model will see it: token ids, and the text behind them if there is one."""
+    """A prompt as token ids, and the text or messages that they were encoded from."""
 
     ids: list[int]
     text: str | None
@@ -64,20 +62,20 @@ def encode(
     system: str | None = None,
     chat: bool = False,
 ) -> Encoded:
-    """Token ids of a prompt.
+    """Encode a prompt as token ids.
 
-    system: a message before it, which makes a chat of text. chat: text is a user's message.
+    system: a message before it, which makes text a chat. chat: text is a user's message.
 
     Raises:
-        CaptureError: empty, longer than the context, ids or words that the model does not know,
-            text without a tokenizer, a chat without a template or that the template refuses, or a
-            system message where there is one already or where there are token ids.
+        CaptureError: a prompt that is empty or longer than the context; unknown ids or words; text
+            without a tokenizer; a chat without a template, or one that the template refuses; or a
+            second system message, or one for token ids.
     """
     messages = _messages(prompt, system=system, chat=chat)
     text = prompt if isinstance(prompt, str) else None
     if messages is not None:
-        asked = "messages" if text is None else "--chat" if chat else "a system message"
-        text = _render(messages, tokenizer, asked)
+        reason = "messages" if text is None else "--chat" if chat else "a system message"
+        text = _render(messages, tokenizer, reason)
     if text is None:
         ids = _ids(prompt)
     else:
@@ -85,7 +83,7 @@ def encode(
             raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
         ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=tiny)
     if not ids:
-        raise CaptureError("the prompt has no tokens, expected at least one")
+        raise CaptureError("the prompt has no tokens, expected at least one; give some text")
     unknown = [token for token in ids if not 0 <= token < vocab_size]
     if unknown:
         raise CaptureError(
@@ -94,14 +92,14 @@ def encode(
         )
     if context is not None and len(ids) > context:
         raise CaptureError(
-            f"the prompt has {len(ids)} tokens, the model's context is {context}; "
+            f"the prompt has {len(ids)} tokens, expected at most the model's context of {context}; "
             "give a shorter prompt or a model with a longer context"
         )
     return Encoded(ids, text, messages)
 
 
 def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dict[str, Any]] | None:
-    """The messages of a chat; None for text that is none, and for token ids."""
+    """Return the messages of a chat; None for plain text and for token ids."""
     if isinstance(prompt, str):
         if not chat and system is None:
             return None
@@ -114,8 +112,8 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
         return None
     else:
         raise CaptureError(
-            "the prompt is token ids, which have no room for a system message; expected text or "
-            "chat messages, or leave --system out"
+            "the prompt is token ids, expected text or chat messages for a system message; leave "
+            "--system out"
         )
     if system is None:
         return messages
@@ -128,38 +126,38 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
 
 
 def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
-    """The messages, each content that is a list of parts as the text of these parts, in a row.
+    """Return the messages, with lists of text parts joined to text.
 
-    A content that is not there is left to the template: calls of tools come without one.
+    A missing content is left to the template: calls of tools have no content.
 
-    where: what an error message begins with.
+    where: the beginning of an error message.
 
     Raises:
-        CaptureError: a part that is no text, or a content of another kind.
+        CaptureError: a part that is not text, or a content of another kind.
     """
-    plain = []
+    joined = []
     for place, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list | tuple):
             texts = [_text_of(part, f"{where}message {place}") for part in content]
-            plain.append({**message, "content": "".join(texts)})
+            joined.append({**message, "content": "".join(texts)})
         elif isinstance(content, str | None):
-            plain.append(dict(message))
+            joined.append(dict(message))
         else:
             raise CaptureError(
                 f"{where}content of message {place} is {type(content).__name__}, expected text or "
                 "a list of text parts"
             )
-    return plain
+    return joined
 
 
 def _text_of(part: object, where: str) -> str:
-    """The text of a part of a message's content."""
+    """Return the text of a part of a message's content."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
     if not isinstance(text, str):
         raise CaptureError(
-            f"{where} has a part of type {kind!r}, expected text parts alone, such as "
+            f"{where} has a part of type {kind!r}, expected only text parts, such as "
             "{'type': 'text', 'text': '...'}; leave the others out"
         )
     return text
@@ -199,31 +197,31 @@ def _need_tokenizer(tokenizer: Any, prompt: str, expected: str) -> None:
         )
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: Any, asked: str) -> str:
-    """The text of a chat. asked: what makes it one."""
-    _need_tokenizer(tokenizer, f"a chat ({asked})", "one with a chat template")
+def _render(messages: list[dict[str, Any]], tokenizer: Any, reason: str) -> str:
+    """Return the text of a chat. reason: why the prompt is a chat, for errors."""
+    _need_tokenizer(tokenizer, f"a chat ({reason})", "one with a chat template")
     if not getattr(tokenizer, "chat_template", None):
-        text = "give text in place of messages" if asked == "messages" else f"leave {asked} out"
+        text = "give text instead of messages" if reason == "messages" else f"leave {reason} out"
         raise CaptureError(
-            f"the prompt is a chat ({asked}), and the tokenizer ({type(tokenizer).__name__}) has "
-            "no chat template, expected one, as models have that were tuned to answer; give such "
-            f"a model, or {text}"
+            f"the prompt is a chat ({reason}), and the tokenizer ({type(tokenizer).__name__}) has "
+            "no chat template, expected one, as instruction-tuned models have; give such a model, "
+            f"or {text}"
         )
     try:
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
     except (TemplateError, TypeError, ValueError) as error:
-        # what a template says of roles that it does not know, and of content of another kind
-        reason = " ".join(str(error).split())
+        # templates refuse unknown roles, and content of another kind
+        cause = " ".join(str(error).split())
         raise CaptureError(
-            f"the tokenizer's chat template refuses the messages ({reason}), expected ones that it "
-            "knows; see the roles in the template, or leave --system out"
+            f"the tokenizer's chat template refuses the messages ({cause}), expected roles and "
+            "content that it accepts; see the template, or leave --system out"
         ) from error
 
 
 def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]:
-    _need_tokenizer(tokenizer, "text", "one that makes token ids of it")
+    _need_tokenizer(tokenizer, "text", "one that encodes it")
     # a chat template has put the special tokens in already
     ids = list(tokenizer(text, add_special_tokens=not chat)["input_ids"])
     unknown = _unknown_words(text, ids, tokenizer)
@@ -231,16 +229,18 @@ def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]
         shown = ", ".join(repr(word) for word in unknown[:_SHOWN_WORDS])
         more = f" and {len(unknown) - _SHOWN_WORDS} more" if len(unknown) > _SHOWN_WORDS else ""
         advice = (
-            "tiny speaks the ledger language only, `kvsim prompts` writes some"
+            "tiny reads only the ledger language, in which `kvsim prompts` writes prompts"
             if tiny
-            else "use words of its vocabulary"
+            else "use other words"
         )
-        raise CaptureError(f"the tokenizer does not know {shown}{more}; {advice}")
+        raise CaptureError(
+            f"the tokenizer does not know {shown}{more}, expected words of its vocabulary; {advice}"
+        )
     return ids
 
 
 def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
-    """Words that became the unknown token, each once, in order."""
+    """Return the words that became the unknown token, each once, in order."""
     token, name = tokenizer.unk_token_id, tokenizer.unk_token
     if token is None or token not in ids:
         return []
@@ -253,7 +253,7 @@ def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
 
 
 def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
-    """Each token decoded by itself, or None without a tokenizer."""
+    """Return each token decoded by itself, or None without a tokenizer."""
     if tokenizer is None:
         return None
     return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
@@ -263,9 +263,9 @@ def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
 
 
 def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:
-    """The labels; raises CaptureError for a name that no table knows, or a value of another kind.
+    """Return the labels; raise CaptureError for an unknown name or a value of another kind.
 
-    where: what an error message begins with.
+    where: the beginning of an error message.
     """
     for name, value in labels.items():
         if name not in LABELS:
@@ -276,46 +276,19 @@ def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:
 
 
 def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts; raises CaptureError if two ids would name the same trace."""
+    """Return the prompts; raise CaptureError if two ids would name the same trace."""
     seen: dict[str, str] = {}
     for prompt in prompts:
         name = file_name(prompt.id)
         if name in seen:
             raise CaptureError(
                 f"prompts {seen[name]!r} and {prompt.id!r} would both be recorded as {name}, "
-                "expected distinct ids"
+                "expected distinct ids; rename one"
             )
         seen[name] = prompt.id
     return list(prompts)
 
 
 def file_name(prompt_id: str) -> str:
-    """Name of the trace of a prompt: letters, digits, dots and dashes."""
+    """Return the name of a prompt's trace: letters, digits, dots and dashes."""
     return (re.sub(r"[^A-Za-z0-9._-]+", "-", prompt_id).strip(".-") or "prompt") + ".zarr"
-
-
-# --- the answer ---
-
-
-def check_answer(
-    text: str | None, response: str | None, expected: str | None, *, tiny: bool
-) -> dict[str, Any] | None:
-    """How the response compares with the right one, ready for JSON; None if nobody can tell.
-
-    For tiny the right response follows from the prompt. Elsewhere `expected` is right if it stands,
-    as whole words and in any case, in the part after the last ``</think>``.
-    """
-    if response is None:
-        return None
-    if tiny and text is not None:
-        try:
-            check = ledger.check(text, response)
-        except ledger.LedgerError as error:
-            return {"kind": "none", "right": None, "reason": str(error)}
-        return {"kind": "ledger", "right": check.exact, **asdict(check)}
-    if expected is None:
-        return None
-    final = response.rpartition("</think>")[2]
-    pattern = rf"(?<!\w){re.escape(expected.strip())}(?!\w)"
-    right = bool(expected.strip()) and re.search(pattern, final, re.IGNORECASE) is not None
-    return {"kind": "text", "right": right, "expected": expected, "answer": final.strip()[-200:]}

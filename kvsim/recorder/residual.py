@@ -1,4 +1,4 @@
-"""The residual stream: the input of each decoder layer, checked link by link while it flows."""
+"""The residual stream: the input of each decoder layer, checked while the model runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
 from kvsim.store.checks import DTYPES, relative_error, tolerance
 
-#: What most families, and GPT-2, call the norm between residual stream and attention.
+#: Names of the norm between residual stream and attention: most families, GPT-2.
 NORMS = ("input_layernorm", "ln_1")
 
 _ADVICE = "record the model without --residual"
@@ -24,19 +24,18 @@ _ADVICE = "record the model without --residual"
 class Residual:
     """The inputs of a model's decoder layers, for one capture.
 
-    A decoder layer is the module that an attention module lies in. The stream begins with what the
-    first of them is given, whatever the model made of the embedding until then: some scale it, some
-    add positions. Two checks stand behind what is given out:
+    A decoder layer is the parent of an attention module. The stream begins with the input of the
+    first layer: some models scale the embedding before it, some add positions. Two checks:
 
     * The chain, in every row: the layers run in order, each once in a forward, and the input of
-      layer l + 1 is, bit for bit, what layer l returned. So nothing acts between two layers, and
-      residual[l + 1] is the output of layer l. The output of the last layer is not looked at.
-    * The norm, in the first rows of each layer: the attention module was given the layer's norm
-      (`NORMS`) of the residual. So q, k, v of a row were made from the residual of that row. A
-      layer without a module of such a name has no such check.
+      layer l + 1 is, bit for bit, the output of layer l. So nothing acts between two layers, and
+      residual[l + 1] is the output of layer l. The output of the last layer is not checked.
+    * The norm, in the first rows of each layer: the input of the attention module is the layer's
+      norm (`NORMS`) of the residual. So q, k, v of a row were computed from the residual of that
+      row. A layer without a module of such a name is not checked.
 
     Raises:
-        CaptureError: attention modules that do not lie in decoder layers of their own.
+        CaptureError: attention modules that are not in decoder layers of their own.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -46,14 +45,14 @@ class Residual:
         self._last = numbers[-1]
         self._kind: tuple[int, torch.dtype] | None = None
         self._checked: set[int] = set()
-        # the layer that ended last, what it returned and how often that was written to by then,
-        # None behind the last one; and the layer that runs and its input
+        # the layer that ran last, its output and how often that tensor was written to until then
+        # (None after the last layer); and the running layer and its input
         self._returned: tuple[int, object, int] | None = None
         self._running: tuple[int, Tensor] | None = None
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the stream through the layers until the block is left, however it is left."""
+        """Follow the stream through the layers until the block ends, by an error too."""
         with ExitStack() as stack:
             stack.callback(self._forget)
             for layer, module in self.layers.items():
@@ -69,10 +68,10 @@ class Residual:
             yield
 
     def rows(self, call: KernelCall) -> Tensor:
-        """The residual [w, hidden] that the rows of a kernel call were made from.
+        """Return the residual [w, hidden] that the rows of a kernel call were computed from.
 
         Raises:
-            CaptureError: the call is of another layer than the one that runs, or of other rows.
+            CaptureError: the call is of another layer than the running one, or of other rows.
         """
         running, hidden = self._running or (None, None)
         if hidden is None or running != call.layer:
@@ -82,7 +81,7 @@ class Residual:
             )
         if len(hidden) != call.q.shape[1]:
             raise CaptureError(
-                f"decoder layer {call.layer} was given {len(hidden)} rows and its attention "
+                f"decoder layer {call.layer} has {len(hidden)} input rows and its attention "
                 f"{call.q.shape[1]}, expected the same; {_ADVICE}"
             )
         if call.layer not in self._checked:
@@ -102,8 +101,8 @@ class Residual:
         self._kind = self._kind or kind
         if kind != self._kind or hidden.dtype not in DTYPES:
             raise CaptureError(
-                f"the input of decoder layer {layer} is {_words(kind)}, expected "
-                f"{_words(self._kind)} as before, of {', '.join(DTYPES.values())}; {_ADVICE}"
+                f"the input of decoder layer {layer} is {_describe(kind)}, expected "
+                f"{_describe(self._kind)} as before, of {', '.join(DTYPES.values())}; {_ADVICE}"
             )
         last, returned, writes = self._returned or (None, None, 0)
         before = self._before[layer]
@@ -114,7 +113,7 @@ class Residual:
             )
         if before is not None and not (writes == _writes(returned) and _same(returned, hidden)):
             raise CaptureError(
-                f"the input of decoder layer {layer} is not what layer {before} returned, "
+                f"the input of decoder layer {layer} is not the output of layer {before}, "
                 f"expected it unchanged; {_ADVICE}"
             )
         self._running = layer, hidden[0]
@@ -135,51 +134,51 @@ class Residual:
             return
         norm = children[name]
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        found = call.hidden[:CHUNK]
+        actual = call.hidden[:CHUNK]
         with torch.no_grad():
-            # a layer on another device is given its input before it is moved there
-            expected: Tensor = norm(hidden[:CHUNK].to(found.device))
-        # [row, 1, hidden]: each row by itself, so that no large one hides another
-        rows = (x.to(dtype).unsqueeze(1) for x in (found, expected))
+            # a layer on another device gets its input before it is moved there
+            expected: Tensor = norm(hidden[:CHUNK].to(actual.device))
+        # [row, 1, hidden]: each row by itself, so that no large one masks another
+        rows = (x.to(dtype).unsqueeze(1) for x in (actual, expected))
         error = float(relative_error(*rows).max())
-        allowed = tolerance(DTYPES[hidden.dtype], DTYPES[found.dtype])
+        allowed = tolerance(DTYPES[hidden.dtype], DTYPES[actual.dtype])
         if not error <= allowed:
             raise CaptureError(
-                f"the attention of layer {call.layer} was given something that differs by "
-                f"{error:.3g} (relative) from {name} of the residual, expected at most "
+                f"the input of the attention of layer {call.layer} differs by {error:.3g} "
+                f"(relative) from {name} of the residual, expected at most "
                 f"{allowed:g}; {_ADVICE}"
             )
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The module that each attention module lies in, by layer number, in order.
+    """Return the parent of each attention module, by layer number, in order.
 
     Raises:
-        CaptureError: two attention modules lie in the same module, or one in a module that is no
-            member of a list of layers.
+        CaptureError: two attention modules with one parent, or a parent that is not in a list of
+            layers.
     """
     parents = {id(part): module for module in model.modules() for part in module.children()}
-    found: dict[int, nn.Module] = {}
-    owner: dict[int, int] = {}
+    layers: dict[int, nn.Module] = {}
+    layer_of: dict[int, int] = {}
     for layer, attention in attention_modules(model).items():
-        parent = found[layer] = parents.get(id(attention), model)
-        other = owner.setdefault(id(parent), layer)
+        parent = layers[layer] = parents.get(id(attention), model)
+        other = layer_of.setdefault(id(parent), layer)
         if other != layer:
             raise CaptureError(
-                f"the attention modules of layers {other} and {layer} lie in one "
+                f"the attention modules of layers {other} and {layer} are in one "
                 f"{type(parent).__name__}, expected each in a decoder layer of its own; {_ADVICE}"
             )
-    for layer, module in found.items():
+    for layer, module in layers.items():
         if not isinstance(parents.get(id(module)), nn.ModuleList):
             raise CaptureError(
-                f"the attention of layer {layer} lies in a {type(module).__name__} that is no "
-                f"member of a list of layers, expected a decoder layer; {_ADVICE}"
+                f"the attention of layer {layer} is in a {type(module).__name__} outside a list of "
+                f"layers, expected a decoder layer; {_ADVICE}"
             )
-    return found
+    return layers
 
 
 def _same(returned: object, hidden: Tensor) -> bool:
-    """Whether what a layer returned is the input of the next, bit for bit."""
+    """Return whether the output of a layer is the input of the next, bit for bit."""
     if returned is hidden:
         return True
     return (
@@ -190,7 +189,7 @@ def _same(returned: object, hidden: Tensor) -> bool:
 
 
 def _writes(output: object) -> int:
-    """How often a tensor was written to; 0 where torch does not count (inference mode)."""
+    """Return how often a tensor was written to; 0 in inference mode, which does not count."""
     if not isinstance(output, Tensor) or output.is_inference():
         return 0
     return output._version  # noqa: SLF001  its only home
@@ -200,6 +199,6 @@ def _order(before: int | None) -> str:
     return "first" if before is None else f"after layer {before}"
 
 
-def _words(kind: tuple[int, torch.dtype]) -> str:
+def _describe(kind: tuple[int, torch.dtype]) -> str:
     hidden, dtype = kind
     return f"[1, rows, {hidden}] {str(dtype).removeprefix('torch.')}"

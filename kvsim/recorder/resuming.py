@@ -1,4 +1,4 @@
-"""Whether a trace that is there is the one that a capture would record; what is said of it."""
+"""Whether an existing trace is the one that a capture would record."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceExistsError
+from kvsim.recorder.answers import check_answer
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
-from kvsim.recorder.prompts import Encoded, Labels, check_answer
+from kvsim.recorder.prompts import Encoded, Labels
 from kvsim.store.checks import DTYPES, stored_dtype
 
 
 @contextmanager
-def offering_resume(*, applies: bool) -> Iterator[None]:
-    """Say of a trace that is in the way of one of many what `resume` would do, where it applies."""
+def suggesting_resume(*, applies: bool) -> Iterator[None]:
+    """Add to the error about an existing trace what `resume` would do, if it applies."""
     try:
         yield
     except TraceExistsError as error:
@@ -32,8 +33,8 @@ def offering_resume(*, applies: bool) -> Iterator[None]:
 
 
 @contextmanager
-def telling_progress(prompt_id: str, place: int, count: int) -> Iterator[None]:
-    """Say of an error of one of `count` prompts which one it is, and what is complete by now."""
+def naming_prompt(prompt_id: str, place: int, count: int) -> Iterator[None]:
+    """Add to an error which of `count` prompts it is about, and which traces are complete."""
     try:
         yield
     except KvsimError as error:
@@ -54,12 +55,12 @@ def differences(
     answer: str | None,
     labels: Labels,
 ) -> list[str]:
-    """What `trace` has and another capture would have, in words; empty where it is the same.
+    """Return in words how `trace` differs from what a capture would record; empty if it does not.
 
-    Weights are not compared: models of one name and one configuration pass for the same.
+    Weights are not compared: models of one name and one configuration count as equal.
     """
     if _entry(trace.meta, "generation").get("stopped") == "interrupted":
-        return ["it is what was recovered of an interrupted capture, and no whole one"]
+        return ["it was recovered from an interrupted capture and is not complete"]
     return [
         *_prompt(trace, encoded, answer, labels, tiny=is_tiny(model)),
         *_model(_entry(trace.meta, "model"), describe_model(model)),
@@ -72,71 +73,71 @@ def _prompt(
     trace: Trace, encoded: Encoded, answer: str | None, labels: Labels, *, tiny: bool
 ) -> list[str]:
     tokens = trace.tokens
-    found = [] if tokens is None else tokens[: trace.prompt_len].tolist()
-    if found != encoded.ids:
+    prompt = [] if tokens is None else tokens[: trace.prompt_len].tolist()
+    if prompt != encoded.ids:
         same = next(
-            (i for i, (a, b) in enumerate(zip(found, encoded.ids, strict=False)) if a != b),
-            min(len(found), len(encoded.ids)),
+            (i for i, (a, b) in enumerate(zip(prompt, encoded.ids, strict=False)) if a != b),
+            min(len(prompt), len(encoded.ids)),
         )
         expected = f"expected {len(encoded.ids)} tokens"
-        return [f"its prompt of {len(found)} tokens differs from token {same} on, {expected}"]
-    other = []
+        return [f"its prompt of {len(prompt)} tokens differs from token {same} on, {expected}"]
+    differing = []
     if dict(trace.labels) != dict(labels):
-        other.append(f"its labels are {dict(trace.labels)}, expected {dict(labels)}")
+        differing.append(f"its labels are {dict(trace.labels)}, expected {dict(labels)}")
     response = _entry(trace.meta, "text").get("response")
     check = check_answer(encoded.text, response, answer, tiny=tiny)
     if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
-        other.append("its response was compared with another answer")
-    return other
+        differing.append("its response was compared with another answer")
+    return differing
 
 
-def _model(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    said = {"name": "model", "dtype": "model's dtype", "attention": "attention kernel"}
-    other = [
-        f"its {what} is {found.get(key)}, expected {expected[key]}"
-        for key, what in said.items()
-        if found.get(key) != expected[key]
+def _model(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    names = {"name": "model", "dtype": "model's dtype", "attention": "attention kernel"}
+    differing = [
+        f"its {name} is {recorded.get(key)}, expected {expected[key]}"
+        for key, name in names.items()
+        if recorded.get(key) != expected[key]
     ]
-    if found.get("config_digest") != expected["config_digest"]:
-        other.append("its model has another configuration")
-    return other
+    if recorded.get("config_digest") != expected["config_digest"]:
+        differing.append("its model has another configuration")
+    return differing
 
 
-def _generation(found: Mapping[str, Any], options: Options) -> list[str]:
+def _generation(recorded: Mapping[str, Any], options: Options) -> list[str]:
     expected = {
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
         "seed": options.seed,
         "stop": list(options.stops),
     }
-    known = {"stop": [], **found}  # traces of before stop strings have none
+    recorded = {"stop": [], **recorded}  # older traces have no stop strings
     return [
-        f"its {key} is {known.get(key)}, expected {value}"
+        f"its {key} is {recorded.get(key)}, expected {value}"
         for key, value in expected.items()
-        if known.get(key) != value
+        if recorded.get(key) != value
     ]
 
 
 def _arrays(trace: Trace, options: Options, layer_ids: tuple[int, ...]) -> list[str]:
     if trace.layer_ids != layer_ids:
         return [f"its layers are {list(trace.layer_ids)}, expected {list(layer_ids)}"]
-    other = []
-    for name, wanted in {"o_proj": options.o_proj, "residual": options.residual}.items():
-        if trace.has(name) != wanted:
-            other.append(f"it has {'no ' if wanted else ''}{name}")
+    differing = []
+    for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
+        if trace.has(name) != requested:
+            differing.append(f"it has {'no ' if requested else ''}{name}")
     shapes = trace.source.shapes
     dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
     if dense != options.dense_rows(trace.n_pos):
         expected = options.dense_rows(trace.n_pos)
-        other.append(f"it has {dense} rows of dense attention, expected {expected}")
-    found = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
+        differing.append(f"it has {dense} rows of dense attention, expected {expected}")
+    stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
     exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
-    if found != (options.store_dtype or exact):
-        other.append(f"it is stored in {found}, expected {options.store_dtype or exact}")
-    return other
+    if stored != (options.store_dtype or exact):
+        differing.append(f"it is stored in {stored}, expected {options.store_dtype or exact}")
+    return differing
 
 
 def _entry(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object of the metadata; empty where a foreign writer put something else."""
+    """Return an object of the metadata; empty if another writer put something else there."""
     value = meta.get(key)
     return value if isinstance(value, dict) else {}

@@ -1,8 +1,8 @@
-"""Running a model's layers under a policy.
+"""A model's computation under a policy.
 
-`decoder` computes single decoder layers on rows at any positions, `prefill` what a prefill that
-drops rows computes behind its first selection, `masked` the logits of a model whose rows see what
-Records left them.
+decoder  single decoder layers, on rows at any positions
+prefill  a prefill that drops rows, recomputed after its first selection
+masked   the logits of a model whose rows see only the entries that a Record retains
 """
 
 from kvsim.runner.masked import masked_logits

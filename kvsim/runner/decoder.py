@@ -1,4 +1,4 @@
-"""A model's decoder layers, one at a time, on rows of a text at any positions."""
+"""A model's decoder layers, one at a time, on rows of a sequence at any positions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, kernel_name, listening
+from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.residual import decoder_layers
 
 
 @dataclass(frozen=True)
 class Computed:
-    """One layer on k rows, as a source of a View; [L=1, ...] in its methods.
+    """One layer on k rows, as a source of a View; its methods return [L=1, ...].
 
-    rows: the place of each row in the prompt, int64 [k]; positions: where RoPE turned it to.
-    q [qhead, k, d], k, v [head, k, d] as the kernel got them; attn_out [qhead, k, d]; out [k, D].
+    rows: the index of each row in the prompt, int64 [k]; positions: its position for RoPE.
+    q [qhead, k, d], k, v [head, k, d]: inputs of the kernel; attn_out [qhead, k, d]; out [k, D].
     """
 
     rows: Tensor
@@ -37,32 +37,32 @@ class Computed:
 
     @property
     def n_rows(self) -> int:
-        """Rows of the layer."""
+        """The number of rows of the layer."""
         return len(self.rows)
 
     @property
     def keys(self) -> Tensor:
-        """[1, H, k, d]."""
+        """Keys, [1, H, k, d]."""
         return self.k.unsqueeze(0)
 
     @property
     def values(self) -> Tensor:
-        """[1, H, k, d]."""
+        """Values, [1, H, k, d]."""
         return self.v.unsqueeze(0)
 
     @property
     def o_proj(self) -> Tensor:
-        """Output projection of each query head, [1, H, G, d, D]."""
+        """The output projection of each query head, [1, H, G, d, D]."""
         out: Tensor = self.projection().unflatten(1, (len(self.k), -1))
         return out
 
     def queries(self, start: int, stop: int) -> Tensor:
-        """[1, H, G, stop - start, d]."""
+        """Return the queries of some rows, [1, H, G, stop - start, d]."""
         rows: Tensor = self.q[:, start:stop].unflatten(0, (len(self.k), -1))
         return rows.unsqueeze(0)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Output [1, H, G, w, d] and log-sum-exp [1, H, G, w] of rows that see all before them."""
+        """Return output [1, H, G, w, d] and log-sum-exp [1, H, G, w] of full attention."""
         out, lse = causal_attention(self.q, self.k, self.v, self.formula)
         heads = (len(self.k), -1)
         return (
@@ -71,24 +71,24 @@ class Computed:
         )
 
 
-# What some families do to logits behind the output embedding; one that does is refused.
+# What some families do to logits after the output embedding; a model that does it is refused.
 _NEUTRAL = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
 
 
 class Decoder:
     """The decoder layers of a model of transformers (llama, qwen2, qwen3 and their like).
 
-    Raises CaptureError where the model has no rotary module, final norm or output embedding under
-    the names that these families share, or does something to its logits behind them.
+    Raises CaptureError if the model has no rotary module, final norm or output embedding under the
+    names that these families share, or changes its logits after the output embedding.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         for name, neutral in _NEUTRAL.items():
-            found = getattr(model.config, name, neutral)
-            if found not in (None, neutral):
+            value = getattr(model.config, name, neutral)
+            if value not in (None, neutral):
                 raise CaptureError(
-                    f"{type(model).__name__} has {name} {found}, expected {neutral}; its logits "
+                    f"{type(model).__name__} has {name} {value}, expected {neutral}; its logits "
                     "cannot be computed from the output of its layers"
                 )
         self.layers = decoder_layers(model)
@@ -106,15 +106,14 @@ class Decoder:
         )
 
     def run(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[KernelCall, Tensor]:
-        """A layer on rows hidden [k, D] at ascending positions [k].
+        """Run a layer on rows hidden [k, D] at ascending positions [k], with causal attention.
 
-        Each row sees those before it. Gives what the attention kernel got and returned, and the
-        layer's output [k, D].
+        Returns the call of the attention kernel, and the layer's output [k, D].
         """
         calls: list[KernelCall] = []
         x = hidden.to(self.model.device, self.model.dtype).unsqueeze(0)
         at = positions.to(x.device).unsqueeze(0)
-        with torch.no_grad(), listening(self.model, calls.append):
+        with torch.no_grad(), intercepting(self.model, calls.append):
             out: Any = self.layers[layer](
                 x,
                 attention_mask=self._mask(x),
@@ -126,13 +125,13 @@ class Decoder:
         return calls[0], (out[0] if isinstance(out, tuple) else out)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the next token, [V], from the last layer's output for one row [D]."""
+        """Compute the logits of the next token, [V], from the last layer's output for a row [D]."""
         with torch.no_grad():
             out: Tensor = self._head(self._norm(hidden.unsqueeze(0)))[0]
         return out.float()
 
     def _mask(self, x: Tensor) -> Tensor | None:
-        """What the eager kernel adds to logits; the others are causal by themselves."""
+        """Return the mask that the eager kernel adds to logits; other kernels need none."""
         if kernel_name(self.model) != "eager":
             return None
         n = x.shape[1]

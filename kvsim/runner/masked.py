@@ -1,9 +1,9 @@
-"""A model's logits under Records: in every layer each row sees what the Record left it, no more.
+"""A model's logits under Records: in every layer each row sees only what the Record retains.
 
-Other than in a replay, hidden states are computed again through all layers, so what one layer loses
-reaches the next. The tokens are given and not generated, and what leaves when is read from the
-Record: a policy does not see what its evictions do to the model. As long as the most likely token
-is the given one, this is greedy decoding with the entries deleted.
+Unlike a replay, this recomputes hidden states through all layers, so the loss of one layer reaches
+the next. The tokens are given, not generated, and evictions are read from the Record: a policy does
+not see how its evictions change the model. As long as the most likely token is the given token,
+this is greedy decoding with the entries deleted.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from kvsim.recorder.hooks import kernel_name
 #: The name of this module's kernel in transformers' table of attention functions.
 KERNEL = "kvsim_masked"
 
-#: Cells of a layer's mask (record, query head, row, position) that are computed at once.
+#: The most cells of a layer's mask (record, query head, row, position) in memory at once.
 CELLS = 1 << 23
 
 
 def masked_logits(
     model: PreTrainedModel, tokens: Tensor, records: Sequence[Record], *, cells: int = CELLS
 ) -> Tensor:
-    """Logits of the last row of the prompt and of all rows behind it, under each of B records.
+    """Compute the logits of the prompt's last row and of all later rows, under each of B records.
 
     tokens: prompt and response, int64 [N]. records: replays of a trace of these tokens, of all
-    layers, with one prompt. cells: what of a layer's mask is held at once, at least one record's.
+    layers, with one prompt. cells: the most cells of a layer's mask in memory at once (at least
+    those of one record).
 
     Returns [B, N - prompt_len + 1, V]; row i predicts token prompt_len + i.
 
     Raises:
-        PolicyError: a record of another length, prompt or model; one with rows of the prompt that
-            see less than the prompt up to them; one with keys turned to their slot in the cache.
+        PolicyError: a record of another length, prompt or model; one whose prompt rows do not see
+            the whole prompt before them; one with keys rotated to their slot in the cache.
         CaptureError: a model that does not call transformers' table of attention functions.
     """
     prompt_len = records[0].prompt_len
@@ -55,43 +56,43 @@ def masked_logits(
         parts = []
         mask = evicted_at[0, 0].numel() * (len(tokens) - prompt_len)
         with _masking(model):
-            for some in evicted_at.to(model.device).split(max(1, cells // mask)):
-                size = len(some)
+            for batch in evicted_at.to(model.device).split(max(1, cells // mask)):
+                size = len(batch)
                 rest = model(
                     ids[:, prompt_len:].expand(size, -1),
                     past_key_values=_copies(prompt, size),
-                    evicted_at=some,
+                    evicted_at=batch,
                 ).logits
                 parts.append(torch.cat([last.expand(size, -1, -1), rest], dim=1))
     return torch.cat(parts)
 
 
 def _by_query_head(model: PreTrainedModel, n: int, prompt_len: int, record: Record) -> Tensor:
-    """`evicted_at` by query head, int32 [L, qhead, N]; raises PolicyError for an unfit record."""
+    """Return `evicted_at` by query head, int32 [L, qhead, N]; PolicyError for another model."""
     config = model.config
     layers, qheads = config.num_hidden_layers, config.num_attention_heads
-    found = record.evicted_at
+    evicted_at = record.evicted_at
     if record.positions != "absolute":
         raise PolicyError(
             f"{record.policy}: positions are {record.positions!r}; expected keys that stay at "
-            "their position in the text"
+            "their position in the sequence"
         )
     shape = (layers, qheads if record.per_query_head else config.num_key_value_heads, n)
-    if found.shape != shape or record.layers != tuple(range(layers)):
+    if evicted_at.shape != shape or record.layers != tuple(range(layers)):
         raise PolicyError(
-            f"{record.policy}: the record is {list(found.shape)} (layer, head, pos) of layers "
+            f"{record.policy}: the record is {list(evicted_at.shape)} (layer, head, pos) of layers "
             f"{list(record.layers)}; expected {list(shape)} of all {layers} layers of the model"
         )
-    if record.prompt_len != prompt_len or (found < prompt_len - 1).any():
+    if record.prompt_len != prompt_len or (evicted_at < prompt_len - 1).any():
         raise PolicyError(
-            f"{record.policy}: expected records in which rows up to {prompt_len - 1}, the last one "
-            "of the prompt, see all before them"
+            f"{record.policy}: rows of the prompt miss earlier rows; expected each row up to "
+            f"{prompt_len - 1} to see all rows before it"
         )
-    return torch.from_numpy(found).repeat_interleave(qheads // shape[1], dim=1)
+    return torch.from_numpy(evicted_at).repeat_interleave(qheads // shape[1], dim=1)
 
 
 def _copies(prompt: DynamicCache, size: int) -> DynamicCache:
-    """A cache of so many sequences that all hold the prompt."""
+    """Return a cache of `size` sequences, each with the prompt."""
     cache = DynamicCache()
     for layer, (keys, values, _) in enumerate(prompt):
         cache.update(keys.expand(size, -1, -1, -1), values.expand(size, -1, -1, -1), layer)
@@ -109,34 +110,34 @@ def _kernel(
     evicted_at: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, qhead, w, d], the last rows of key, value [B, head, n, d].
+    """Compute attention of query [B, qhead, w, d], the last rows of key, value [B, head, n, d].
 
-    evicted_at: [B, L, qhead, n], handed down by the model. Gives [B, w, qhead, d], as kernels of
+    evicted_at: [B, L, qhead, n], passed down by the model. Returns [B, w, qhead, d], as kernels of
     the table do.
     """
     layer = getattr(module, "layer_idx", None)
     if evicted_at is None or not isinstance(layer, int):
         raise CaptureError(
-            f"{type(module).__name__} was not handed what the records say, expected a model whose "
-            "layers pass keyword arguments on to their attention, as llama, qwen2 and qwen3 do"
+            f"{type(module).__name__} did not get the keyword argument evicted_at, expected layers "
+            "that pass keyword arguments to their attention; llama, qwen2 and qwen3 do"
         )
     n, heads = key.shape[2], key.shape[1]
     pos = torch.arange(n, device=key.device)
     row = pos[n - query.shape[2] :, None]
-    seen = (pos <= row) & (row <= evicted_at[:, layer, :, None])  # [B, qhead, w, n]
+    visible = (pos <= row) & (row <= evicted_at[:, layer, :, None])  # [B, qhead, w, n]
     out, _lse = attend(
         query.unflatten(1, (heads, -1)).flatten(0, 1),  # [B * head, G, w, d]
         key.flatten(0, 1)[:, None],
         value.flatten(0, 1)[:, None],
         scaling,
-        mask=seen.unflatten(1, (heads, -1)).flatten(0, 1),
+        mask=visible.unflatten(1, (heads, -1)).flatten(0, 1),
     )
     return out.unflatten(0, (-1, heads)).flatten(1, 2).transpose(1, 2), None
 
 
 @contextmanager
 def _masking(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends by `_kernel` until the block is left, however it is left."""
+    """Let the model attend by `_kernel` until the block ends, by an error too."""
     AttentionInterface.register(KERNEL, _kernel)
     before = kernel_name(model)
     try:
@@ -144,8 +145,7 @@ def _masking(model: PreTrainedModel) -> Iterator[None]:
         if kernel_name(model) != KERNEL:
             raise CaptureError(
                 f"{type(model).__name__} has attention of its own, expected a model that calls "
-                "transformers' table of attention functions; families known to work: llama, "
-                "qwen2, qwen3"
+                "transformers' table of attention functions; llama, qwen2 and qwen3 do"
             )
         yield
     finally:

@@ -1,10 +1,10 @@
-"""A prefill that drops rows, computed behind its first selection from the recorded residual stream.
+"""A prefill that drops rows, recomputed after its first selection.
 
-Up to the first layer after which rows are dropped a recorded full prefill is that prefill. Behind
-it the recorded q, k, v have seen the dropped rows, so the layers are computed again: from the
-residual stream at the rows that go on, with the model's weights, each row at its own position (at
-new ones where a propagation restarts). What is decided there, further drops and what caches keep,
-is decided from what is computed. The outcome is that of a live prefill; decoding is not part of it.
+Up to the first layer after which rows are dropped, the recorded full prefill is that prefill. The
+recorded q, k, v of later layers depend on the dropped rows, so these layers are recomputed: from
+the residual stream at the propagated rows, with the model's weights, each row at its own position
+(at new positions if a propagation restarts). Further drops and retained sets follow from the
+recomputed layers. The outcome is that of a live prefill; decoding is not part of it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from kvsim.store.checks import DTYPES, relative_error, tolerance
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """A prefill behind its first selection, beside the full one.
+    """A prefill recomputed after its first selection, compared with the full prefill.
 
-    record: what the caches hold after the prefill. layers: the computed ones by number.
+    record: the caches after the prefill. layers: the recomputed layers by number.
     residual_error: by layer, |h' - h| / |h| of its output h for each of its rows, [k].
     output_error: by layer, |o' - o| / |o| of the attention output o, [qhead, k].
-    logits, full_logits: of the first token, [V], after this prefill and after the full one.
-    check: largest relative error of what must equal the recording: each computed layer on the
-    first rows of the prompt, which see no row that was dropped, and the first one on all its rows.
+    logits, full_logits: of the first token, [V], after this prefill and after the full prefill.
+    check: the largest relative error of what must equal the recording: each recomputed layer on the
+    first rows of the prompt, which see no dropped row, and the first such layer on all its rows.
     """
 
     record: Record
@@ -57,9 +57,9 @@ class Recomputed:
 
     @property
     def kl(self) -> float:
-        """Kullback-Leibler divergence of the first token's distribution from the full one, nats."""
-        full, mine = (x.double().log_softmax(-1) for x in (self.full_logits, self.logits))
-        return max(0.0, float((full.exp() * (full - mine)).sum()))
+        """Kullback-Leibler divergence of the first token from the full prefill, in nats."""
+        full, dropped = (x.double().log_softmax(-1) for x in (self.full_logits, self.logits))
+        return max(0.0, float((full.exp() * (full - dropped)).sum()))
 
     @property
     def same_token(self) -> bool:
@@ -67,7 +67,7 @@ class Recomputed:
         return int(self.logits.argmax()) == int(self.full_logits.argmax())
 
     def table(self) -> pl.DataFrame:
-        """The numbers as a Table (see `kvsim.measure`), fidelity `semi`; means over rows."""
+        """Return the numbers as a Table (see `kvsim.measure`), fidelity `semi`; means over rows."""
         rows: list[dict[str, Any]] = []
         for layer, error in self.residual_error.items():
             rows.append({"metric": "residual_error", "layer": layer, "value": float(error.mean())})
@@ -76,8 +76,8 @@ class Recomputed:
                 {"metric": "prompt_output_error", "layer": layer, "qhead": head, "value": value}
                 for head, value in enumerate(errors.mean(-1).tolist())
             ]
-        for one in rows:
-            one["unit"] = "relative"
+        for row in rows:
+            row["unit"] = "relative"
         rows.append({"metric": "first_token_kl", "value": self.kl, "unit": "nats"})
         rows.append(
             {"metric": "first_token_same", "value": float(self.same_token), "unit": "share"}
@@ -94,29 +94,29 @@ class Recomputed:
             "variant": "",
             "fidelity": "semi",
         }
-        return pl.DataFrame([{**origin, **one} for one in rows], schema=COLUMNS)
+        return pl.DataFrame([{**origin, **row} for row in rows], schema=COLUMNS)
 
 
 def recompute(
     trace: Trace, policy: Policy, budget: int, model: PreTrainedModel, *, memory: int | None = None
 ) -> Recomputed:
-    """The prefill of `policy` at `budget`, with the layers behind its first selection computed.
+    """Recompute the prefill of `policy` at `budget` after its first selection.
 
-    The trace must hold the residual stream (`kvsim capture --residual`), and `model` must be the
-    one that was recorded. Memory: queries, keys, values and outputs of the rows that go on.
+    The trace must have the residual stream (`kvsim capture --residual`), and `model` must be the
+    recorded model. Memory: queries, keys, values and outputs of the propagated rows.
 
     Raises:
-        PolicyError: a policy that drops no rows on the way down, or keeps sets per query head.
+        PolicyError: a policy that propagates all rows, or keeps sets per query head.
         NeedsError: a trace without the residual stream.
         CaptureError: another model than the recorded one, or a family whose layers cannot be run.
         BudgetError, MemoryLimitError: as `kvsim.replay`.
     """
     if policy.propagation is None or policy.per_query_head:
         raise PolicyError(
-            f"{policy.name}: expected a policy that drops rows of the prompt on the way down, such "
-            "as asl or fastkv, with one set per KV head; all layers of another see the whole prompt"
+            f"{policy.name} propagates all rows or keeps sets per query head; expected a policy "
+            "that drops rows of the prompt between layers, with sets per KV head; try asl or fastkv"
         )
-    trace.read("residual", slice(0, 0))  # says how it is recorded if it is missing
+    trace.read("residual", slice(0, 0))  # raises NeedsError if it is missing
     _check_model(trace, model)
     schedule = replace(policy.schedule, interval=None)
     base = replay(trace, replace(policy, schedule=schedule), budget, memory=memory)
@@ -124,8 +124,8 @@ def recompute(
     down = _Descending(trace, Decoder(model), setting)
     remark = base.remark
     if down.narrow:
-        said = "the residual stream is stored in float16, so a live prefill may choose otherwise"
-        remark = f"{remark}; {said}" if remark else said
+        note = "the residual stream is stored in float16, so a live prefill may select other rows"
+        remark = f"{remark}; {note}" if remark else note
     with torch.inference_mode():
         descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, down.look)
         for layer, rows in enumerate(descent.rows):
@@ -135,8 +135,8 @@ def recompute(
         evicted_at = base.evicted_at.copy()
         for layer, computed in down.computed.items():
             at = computed.rows.numpy()
-            found = _cached(computed, policy, setting, layer, prefill=schedule.prefill)
-            evicted_at[layer, :, : trace.prompt_len] = placed(found, at, trace.prompt_len)
+            cached = _cached(computed, policy, setting, layer, prefill=schedule.prefill)
+            evicted_at[layer, :, : trace.prompt_len] = placed(cached, at, trace.prompt_len)
         record = replace(
             base,
             evicted_at=evicted_at,
@@ -144,41 +144,41 @@ def recompute(
             recomputed=True,
             remark=remark,
         )
-        return _beside_full(trace, down, record)
+        return _compare_with_full(trace, down, record)
 
 
-# Of a configuration: what says how a copy was made and not what it computes; the precision is
+# Keys of a configuration that do not define what a model computes, but for the precision, which is
 # compared by itself.
-_ASIDE = ("dtype", "architectures")
+_IGNORED = ("dtype", "architectures")
 
-#: Rows of the prompt on which every computed layer is compared with the recording.
+#: Rows of the prompt on which every recomputed layer is compared with the recording.
 _CHECKED = 64
 
 
 def _check_model(trace: Trace, model: PreTrainedModel) -> None:
     """Raise CaptureError unless configuration and precision are those of the recorded model."""
-    known = trace.meta.get("model", {})
-    found, expected = describe_model(model), known.get("config")
+    recorded_model = trace.meta.get("model", {})
+    given, expected = describe_model(model), recorded_model.get("config")
     if expected is None:
         return
-    mine = found["config"]
-    keys = sorted((set(mine) | set(expected)) - set(_ASIDE))
-    other = [key for key in keys if mine.get(key) != expected.get(key)]
-    if other:
+    config = given["config"]
+    keys = sorted((set(config) | set(expected)) - set(_IGNORED))
+    differing = [key for key in keys if config.get(key) != expected.get(key)]
+    if differing:
         raise CaptureError(
-            f"the model {found['name']} differs from the recorded {known.get('name')} in "
-            f"{', '.join(other)} of its configuration; give the model that {trace.name} was "
+            f"the model {given['name']} differs from the recorded {recorded_model.get('name')} in "
+            f"{', '.join(differing)} of its configuration; give the model that {trace.name} was "
             "recorded from"
         )
-    if found["dtype"] != known.get("dtype", found["dtype"]):
+    if given["dtype"] != recorded_model.get("dtype", given["dtype"]):
         raise CaptureError(
-            f"the model {found['name']} computes in {found['dtype']}, {trace.name} was recorded "
-            f"in {known['dtype']}; load it in that precision"
+            f"the model {given['name']} computes in {given['dtype']}, {trace.name} was recorded "
+            f"in {recorded_model['dtype']}; load it in that precision"
         )
 
 
 class _Descending:
-    """Recorded layers until rows are dropped, and computed ones behind."""
+    """Recorded layers until rows are dropped, and recomputed layers after that."""
 
     def __init__(self, trace: Trace, decoder: Decoder, setting: Setting) -> None:
         self.trace, self.decoder, self.setting = trace, decoder, setting
@@ -187,28 +187,28 @@ class _Descending:
         self._recorded: Look = recorded(trace, setting, torch.device("cpu"))
 
     def look(self, layer: int, rows: Tensor | None) -> View:
-        """What a propagation sees."""
+        """Return the View of a propagation at one layer."""
         if rows is None:
             return self._recorded(layer, None)
         return prompt_view(self.layer(layer, rows), self.setting, layer, len(rows))
 
     def layer(self, layer: int, rows: Tensor, *, restarted: bool = False) -> Computed:
-        """A layer on some rows, computed on top of those above; each layer once, in order."""
+        """Compute a layer on some rows from the previous layer; each layer once, in order."""
         if layer not in self.computed:
-            above = self.computed.get(layer - 1)
-            if above is None:
+            previous = self.computed.get(layer - 1)
+            if previous is None:
                 hidden = self.residual(layer)[rows]
             else:
-                hidden = above.out[torch.searchsorted(above.rows, rows)]
+                hidden = previous.out[torch.searchsorted(previous.rows, rows)]
             positions = torch.arange(len(rows)) if restarted else rows
-            one = self._run(layer, hidden, rows, positions)
-            if above is None:
-                self._verify(layer, one, restarted=restarted)
-            self.computed[layer] = one
+            computed = self._run(layer, hidden, rows, positions)
+            if previous is None:
+                self._verify(layer, computed, restarted=restarted)
+            self.computed[layer] = computed
         return self.computed[layer]
 
     def residual(self, layer: int) -> Tensor:
-        """The recorded input of a layer for the rows of the prompt, [P, D]."""
+        """Return the recorded input of a layer for the rows of the prompt, [P, D]."""
         prompt = slice(0, self.trace.prompt_len)
         return self.trace.read("residual", slice(layer, layer + 1), prompt)[0]
 
@@ -228,60 +228,60 @@ class _Descending:
             projection=partial(self.trace.read, "o_proj", slice(layer, layer + 1)),
         )
 
-    def _verify(self, layer: int, found: Computed, *, restarted: bool) -> None:
-        """The first computed layer has the recorded input, so q, k and v are the recorded ones."""
+    def _verify(self, layer: int, computed: Computed, *, restarted: bool) -> None:
+        """Compare q, k and v of the first computed layer, whose input is the recorded one."""
         for name in ("v",) if restarted else ("q", "k", "v"):
-            stored = self.trace.read(name, slice(layer, layer + 1))[0][:, found.rows]
-            self._compare(f"{name} of layer {layer}", getattr(found, name), stored)
+            stored = self.trace.read(name, slice(layer, layer + 1))[0][:, computed.rows]
+            self._compare(f"{name} of layer {layer}", getattr(computed, name), stored)
 
     def verify_weights(self, layer: int) -> None:
-        """A layer on the first rows of the prompt gives what was recorded: these weights made it.
+        """Compare a layer on the first rows of the prompt with the recording, to check its weights.
 
-        Of the last layer the output is not recorded; its q, k, v and attention are compared.
+        The output of the last layer is not recorded; its q, k, v and attention are compared.
         """
         at = torch.arange(min(self.trace.prompt_len, _CHECKED))
-        one = self._run(layer, self.residual(layer)[at], at, at)
+        computed = self._run(layer, self.residual(layer)[at], at, at)
         here = slice(layer, layer + 1), slice(0, len(at))
         for name in ("q", "k", "v", "attn_out"):
             if self.trace.has(name):
                 stored = self.trace.read(name, *here)[0]
-                self._compare(f"{name} of layer {layer}", getattr(one, name), stored)
+                self._compare(f"{name} of layer {layer}", getattr(computed, name), stored)
         if layer + 1 < self.trace.n_layers:
             stored = self.residual(layer + 1)[at]
-            self._compare(f"the output of layer {layer}", one.out[None], stored[None])
+            self._compare(f"the output of layer {layer}", computed.out[None], stored[None])
 
-    def _compare(self, what: str, found: Tensor, stored: Tensor) -> None:
-        error = float(relative_error(found, stored).max())
+    def _compare(self, label: str, computed: Tensor, stored: Tensor) -> None:
+        error = float(relative_error(computed, stored).max())
         self.check = max(self.check, error)
         allowed = self._allowed
         if not error <= allowed:
             raise CaptureError(
-                f"{what}, computed from the recorded residual stream, differs by {error:.3g} "
+                f"{label}, computed from the recorded residual stream, differs by {error:.3g} "
                 f"(relative) from the recorded one, expected at most {allowed:g}; give the model "
                 f"that {self.trace.name} was recorded from"
             )
 
     @cached_property
     def _allowed(self) -> float:
-        """What rounding explains, of the model and of what was stored."""
+        """The tolerance for rounding by the model and by storage."""
         names = [name for name in ("q", "v", "residual") if self.trace.has(name)]
-        one = slice(0, 1)
-        stored = [DTYPES[self.trace.source.read(name, one, one).dtype] for name in names]
-        made = [self.trace.source_dtypes.get(name, "float32") for name in names]
-        return tolerance(*stored, *made)
+        first = slice(0, 1)
+        stored = [DTYPES[self.trace.source.read(name, first, first).dtype] for name in names]
+        source = [self.trace.source_dtypes.get(name, "float32") for name in names]
+        return tolerance(*stored, *source)
 
     @property
     def narrow(self) -> bool:
-        """Whether the residual stream was stored in less than the precision of the model."""
-        one = slice(0, 1)
-        stored = DTYPES[self.trace.source.read("residual", one, one).dtype]
+        """Whether the residual stream is stored in less than the precision of the model."""
+        first = slice(0, 1)
+        stored = DTYPES[self.trace.source.read("residual", first, first).dtype]
         return tolerance(stored) > tolerance(self.trace.source_dtypes.get("residual", stored))
 
 
 def _cached(
     computed: Computed, policy: Policy, setting: Setting, layer: int, *, prefill: bool
 ) -> Any:
-    """evicted_at [1, H, k] of the event that ends the prefill, by row of the layer."""
+    """Return evicted_at [1, H, k] after the prefill event, by row of the layer."""
     block = Block(
         computed,
         policy,
@@ -293,20 +293,20 @@ def _cached(
     return block.evicted_at.numpy()
 
 
-def _beside_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
-    """The computed layers compared with the recorded ones."""
+def _compare_with_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
+    """Compare the recomputed layers with the recorded ones."""
     last = trace.n_layers - 1
     everything = torch.arange(trace.prompt_len)
     _, full_out = down.decoder.run(last, down.residual(last), everything)
     full_logits = down.decoder.logits(full_out[-1])
     _check_token(trace, full_logits)
     full_out = full_out.to("cpu", trace.dtype)
-    moved, attended = {}, {}
-    for layer, one in down.computed.items():
+    residual_error, output_error = {}, {}
+    for layer, computed in down.computed.items():
         full = full_out if layer == last else down.residual(layer + 1)
-        moved[layer] = _relative(one.out, full[one.rows])
-        stored = trace.full(slice(layer, layer + 1))[0][0][:, one.rows]
-        attended[layer] = _relative(one.attn_out, stored)
+        residual_error[layer] = _relative(computed.out, full[computed.rows])
+        stored = trace.full(slice(layer, layer + 1))[0][0][:, computed.rows]
+        output_error[layer] = _relative(computed.attn_out, stored)
     logits = full_logits
     if last in down.computed:
         model = down.decoder.model
@@ -314,8 +314,8 @@ def _beside_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
     return Recomputed(
         record=record,
         layers=down.computed,
-        residual_error=moved,
-        output_error=attended,
+        residual_error=residual_error,
+        output_error=output_error,
         logits=logits.cpu(),
         full_logits=full_logits.cpu(),
         check=down.check,
@@ -323,7 +323,7 @@ def _beside_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
 
 
 def _check_token(trace: Trace, logits: Tensor) -> None:
-    """Raise CaptureError where a greedy response begins otherwise than the full prefill does."""
+    """Raise CaptureError if a greedy response begins with another token than the full prefill."""
     greedy = trace.meta.get("generation", {}).get("temperature") == 0
     if not greedy or not trace.has("tokens") or trace.n_pos == trace.prompt_len:
         return
@@ -332,13 +332,13 @@ def _check_token(trace: Trace, logits: Tensor) -> None:
     behind = float(logits.max() - logits[recorded_token]) / float(logits.abs().max())
     if behind > tolerance(DTYPES[trace.dtype]) + tolerance(trace.source_dtypes.get("q", "float32")):
         raise CaptureError(
-            f"the first token of the recorded response is {recorded_token}, the model at hand "
-            f"gives {int(logits.argmax())}; give the model that {trace.name} was recorded from"
+            f"the first token of the model is {int(logits.argmax())}, expected {recorded_token} as "
+            f"in the recorded response; give the model that {trace.name} was recorded from"
         )
 
 
-def _relative(found: Tensor, full: Tensor) -> Tensor:
-    """|found - full| / |full| over the last axis."""
-    gap, size = (torch.linalg.vector_norm(x, dim=-1) for x in (found - full, full))
+def _relative(x: Tensor, full: Tensor) -> Tensor:
+    """Return |x - full| / |full| over the last axis."""
+    gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x - full, full))
     out: Tensor = gap / size
     return out

@@ -1,11 +1,11 @@
-"""The shipped models: ``tiny``, which reasons over a ledger, and its deeper relative ``tiny-deep``.
+"""The shipped models, which reason over a ledger: ``tiny``, ``tiny-deep``.
 
 ``MODELS`` has the folder of weights and tokenizer of each, for
-``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; ``PATH`` is that of
-``tiny``. `kvsim.tiny.tasks` writes prompts, `kvsim.tiny.ledger` solves them and judges responses;
-`docs/tiny-model-card.md` and `docs/tiny-deep-model-card.md` say how the models were made and how
-well they answer.
-Importing this package loads neither torch nor transformers.
+``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; ``PATH`` is the
+folder of ``tiny``. `kvsim.tiny.tasks` writes prompts, `kvsim.tiny.ledger` solves them and checks
+responses, `kvsim.tiny.sample` finds the sample trace. `docs/tiny-model-card.md` and
+`docs/tiny-deep-model-card.md` describe training and accuracy; the programs are in `apps/tiny`.
+Nothing here loads torch or transformers.
 """
 
 from pathlib import Path

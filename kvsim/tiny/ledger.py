@@ -1,4 +1,4 @@
-"""The ledger: a small language of prompts whose whole answer can be computed.
+"""The ledger: a small language of prompts whose response can be computed.
 
 A prompt states facts, a key and a question; every token of the right response follows from it::
 
@@ -15,14 +15,14 @@ The line does not name the kind, so a reader needs two retrievals in a row to kn
 The verb of the question says which lines there are:
 
 ``walk``
-    each line goes on from the successor of the line before;
+    each line continues from the successor of the line before;
 ``get``
     the lines are about the listed nodes, in their order;
 ``join``
     as ``get``, with the facts joined to themselves: ``y`` is the successor's successor, and ``d``
     the digit of the successor's kind; its line does not name the successor in between;
 ``fork``
-    as ``walk``, but after an odd sum one node is passed over: on to the successor's successor;
+    as ``walk``, but an odd sum skips a node, to the successor's successor;
 ``check``
     as ``walk``; where the agenda says ``#k #j ,`` a line ``check #k s #k a ;`` follows line ``#k``,
     and ``s`` is the earlier sum of line ``#j``;
@@ -32,8 +32,8 @@ The verb of the question says which lines there are:
 
 The report repeats chosen sums.
 
-Texts are words separated by single spaces, without ``<bos>`` and ``<eos>``: the tokenizer puts
-``<bos>`` in front, and the model ends its response with ``<eos>``.
+Texts are words separated by single spaces, without ``<bos>`` and ``<eos>``: the tokenizer adds
+``<bos>``, and the model ends its response with ``<eos>``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIA
 
 __all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
 
-#: What a retrieval is for; `Retrieval.purpose`.
+#: Purposes of a retrieval; `Retrieval.purpose`.
 Purpose = Literal[
     "item",  # the next node of the list, or the start
-    "branch",  # the successor of the node that is passed over
+    "branch",  # the successor of the skipped node
     "successor",
     "join",  # the successor's successor
     "digit",
@@ -85,17 +85,17 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """What a prompt says.
+    """The content of a prompt.
 
     Attributes:
         facts: by node.
         key: the digit of each kind.
-        verb: what the question asks for.
+        verb: the verb of the question.
         first: the counter of the first line.
         named: the listed nodes of ``get`` and ``join``, else the start.
-        agenda: by counter, the words that follow it there.
-        report: the counters whose sums are to be repeated.
-        length: words of the prompt.
+        agenda: by counter, the words of its entry.
+        report: the counters of the sums to repeat.
+        length: the number of words of the prompt.
     """
 
     facts: dict[str, Fact]
@@ -109,11 +109,11 @@ class Page:
 
     @property
     def lines(self) -> int:
-        """How many lines, those of the agenda not counted."""
+        """The number of lines without those of the agenda."""
         return count(self.first.text) + 1
 
     def statements(self) -> list[range]:
-        """Where each fact, each entry of the key and each of the agenda stands."""
+        """Return the places of each fact, each entry of the key and each entry of the agenda."""
         return [
             *(range(fact.at, fact.at + 3) for fact in self.facts.values()),
             *(range(digit.at - 1, digit.at + 1) for digit in self.key.values()),
@@ -127,12 +127,12 @@ _LISTS = frozenset({"get", "join"})
 
 
 def count(counter: str) -> int:
-    """The number of a counter such as ``#12``."""
+    """Return the number of a counter such as ``#12``."""
     return int(counter[1:])
 
 
 class _Reader:
-    """Walks through the words of a prompt and says what was expected where it fails."""
+    """A reader of the words of a prompt, whose errors say what was expected."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
@@ -224,7 +224,7 @@ def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]
         if verb == "check" and not due <= count(agenda[due][0].text) < lines:
             raise LedgerError(
                 f"at #{due} the agenda asks for {agenda[due][0].text}, expected #{lines - 1} to "
-                f"#{due}, the sums that are known by then"
+                f"#{due}, the sums of earlier lines"
             )
         reader.skip(",")
     reader.skip(".")
@@ -232,7 +232,7 @@ def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]
 
 
 def read(prompt: str) -> Page:
-    """What ``prompt`` says, with the index of each word that an answer may need.
+    """Read ``prompt``, with the index of each word that a response may need.
 
     Raises:
         LedgerError: the prompt is not in the language.
@@ -257,7 +257,9 @@ def read(prompt: str) -> Page:
         )
     reader.skip(".", "think", ":")
     if reader.at < len(reader.words):
-        raise LedgerError(f"the prompt goes on with {reader.peek()!r} after 'think :'")
+        raise LedgerError(
+            f"the prompt continues with {reader.peek()!r}, expected its end at 'think :'"
+        )
     return Page(facts, key, verb, counter, named, agenda, report, reader.at)
 
 
@@ -265,16 +267,16 @@ def read(prompt: str) -> Page:
 
 
 class Retrieval(NamedTuple):
-    """What a word of the response has to be looked up from.
+    """The words that a word of the response depends on.
 
     Indices count the words of prompt and response together from 0, without ``<bos>``; with it,
     position = index + 1.
 
     Attributes:
-        purpose: what is looked up.
-        at: index of the word after which the looked-up word is due.
-        path: indices of the words to read, one after the other; the last one is the due word, and
-            the line of the response does not hold the one before it.
+        purpose: the kind of word.
+        at: index of the word before the retrieved word.
+        path: indices of the words to read, in order; the last is the retrieved word, and the line
+            of the response does not have the word before it.
     """
 
     purpose: Purpose
@@ -284,10 +286,10 @@ class Retrieval(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """The right response and what its words are looked up from.
+    """The right response and the retrievals of its words.
 
-    In pages that `kvsim.tiny.tasks` writes, a word without a retrieval follows from the verb and
-    the 12 words before it: two lines, where the agenda asks for one.
+    In prompts of `kvsim.tiny.tasks`, a word without a retrieval follows from the verb and the 12
+    words before it (two lines with an entry of the agenda).
     """
 
     response: str
@@ -295,7 +297,7 @@ class Solution:
 
 
 class _Response:
-    """A response in the making, and what its words are looked up from."""
+    """An incomplete response, and the retrievals of its words."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -305,12 +307,12 @@ class _Response:
         self.sums: dict[int, Word] = {}
 
     def say(self, *words: str) -> Word:
-        """Write words that follow from the words before them; returns the last one."""
+        """Write words that follow from the words before them; return the last word."""
         self.words += words
         return Word(words[-1], self.page.length + len(self.words) - 1)
 
     def look_up(self, purpose: Purpose, word: str, *path: int) -> Word:
-        """Write a word that is read elsewhere."""
+        """Write a retrieved word."""
         self.retrievals.append(Retrieval(purpose, self.page.length + len(self.words) - 1, path))
         return self.say(word)
 
@@ -326,7 +328,7 @@ class _Response:
 
 
 def _interlude(out: _Response, counter: int, total: int) -> None:
-    """The line that the agenda asks for after line ``counter``."""
+    """Write the line of the agenda after line ``counter``."""
     entry = out.page.agenda[counter]
     if out.page.verb == "check":
         out.say("check", f"#{counter}")
@@ -341,7 +343,7 @@ def _interlude(out: _Response, counter: int, total: int) -> None:
 
 
 def solve(prompt: str) -> Solution:
-    """The right response to ``prompt``, computed from its text alone.
+    """Compute the right response to ``prompt`` from its text alone.
 
     Raises:
         LedgerError: the prompt is not in the language, or names a node without a fact or a
@@ -391,13 +393,12 @@ def solve(prompt: str) -> Solution:
 
 @dataclass(frozen=True)
 class Check:
-    """How a response compares with the right one.
+    """A comparison of a response with the right one.
 
     Attributes:
         chain_exact: every word of every line is right.
         report_exact: everything from ``done`` to the end is right, and nothing follows.
-        answer: the last sum (the word after the last ``#0`` before the report), None if there is
-            none.
+        answer: the last sum (the word after the last ``#0`` before the report), or None.
         answer_exact: ``answer`` is the right digit.
         share: share of the expected words found at their position, 0 to 1.
         expected: the right response.
@@ -412,12 +413,12 @@ class Check:
 
     @property
     def exact(self) -> bool:
-        """The whole response is right."""
+        """Whether the whole response is right."""
         return self.chain_exact and self.report_exact
 
 
 def last_sum(words: Sequence[str]) -> str | None:
-    """The sum of line ``#0`` in the words of a response, None where it has no such line."""
+    """Return the sum of line ``#0`` in the words of a response, None without such a line."""
     following = words[words.index("#0") + 1 :] if "#0" in words else []
     return following[0] if following else None
 

@@ -1,4 +1,4 @@
-"""The sample trace that comes with kvsim, recorded from the shipped model `tiny`."""
+"""The sample trace that ships with kvsim, recorded from the model `tiny`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def sample_trace() -> Path:
-    """The path of the sample trace, to be given to `kvsim.open_trace`.
+    """Return the path of the sample trace, for `kvsim.open_trace`.
 
-    A wheel holds it inside the package, a checkout under ``traces/``.
+    A wheel has it inside the package, a checkout under ``traces/``.
     """
     places = (_PACKAGE / "_sample.zarr", _PACKAGE.parent / "traces" / "sample.zarr")
     for place in places:
         if place.is_dir():
             return place
     raise TraceNotFoundError(
-        f"the sample trace is at neither {places[0]} nor {places[1]}; install kvsim again"
+        f"there is no sample trace, expected it at {places[0]} or {places[1]}; install kvsim again"
     )

@@ -5,7 +5,7 @@ nodes in a page that is nearly all filler.
 A level from 1 to 5 sets the sizes: longer pages, longer responses, and facts that recur later.
 A domain sets the words (see `vocabulary.DOMAINS`).
 
-All randomness comes from the ``random.Random`` passed in, or from a seed.
+All randomness comes from the caller's ``random.Random``, or from a seed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Sample:
     Attributes:
         task: one of `TASKS`.
         domain: one of `DOMAINS`.
-        level: 1 to 5, None where the sizes are not those of a level.
-        prompt: what the model reads.
-        solution: the right response, and what its words are looked up from.
+        level: 1 to 5, or None for sizes of no level.
+        prompt: the input of the model.
+        solution: the right response, and the retrievals of its words.
         facts: facts on the page.
         lines: lines of the response, those of the agenda not counted.
     """
@@ -60,7 +60,7 @@ class Sample:
 
     @property
     def retrievals(self) -> tuple[Retrieval, ...]:
-        """What the words of the response are looked up from."""
+        """The retrievals of the response's words."""
         return self.solution.retrievals
 
     @property
@@ -85,12 +85,12 @@ class Sample:
 
     @property
     def reach(self) -> float:
-        """Mean distance in tokens from where a word is due back to what it is looked up from."""
-        back = [found.at - min(found.path) for found in self.retrievals]
+        """Mean distance in tokens from a word back to the first word of its retrieval."""
+        back = [retrieval.at - min(retrieval.path) for retrieval in self.retrievals]
         return sum(back) / len(back)
 
     def row(self, name: str) -> dict[str, object]:
-        """The sample as a line of a prompt file (`kvsim capture --prompts`)."""
+        """Return the sample as a line of a prompt file (`kvsim capture --prompts`)."""
         return {
             "id": name,
             "prompt": self.prompt,
@@ -108,8 +108,8 @@ class Sample:
 
 # --- writing a page ---
 
-# A filler word is followed by one of four words, so that filler is cheap to predict and a model
-# of this size need not spend capacity on it.
+# Each filler word has four possible successors, so that filler is easy to predict and takes little
+# of the model's capacity.
 _filler_rng = random.Random(11)
 _FILLER_WORDS = {name: (*COMMON, *domain.nouns) for name, domain in DOMAINS.items()}
 _FILLER_NEXT = {
@@ -126,7 +126,7 @@ def _sentence(rng: random.Random, domain: str) -> list[str]:
 
 
 def _successors(nodes: Sequence[str], cycle: int, rng: random.Random) -> dict[str, str]:
-    """A permutation of ``nodes``: the first ``cycle`` of them form one cycle, the rest others."""
+    """Return a permutation of ``nodes``: one cycle of the first ``cycle`` nodes, then others."""
     successor: dict[str, str] = {}
     start, size = 0, cycle
     while start < len(nodes):
@@ -137,10 +137,9 @@ def _successors(nodes: Sequence[str], cycle: int, rng: random.Random) -> dict[st
 
 
 def _agenda(rng: random.Random, verb: str, lines: int, key: dict[str, str]) -> list[str]:
-    """Words of the agenda: an entry every `PERIOD` lines, the last line excepted.
+    """Draw the words of the agenda: an entry every `PERIOD` lines but the last.
 
-    A sum to check is that of a line without an entry: there the sum is the only digit that ever
-    follows its counter.
+    A sum to check is of a line without an entry: there no other digit follows the counter.
     """
     period = PERIOD[verb]
     due = range((lines - 1) // period * period, 0, -period)
@@ -149,8 +148,8 @@ def _agenda(rng: random.Random, verb: str, lines: int, key: dict[str, str]) -> l
     for index, counter in enumerate(due):
         words.append(COUNTERS[counter])
         if verb == "check":
-            known = [k for k in range(counter + 1, lines) if k % period]
-            words.append(COUNTERS[rng.choice(known)])
+            earlier = [k for k in range(counter + 1, lines) if k % period]
+            words.append(COUNTERS[rng.choice(earlier)])
         else:
             others = [digit for digit in DIGITS if digit != key[kinds[index]]]
             words += [kinds[index], rng.choice(others)]
@@ -197,7 +196,7 @@ def make(
         report: number of sums in the report; without it, 1 to 4.
         cycle: length in nodes of the cycle that a walk runs on, so a fact recurs every ``cycle``
             lines; without it, 4 to 16.
-        level: what the sample says of itself; sizes do not follow from it.
+        level: the level of the sample; it does not change sizes.
 
     Raises:
         LedgerError: no such task or domain, or a size outside its range.
@@ -235,8 +234,8 @@ def make(
         words += [kind, digit, ","]
     words += ["question", ":", verb, COUNTERS[lines - 1]]
     if listed:
-        # Every item ends in a comma, the last one too: heads that find the next item through
-        # the comma after it then need no exception for the last.
+        # Every item ends in a comma, also the last: heads that find the next item through the comma
+        # then need no exception for the last item.
         for node in rng.sample(nodes, lines):
             words += [node, ","]
     else:
@@ -246,8 +245,8 @@ def make(
         words += _agenda(rng, verb, lines, key)
     # A line with a check has two digits that follow its counter; the report leaves it out.
     free = [k for k in range(1, lines) if verb != "check" or k % PERIOD["check"]]
-    wanted = min(rng.randint(1, 4) if report is None else report, len(free) + 1)
-    reported = [*rng.sample(free, wanted - 1), 0]
+    reports = min(rng.randint(1, 4) if report is None else report, len(free) + 1)
+    reported = [*rng.sample(free, reports - 1), 0]
     words += ["report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
     prompt = " ".join(words)
     return Sample(task, domain, level, prompt, solve(prompt), facts, lines)
@@ -290,7 +289,7 @@ LEVELS: dict[str, tuple[Size, ...]] = {
 }
 #: Tokens of a sequence, response included, at levels 1 to 5 of any task: from, to.
 TOKENS = ((200, 330), (330, 510), (520, 760), (780, 1110), (1120, 1470))
-#: Sizes where there is no level: sequences of about 500 tokens. A needle has those of its level 3.
+#: Sizes without a level: sequences of about 500 tokens. A needle has the sizes of its level 3.
 DEFAULT = Size(facts=32, lines=48, kinds=12, filler=0.1)
 
 
@@ -308,16 +307,16 @@ def prompts(
     report: int | None = None,
     cycle: int | None = None,
 ) -> list[Sample]:
-    """``n`` samples, the same for the same arguments.
+    """Draw ``n`` samples, equal for equal arguments.
 
     Without a task they alternate among all tasks, without a domain among all domains. Without a
-    level, sizes that are not given are those of `DEFAULT`; see `make` for what they mean.
+    level, sizes default to `DEFAULT`; `make` describes them.
 
     Raises:
-        LedgerError: no such task, domain or level, a size outside its range, or sizes beside a
-            level, which has its own.
+        LedgerError: no such task, domain or level, a size outside its range, or a size together
+            with a level.
     """
-    asked: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "facts": facts,
         "lines": lines,
         "filler": filler,
@@ -325,7 +324,7 @@ def prompts(
         "report": report,
         "cycle": cycle,
     }
-    given = {name: size for name, size in asked.items() if size is not None}
+    given = {name: size for name, size in sizes.items() if size is not None}
     if level is not None:
         _within("level", level, 1, 5)
         if given:

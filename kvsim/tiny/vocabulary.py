@@ -1,6 +1,6 @@
 """The words of the ledger language, in the order of their token ids.
 
-The order is part of the shipped weights: a change here makes them useless.
+The order is part of the shipped weights: a change here breaks them.
 """
 
 from __future__ import annotations

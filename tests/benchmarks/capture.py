@@ -120,7 +120,7 @@ def turn(model: PreTrainedModel, shape: Shape, out: Path | None) -> tuple[float,
             seed=0,
             stop=frozenset(),
             completed=lambda _tokens, _start: False,
-            chosen=lambda _token: None,
+            sampled=lambda _token: None,
             before_last=lambda _n: None,
             progress=mark,
         )

@@ -24,8 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.cli import COMMANDS, app, main, prompting
 from kvsim.cli import demo as demo_module
-from kvsim.cli import main, prompting
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.core.record import read_records
 from kvsim.tiny import ledger
@@ -108,10 +108,16 @@ def test_no_command_shows_help(run):
     assert "Commands:" in out
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["prompts", "capture", "traces", "info", "verify", "replay", "policies", "demo"],
-)
+def test_help_lists_each_command_once(run):
+    """The commands of `--help` are those of `COMMANDS`, each once and in that order."""
+    _, out, _ = run("--help")
+    listed = [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()]
+
+    assert listed == list(COMMANDS)
+    assert len(app.registered_groups) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(run, command):
     """`--help` names the command and describes its options."""
     status, out, err = run(command, "--help")
@@ -301,7 +307,7 @@ def test_prompts_in_a_file(run, tmp_path):
         (["--facts", "500"], "facts is 500, expected 2 to 160"),
         (["--n", "0"], "see kvsim prompts --help"),
         (["--overwrite"], "give --out FILE.jsonl too"),
-        (["--out", "folder", "--overwrite"], "folder exists and is no file"),
+        (["--out", "folder", "--overwrite"], "folder exists and is not a file"),
         (["--out", "file/prompts.jsonl"], "file is a file; expected a folder"),
     ],
 )  # fmt: skip
@@ -413,12 +419,12 @@ def test_capture_of_a_file_of_prompts(run, tmp_path):
     ("arguments", "expected"),
     [
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "facts : hello world"], "'hello', 'world'; tiny speaks the ledger language"),
-        (["--prompt", "walk " * 5000], "5001 tokens, the model's context is 4096"),
+        (["--prompt", "facts : hello world"], "'hello', 'world', expected words of its"),
+        (["--prompt", "walk " * 5000], "5001 tokens, expected at most the model's context of 4096"),
         ([], "`kvsim prompts > prompts.jsonl`"),
         (["--prompt", "walk", "--prompts", "p.jsonl"], "both --prompt and --prompts"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
-        (["--prompt", "walk", "--limit", "2"], "--limit counts the prompts of a file"),
+        (["--prompt", "walk", "--limit", "2"], "--limit is given without a file of prompts"),
         (["--prompt", "walk", "--dtype", "int8"], "dtype is 'int8', expected float32"),
         (["--prompt", "walk", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
         (["--prompt", "walk", "--max-new-tokens", "-1"], "--max-new-tokens"),
@@ -512,11 +518,11 @@ def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
     assert "a\\u001b[2Jb" in text
 
 
-def test_verify_says_whole(run, trace):
-    """A good trace is whole, in text and in JSON."""
+def test_verify_says_complete(run, trace):
+    """A good trace is complete, in text and in JSON."""
     status, text, err = run("verify", trace, "--deep")
     assert (status, err) == (0, "")
-    assert "whole" in text
+    assert "complete and undamaged" in text
 
     status, out, _ = run("verify", trace, "--deep", "--json")
     assert status == 0
@@ -1036,7 +1042,7 @@ def test_demo_answers_the_question(demo):
         assert len(rows) == (1 if name == "full" else 2)
         shown += len(rows)
     assert shown == 11
-    assert "Measuring all 12 cells, of which the line of full stands for 2, took" in out
+    assert "Measuring all 12 cells, 2 of them in the line of full, took" in out
     assert "is right." in lines[0]
     assert any(line.startswith("Fidelity of the values: ") for line in lines)
     assert any(line.startswith("Seconds: ") for line in lines)
@@ -1085,7 +1091,7 @@ def test_demo_refuses_what_it_did_not_make(run, demo, small_demo, tmp_path, kind
 
 
 def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path, monkeypatch):
-    """Ctrl-C in a second demo: status 130, and the folder of the first is as it was."""
+    """Ctrl-C in a second demo: status 130, and the folder of the first is unchanged."""
     out = tmp_path / "demo"
     shutil.copytree(demo[0], out)
 
@@ -1096,7 +1102,7 @@ def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path,
     status, _, err = run("demo", "--out", out)
 
     assert status == 130
-    assert one_line(err) == f"interrupted, {out} is as it was"
+    assert one_line(err) == f"interrupted, {out} is unchanged"
     assert {p.name for p in out.iterdir()} == demo_module._FILES
     assert [p.name for p in tmp_path.iterdir()] == ["demo"]
 

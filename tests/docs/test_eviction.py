@@ -10,14 +10,14 @@ import torch
 
 import eviction
 from apps.tiny.curriculum import collate
+from apps.tiny.model import MAX_TOKENS, build
 from apps.tiny.results import Results, digest
+from apps.tiny.tokenizer import save_tokenizer
 from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
 from kvsim.tiny import PATH
-from kvsim.tiny.model import MAX_TOKENS, build
 from kvsim.tiny.tasks import prompts
-from kvsim.tiny.tokenizer import save_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

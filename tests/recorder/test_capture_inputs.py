@@ -1,9 +1,10 @@
-"""What a capture can be asked for: layers, windows of attention, prompts, stop strings, resume."""
+"""Inputs of a capture: options, layers, windows of attention, prompts, stop strings, resume."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import json
 import os
 import shutil
@@ -21,13 +22,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvsim
 from families import FAMILIES, ids
 from kvsim.analysis.prompt.ranking import ranking
+from kvsim.cli import recording
 from kvsim.cli.values import OptionError, parse_layers
 from kvsim.core.trace import open_trace
 from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
-from kvsim.recorder.options import Keywords, chosen_layers
+from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, verify
 
 TEMPLATE = (
@@ -81,15 +83,48 @@ def one_line(caught):
 # ------------------------------------------------------------------------------------- options
 
 
-def test_keywords_are_the_fields_of_the_options():
-    """What type checkers are told of the keywords is what there is, in the same order."""
+@pytest.mark.parametrize("function", [capture, capture_many])
+def test_keywords_are_the_fields_of_the_options(function):
+    """The signature has each field of `Options` with type and default; the docstring its help."""
+    parameters = inspect.signature(function).parameters
     kinds = typing.get_type_hints(Options)
+    text = " ".join(inspect.getdoc(function).split())
 
-    assert list(typing.get_type_hints(Keywords)) == [field.name for field in fields(Options)]
-    assert typing.get_type_hints(Keywords) == kinds
-    for name in kinds:  # each is described, and named where users look first
-        assert f"        {name}: " in Options.__doc__
-        assert f"`{name}`" in capture.__doc__
+    assert list(parameters)[-len(kinds) :] == [field.name for field in fields(Options)]
+    for option in declared(Options):
+        parameter = parameters[option.name]
+        assert (parameter.kind, parameter.default) == (parameter.KEYWORD_ONLY, option.default)
+        assert parameter.annotation == kinds[option.name]
+        assert f"{option.name}: {option.help.text}" in text
+    assert "**options" not in text
+
+
+def test_the_command_line_has_the_same_options():
+    """`kvsim capture` offers each field of `Options` but progress, with the same help and bound."""
+    offered = inspect.signature(recording.capture).parameters
+
+    for option in declared(Options):
+        if option.name == "progress":
+            assert option.name not in offered
+            continue
+        kind, info = typing.get_args(offered[option.name].annotation)
+        assert info.default == f"--{option.name.replace('_', '-')}"
+        assert (info.help, info.min) == (option.help.text, option.least)
+        if kind == option.kind:
+            assert offered[option.name].default == option.default
+        else:  # text, or a list of texts, that is converted
+            assert offered[option.name].default is None
+            assert option.name in ("stop", "layers", "attention")
+
+
+def test_a_bad_option_is_one_line_on_the_command_line(run, tmp_path):
+    """A value that `Options` refuses ends the command with status 2, before a model is loaded."""
+    out = ["--model", "none", "--prompt", "a", "--out", str(tmp_path / "a.zarr")]
+
+    status, _, err = run("capture", *out, "--attention", "half")
+
+    assert status == 2
+    assert err.startswith("error: attention is 'half', expected 'full', or 'window:N'")
 
 
 def test_an_unknown_keyword_is_named():
@@ -108,9 +143,9 @@ def test_an_unknown_keyword_is_named():
         ({"attention": None}, "attention is None"),
         ({"stop": ("a", "")}, "expected text that is not empty"),
         ({"stop": ""}, "expected text that is not empty"),
-        ({"stop": "w1"}, "stop is text, but there is no tokenizer"),
+        ({"stop": "w1"}, "stop is text, and there is no tokenizer"),
         ({"system": " "}, "system is empty"),
-        ({"system": "w1"}, "token ids, which have no room for a system message"),
+        ({"system": "w1"}, "token ids, expected text or chat messages for a system message"),
         ({"overwrite": True, "resume": True}, "overwrite and resume are both given"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [0, 4]}, "the model has no layer 4, expected numbers from 0 to 3"),
@@ -141,8 +176,8 @@ def test_resume_needs_a_place():
 @pytest.mark.parametrize(
     ("asked", "found"), [([2, 0], (0, 2)), ([-1], (3,)), (range(1, 3), (1, 2))]
 )
-def test_chosen_layers_are_those_of_a_whole_capture(asked, found, tmp_path):
-    """Every array of the chosen layers is what a capture of all layers holds of them."""
+def test_selected_layers_are_those_of_a_whole_capture(asked, found, tmp_path):
+    """Every array of the selected layers equals that of a capture of all layers."""
     more = {"max_new_tokens": 20, "o_proj": True, "residual": True}
     whole = capture(small(), None, ids(270), **more)
     memory = capture(small(), None, ids(270), layers=asked, **more)
@@ -161,7 +196,7 @@ def test_chosen_layers_are_those_of_a_whole_capture(asked, found, tmp_path):
     assert describe(stored.path)["layer_ids"] == list(found)
 
 
-def test_chosen_layers_replay_as_in_the_whole():
+def test_selected_layers_replay_as_in_the_whole():
     """A policy that treats layers alike evicts the same from a layer with and without others."""
     whole = capture(small(), None, ids(90), max_new_tokens=20)
     some = capture(small(), None, ids(90), max_new_tokens=20, layers=[1, 3])
@@ -195,7 +230,9 @@ def test_the_stream_is_followed_through_all_layers():
     model = build()
     model.model.layers[2].register_forward_pre_hook(lambda _, args: (args[0] + 1, *args[1:]))
 
-    with pytest.raises(CaptureError, match="the input of decoder layer 2 is not what layer 1"):
+    with pytest.raises(
+        CaptureError, match="the input of decoder layer 2 is not the output of layer 1"
+    ):
         capture(model, None, ids(20), max_new_tokens=0, layers=[0], residual=True)
 
 
@@ -240,9 +277,9 @@ def test_layers_count_from_either_end(asked):
 
     if len(set(meant)) < len(meant):
         with pytest.raises(CaptureError, match="twice"):
-            chosen_layers(list(asked), range(6))
+            select_layers(list(asked), range(6))
     else:
-        assert chosen_layers(list(asked), range(6)) == tuple(sorted(meant))
+        assert select_layers(list(asked), range(6)) == tuple(sorted(meant))
 
 
 # ----------------------------------------------------------------------------- dense attention
@@ -405,7 +442,7 @@ def test_misspelled_keys_are_told_once(tmp_path):
         (b'{"prompt": "a", "id": "%s"}' % (b"x" * 201), "id has 201 characters"),
         (b'{"prompt": "a", "level": 1, "difficulty": 2}', "level is 1 and difficulty 2"),
         (b'{"prompt": "\\ud800"}', r"'\\ud800' is half of a character"),
-        (b'{"prompt": "\xff"}', "byte 12 is no UTF-8"),
+        (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
         (b'[{"prompt": "a"}]', "a JSON array, expected one JSON object on each line; `jq"),
         (b"[", "a JSON array"),
         (b"[" * 100_000, "a JSON array"),
@@ -484,7 +521,7 @@ def test_text_parts_are_one_text(tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("w1", {}, "the prompt is text, and there is no tokenizer, expected one that makes token"),
+        ("w1", {}, "the prompt is text, and there is no tokenizer, expected one that encodes it"),
         (
             "w1",
             {"chat": True},
@@ -508,7 +545,7 @@ def test_text_without_a_tokenizer(prompt, options, message, runs):
     [
         ("w1", None, {"chat": True}, r"chat \(--chat\), and the .*has no .*, or leave --chat out"),
         ("w1", None, {"system": "w2"}, "has no chat template, .*, or leave a system message out"),
-        (parts("w1"), None, {}, r"\(messages\), .*has no .*, or give text in place of messages"),
+        (parts("w1"), None, {}, r"\(messages\), .*has no .*, or give text instead of messages"),
         (" ", TEMPLATE, {"chat": True}, "the prompt is empty"),
         (
             [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}],
@@ -518,7 +555,7 @@ def test_text_without_a_tokenizer(prompt, options, message, runs):
         ),
         ([{"role": "tool", "content": "w1"}], TEMPLATE, {}, r"refuses the messages \(no such role"),
         (parts("w1", {"type": "image_url"}), TEMPLATE, {}, "message 0 has a part of type 'image_u"),
-        (parts({"text": "w1"}), TEMPLATE, {}, "a part of type None, expected text parts alone"),
+        (parts({"text": "w1"}), TEMPLATE, {}, "a part of type None, expected only text parts"),
         (parts({"type": "text", "text": 1}), TEMPLATE, {}, "message 0 has a part of type 'text'"),
         (parts(3), TEMPLATE, {}, "message 0 has a part of type 'int'"),
         ([{"role": "user", "content": {}}], TEMPLATE, {}, "content of message 0 is dict, expected"),
@@ -826,7 +863,7 @@ def test_a_resumed_command_says_what_it_kept(run, saved, tmp_path):
     assert first[1].startswith(f"{tmp_path / 'out' / 'a.zarr'}: 8 tokens (prompt 5, response 3")
     assert "2 of 4 layers (0,3)" in lines[0]
     assert [line.endswith(", kept") for line in lines[:2]] == [True, False]
-    assert lines[2] == "1 of 2 traces were there already and are kept."
+    assert lines[2] == "1 of 2 traces existed already and are kept."
     assert [one["kept"] for one in json.loads(document)["traces"]] == [True, True]
     assert again[0] == 2
     assert "a.zarr exists" in again[2]
@@ -964,7 +1001,7 @@ def test_the_precision_of_a_spread_model(saved, monkeypatch):
     ("options", "installed", "message"),
     [
         ({"device_map": "auto"}, None, "needs accelerate, which is not installed; `pip install"),
-        ({"device_map": "auto", "device": "cpu"}, True, "device is 'cpu' and a device_map is"),
+        ({"device_map": "auto", "device": "cpu"}, True, "device is 'cpu' and device_map 'auto'"),
         ({"device_map": "nowhere"}, True, "device_map names 'nowhere', expected auto, balanced"),
         ({"device_map": {"": "cuda:99"}}, True, "device_map names 'cuda:99'"),
     ],
@@ -986,7 +1023,7 @@ def test_a_recovered_trace_is_no_whole_one(folder, runs):
     found["attributes"]["meta"]["generation"]["stopped"] = "interrupted"
     root.write_text(json.dumps(found))
 
-    with pytest.raises(CaptureError, match=r"b.zarr .*recovered of an interrupted capture"):
+    with pytest.raises(CaptureError, match=r"b.zarr .*recovered from an interrupted capture"):
         capture_many(small(), words(), MANY, folder, resume=True, **SAME)
     assert runs == []
 

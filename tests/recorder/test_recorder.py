@@ -26,14 +26,14 @@ from kvsim.recorder import (
     blocks,
     capture,
     capture_many,
-    capturing,
     load_model,
-    progress_bar,
     read_prompts,
-    read_ropes,
+    session,
 )
 from kvsim.recorder import models as loading
 from kvsim.recorder.hub import unreachable
+from kvsim.recorder.models import read_ropes
+from kvsim.recorder.progress import progress_bar
 from kvsim.store import describe, verify
 from kvsim.store.layout import read_json
 from kvsim.tiny import tasks
@@ -450,7 +450,7 @@ def test_dense_attention_on_request(tmp_path):
 
 def test_dense_attention_is_refused_where_it_would_be_huge(tmp_path, monkeypatch):
     """Dense attention above the limit is refused before anything is written."""
-    monkeypatch.setattr(capturing, "MAX_ATTENTION_BYTES", 1 << 20)
+    monkeypatch.setattr(session, "MAX_ATTENTION_BYTES", 1 << 20)
 
     with pytest.raises(CaptureError, match="dense attention of up to 1000 tokens"):
         capture(
@@ -596,11 +596,11 @@ def unused(layer):
     [
         (adapted, [1], r"o_proj of layer 1 differs by 0\.01 .*: there is an adapter or a gate"),
         (gated, [1], "o_proj of layer 1 differs by"),
-        (renamed, [0, 1], r"layer 0 \(LlamaAttention\) has no output projection: looked for a "),
+        (renamed, [0, 1], r"layer 0 \(LlamaAttention\) has no output projection, expected a "),
         (packed, [0], r"o_proj of layer 0 is uint8 \[10, 1\], expected a matrix"),
-        (narrow, [1], r"are \[48, 48\] float32, \[48, 96\] float32; expected one shape"),
-        (narrow, [0, 1], "o_proj of layer 0 takes 48 numbers, expected 96, 16 of each query head"),
-        (unused, [0, 1], "layer 0 did not apply its o_proj after its attention kernel"),
+        (narrow, [1], r"are \[48, 48\] float32, \[48, 96\] float32, expected one shape"),
+        (narrow, [0, 1], "o_proj of layer 0 takes 48 numbers, expected 96, 16 for each query head"),
+        (unused, [0, 1], "layer 0 did not apply its o_proj, expected it after the attention"),
     ],
 )  # fmt: skip
 def test_projections_that_are_something_else_are_refused(change, where, message, tmp_path):
@@ -837,12 +837,12 @@ def test_a_missing_prompt_file(tmp_path):
         ("  \n", "the prompt is empty"),
         ([], "the prompt is empty"),
         (torch.zeros(0, dtype=torch.long), "the prompt is empty"),
-        ("w1 hello w2 world hello", "does not know 'hello', 'world'; use words"),
+        ("w1 hello w2 world hello", "does not know 'hello', 'world', expected words"),
         ([1, 64], "token id 64 is not in the model's vocabulary, expected 0 to 63"),
         ([-1], "token id -1"),
         ([0.5], "expected text, a list of chat messages, or a list of token ids"),
         ([[1, 2], [3]], "expected text, a list of chat messages"),
-        ([1] * 1025, "the prompt has 1025 tokens, the model's context is 1024"),
+        ([1] * 1025, "the prompt has 1025 tokens, expected at most the model's context of 1024"),
         ([{"role": "user", "content": "w1"}], "no chat template"),
     ],
 )
@@ -857,7 +857,7 @@ def test_unknown_words_of_tiny_point_to_its_generator():
     """For tiny, unknown words are listed with the command that writes prompts."""
     model, tokenizer = tiny()
 
-    with pytest.raises(CaptureError, match=r"'hello', 'there'; .*`kvsim prompts`"):
+    with pytest.raises(CaptureError, match=r"'hello', 'there', .*`kvsim prompts`"):
         capture(model, tokenizer, "hello there")
 
 
@@ -1031,7 +1031,7 @@ def test_a_hub_that_cannot_be_reached(name, no_hub):
     ) as caught:
         load_model(name)
 
-    assert f"model {name!r} cannot be loaded: it is no folder" in str(caught.value)
+    assert f"model {name!r} cannot be loaded: it is not a folder" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -1118,7 +1118,7 @@ def test_the_bar_is_shown_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
 
-    with progress_bar("walk") as show:
+    with progress_bar("tokens", "walk") as show:
         show(5, 10)
 
     printed = capsys.readouterr()

@@ -256,10 +256,10 @@ def wrapped(layer):
 @pytest.mark.parametrize(
     ("change", "where", "message"),
     [
-        (changed_between, [1], "the input of decoder layer 1 is not what layer 0 returned"),
-        (changed_in_place, [2], "the input of decoder layer 2 is not what layer 1 returned"),
-        (scaled_norm, [1], r"attention of layer 1 was given something that differs by 0\.01"),
-        (one_row_off, [2], "attention of layer 2 was given something that differs by"),
+        (changed_between, [1], "the input of decoder layer 1 is not the output of layer 0"),
+        (changed_in_place, [2], "the input of decoder layer 2 is not the output of layer 1"),
+        (scaled_norm, [1], r"attention of layer 1 differs by 0\.01"),
+        (one_row_off, [2], "attention of layer 2 differs by"),
     ],
 )
 def test_streams_that_are_something_else_are_refused(change, where, message, tmp_path):
@@ -301,7 +301,7 @@ def test_a_module_around_the_attention_is_no_layer(layers):
     for layer in model.model.layers:
         wrapped(layer)
 
-    with pytest.raises(CaptureError, match="layer 0 lies in a Wrapper that is no member of a list"):
+    with pytest.raises(CaptureError, match="layer 0 is in a Wrapper outside a list"):
         capture(model, None, ids(5), max_new_tokens=0, residual=True)
 
 
@@ -331,7 +331,7 @@ def test_layers_that_cannot_be_identified_are_refused():
     assert capture(model, None, ids(5), max_new_tokens=0).n_layers == 3
 
     with pytest.raises(
-        CaptureError, match="attention modules of layers 0 and 1 lie in one ModuleList, expected"
+        CaptureError, match="attention modules of layers 0 and 1 are in one ModuleList, expected"
     ):
         capture(model, None, ids(5), max_new_tokens=0, residual=True)
 
@@ -370,7 +370,7 @@ def test_attention_of_other_rows_is_refused():
 
     layer.self_attn.register_forward_pre_hook(cut, with_kwargs=True)
 
-    with pytest.raises(CaptureError, match="layer 0 was given 9 rows and its attention 8, expect"):
+    with pytest.raises(CaptureError, match="layer 0 has 9 input rows and its attention 8, expect"):
         capture(model, None, ids(9), max_new_tokens=0, residual=True)
 
 
@@ -561,5 +561,5 @@ def test_capture_info_and_verify(tmp_path, capsys):
     assert trace.residual.shape[:2] == (trace.n_layers, trace.n_pos)
     (line,) = (line for line in run("info", str(out)).splitlines() if line.startswith("residual "))
     assert " x ".join(map(str, trace.residual.shape)) in line
-    assert "whole" in run("verify", str(out))
+    assert "complete" in run("verify", str(out))
     assert describe(out)["arrays"]["residual"]["bytes"] > 0

@@ -402,7 +402,7 @@ def test_several_traces_are_verified(stored, tmp_path, run):
     """Each has its line, with what is wrong, and one that is not whole makes the status 2."""
     packed = pack(stored)
     assert run("verify", stored, packed) == (
-        *(0, f"{stored}: whole and undamaged\n{packed}: whole and undamaged\n", ""),
+        *(0, f"{stored}: complete and undamaged\n{packed}: complete and undamaged\n", ""),
     )
     bad = shutil.copytree(stored, tmp_path / "bad.zarr")
     (bad / "v" / "c" / "1" / "0" / "1" / "0").write_bytes(b"no chunk")
@@ -416,10 +416,10 @@ def test_several_traces_are_verified(stored, tmp_path, run):
         f"{bad}: damaged",
         f"{tmp_path / 'nowhere.zarr'}: no trace",
         f"{tmp_path}: no trace",
-        f"{stored}: whole and undamaged",
+        f"{stored}: complete and undamaged",
     ]
     assert "a chunk of v is damaged" in lines[1]
-    expected = "3 of 4 are not whole and undamaged, expected all to be; the report says why"
+    expected = "3 of 4 traces are not complete and undamaged, expected all to be; see the report"
     assert error == f"error: {expected}\n"
     status, out, _ = run("verify", *given, "--json")
     assert status == 2

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from apps.tiny import card, evaluate, train
 from apps.tiny.curriculum import collate
 from apps.tiny.heads import head_maps, head_masses, removed_heads, training_curves
+from apps.tiny.model import build
 from apps.tiny.probes import (
     FIGURES,
     NEEDS,
@@ -28,7 +29,6 @@ from apps.tiny.probes import (
 from apps.tiny.results import Results, best, digest, heads
 from kvsim.tiny import PATH
 from kvsim.tiny.ledger import check
-from kvsim.tiny.model import build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import VERBS
 

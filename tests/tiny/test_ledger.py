@@ -461,7 +461,7 @@ WALK = "walk #3 kuga ."
         ("report #2 #0", "report #4 #0", "asks for #4, expected at most #3, the first line"),
         ("report #2 #0", "report", "expected a counter"),
         ("think :", "", "is 'the end', expected 'think'"),
-        ("think :", "think : kuga", "goes on with 'kuga'"),
+        ("think :", "think : kuga", "continues with 'kuga'"),
         (PROMPT, "", "is 'the end', expected 'facts'"),
     ],
 )

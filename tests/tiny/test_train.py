@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from apps.tiny import train
+from apps.tiny import evaluate, train
 from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_batch, draw_mix
-from kvsim.tiny.model import SHAPES, build
+from apps.tiny.model import SHAPES, build
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB
 
@@ -33,6 +33,16 @@ SMALL = train.Settings(
     checkpoint=2,
     evaluate=0,
 )
+
+
+@pytest.mark.parametrize("program", [train, evaluate])
+def test_programs_run_from_a_checkout(program, capsys):
+    """`python -m apps.tiny.NAME --help` says how the program is called."""
+    with pytest.raises(SystemExit) as end:
+        program.main(["--help"])
+
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m {program.__name__} ")
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,17 @@
-"""Architecture and structured initialisation of the tiny model.
+"""Architecture and structured initialisation of the shipped models.
 
 A Qwen2 decoder with as many layers as the ledger needs retrieval steps: look back, find the
 successor or the kind, find the digit of that kind; and a deeper, narrower one.
 From a random start these heads take far longer to appear than the whole training run, so they are
 written into the weights at the start, roughly; every weight stays trainable.
 
-The residual stream is divided among what the heads exchange (at the start only)::
+The initialisation divides the residual stream into the subspaces that heads read and write::
 
     EMBED     [0, 64)     the word at this position
     PREVIOUS  [64, 96)    the word one position back, written by layer 0
     EARLIER   [96, 128)   words two and five positions back, written by layer 0
     FARTHER   [128, 160)  words three and four back, and the verb, written by layer 0
-    FOUND     [160, 192)  what layer 1 retrieved, read by the queries of layer 2
+    FOUND     [160, 192)  the word that layer 1 retrieved, read by the queries of layer 2
 
 Shape letters: h hidden size, d head dimension.
 """
@@ -36,22 +36,22 @@ HIDDEN, HEAD_DIM = 192, 32
 GROUP = 2  # query heads that share a KV head
 MAX_TOKENS = 4096  # what the configuration allows; training rarely passes 1,600
 
-# With a slow base more RoPE pairs hold still over a few hundred tokens, and a match on content
-# needs pairs that hold still: here 9 of the 16 turn by less than a radian in 400 tokens, and only 5
-# would with the usual 10,000.
+# With a larger base more RoPE pairs rotate little over a few hundred tokens, and a match on content
+# needs such pairs: here 9 of the 16 rotate by less than a radian in 400 tokens, and only 5 would
+# with the usual 10,000.
 ROPE_THETA = 1e6
 PAIRS = HEAD_DIM // 2
-FAST_PAIRS = 5  # pairs 0 to 4 tell neighbouring positions apart
+FAST_PAIRS = 5  # pairs 0 to 4 distinguish neighbouring positions
 SLOW_PAIRS = 7  # pairs 7 to 15 carry content
-STILL_PAIRS = 11  # pairs 11 to 15 turn by less than a tenth of a radian in 1,300 tokens
+STILL_PAIRS = 11  # pairs 11 to 15 rotate by less than a tenth of a radian in 1,300 tokens
 
-VERB = "verb"  # what a head looks for that reads the verb of the question
-FIND = -1  # what the first of two retrievals found
-#: A head that copies the word so many tokens back, or the verb: from where, written where, and how
-#: loudly.
+VERB = "verb"  # the target of a head that reads the verb of the question
+FIND = -1  # the result of the first of two retrievals
+#: A head that copies an earlier word: its distance in tokens (or `VERB`), the subspace that it
+#: writes, and the scale.
 LookBack = tuple[int | str, slice, float]
-#: A head that finds a word: how far before it its keys look, and the word that its queries look for
-#: there, as tokens back; 0 is the word at this position. A None head is left to training.
+#: A head that retrieves a word: the distance before it that its keys read, and the word that its
+#: queries match there, in tokens back (0 is the word at this position). None is left to training.
 Retrieve = tuple[int, int] | None
 
 ONE_BACK: LookBack = (1, PREVIOUS, 1.0)
@@ -72,19 +72,19 @@ SECOND_HOP: tuple[Retrieve, ...] = (
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture and where its start puts which heads.
+    """An architecture, and the initial role of its heads.
 
     Attributes:
         layers: number of decoder layers.
         heads: query heads of each layer; two share a KV head.
         mlp: width of the MLPs.
         look_back: layers whose heads copy words at fixed distances, with a role for each head.
-        retrieve: layers whose heads find words, with a role for each head.
+        retrieve: layers whose heads retrieve words, with a role for each head.
         first: the layer whose head 0 makes the first of two retrievals.
-        learning_rate: what training starts from; a deep model's last MLPs outgrow all else at more.
+        learning_rate: peak of training; above it the last MLPs of a deep model outgrow the rest.
         stored: type of the weights in the file; computing is in float32.
-        guided: layer and head that training guides to what they should find, for each of
-            `curriculum.GUIDED`; the head of the second of two retrievals lies behind `first`.
+        guided: layer and head that training guides, for each of `curriculum.GUIDED`; the head of
+            the second of two retrievals is in a layer after `first`.
     """
 
     layers: int
@@ -98,7 +98,7 @@ class Shape:
     stored: torch.dtype = torch.float32
 
     def free(self, layer: int) -> bool:
-        """The layer starts without a role: it is left to training."""
+        """Return whether a layer starts without a role."""
         return layer not in self.look_back and layer not in self.retrieve
 
 
@@ -135,13 +135,13 @@ SHAPES: dict[str, Shape] = {
 BIAS = 6.0  # length of each pair of the look-back bias: nearly all attention on one token
 VERB_MATCH = 2.0  # the same for the head that reads the verb
 MATCH = 4.0  # scale of the content match in queries and keys
-SINK = 1.2  # the same for `<bos>`: less than a word that is found, more than most others
-WRITE = 0.15  # how loudly layer 0 writes, so that the word itself stays as loud
-NOISE = 0.03  # keeps heads with the same start from staying equal
+SINK = 1.2  # the same for `<bos>`: less than a matching word, more than most others
+WRITE = 0.15  # scale of layer 0's output, so that it does not drown the word itself
+NOISE = 0.03  # lets heads with the same start become different
 
 
 def config(shape: Shape) -> Qwen2Config:
-    """The architecture of a shape: heads of 32 dimensions, tied embeddings."""
+    """Return the configuration of a shape: heads of 32 dimensions, tied embeddings."""
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=VOCAB_SIZE,
@@ -162,10 +162,10 @@ def config(shape: Shape) -> Qwen2Config:
 
 
 def build(seed: int = 0, shape: str = "tiny") -> Qwen2ForCausalLM:
-    """An untrained model with the structured initialisation, the same for the same seed.
+    """Build an untrained model with the structured initialisation, equal for equal seeds.
 
     Args:
-        seed: of everything random.
+        seed: seed of everything random.
         shape: one of `SHAPES`.
     """
     torch.manual_seed(seed)
@@ -175,28 +175,28 @@ def build(seed: int = 0, shape: str = "tiny") -> Qwen2ForCausalLM:
 
 
 def _orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[rows, columns] with orthonormal rows (or columns, whichever are fewer)."""
+    """Return a matrix [rows, columns] with orthonormal rows, or columns if these are fewer."""
     tall = torch.randn(max(rows, columns), min(rows, columns), generator=generator)
     basis: Tensor = torch.linalg.qr(tall).Q
     return basis if rows >= columns else basis.T
 
 
 def _reader(generator: torch.Generator) -> Tensor:
-    """[d, h] projection that reads the word at this position and nothing else."""
+    """Return a projection [d, h] that reads only the word at this position."""
     reader = torch.zeros(HEAD_DIM, HIDDEN)
     reader[:, EMBED] = _orthonormal(HEAD_DIM, 64, generator)
     return reader
 
 
 def _writer(subspace: slice, block: Tensor) -> Tensor:
-    """[h, d] projection that writes a head's output into one subspace."""
+    """Return a projection [h, d] that writes a head's output into one subspace."""
     writer = torch.zeros(HIDDEN, HEAD_DIM)
     writer[subspace] = block
     return writer
 
 
-def _turn(vector: Tensor, positions: float) -> Tensor:
-    """[d] ``vector`` after RoPE at a position; dimension i pairs with i + d/2."""
+def _rotate(vector: Tensor, positions: float) -> Tensor:
+    """Return ``vector`` [d] after RoPE at a position; dimension i pairs with i + d/2."""
     angle = positions * ROPE_THETA ** (-torch.arange(PAIRS) / PAIRS)
     first, second = vector[:PAIRS], vector[PAIRS:]
     return torch.cat(
@@ -208,7 +208,7 @@ def _turn(vector: Tensor, positions: float) -> Tensor:
 
 
 def head_rows(index: int) -> slice:
-    """Rows of a projection that belong to one head."""
+    """Return the rows of a projection that belong to one head."""
     return slice(index * HEAD_DIM, (index + 1) * HEAD_DIM)
 
 
@@ -217,8 +217,8 @@ def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generato
     """Write the look-back and retrieval heads into a freshly initialised ``model``."""
     embedding = model.model.embed_tokens.weight  # [vocabulary, h]
     words = torch.randn(embedding.shape[0], 64, generator=generator)
-    # One direction belongs to the verbs alone, half of their length, so that a head can find them;
-    # `<bos>` has another one for itself and nothing else, so that attending to it copies no word.
+    # One direction is for the verbs alone, half of their length, so that a head can find them;
+    # `<bos>` is another direction and nothing else, so that attending to it copies no word.
     words[:, :2] = 0.0
     verbs = [ID[verb] for verb in VERBS]
     words[verbs, 0] = words[verbs].norm(dim=-1)
@@ -229,10 +229,10 @@ def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generato
 
     layers: list[Any] = list(model.model.layers)
     for index, layer in enumerate(layers):
-        # Quiet the rest, so that what the heads write is not drowned at the start.
-        loudness = 0.1 if shape.free(index) else 1.0
-        layer.mlp.down_proj.weight.mul_(0.05 * loudness)
-        layer.self_attn.o_proj.weight.mul_(0.3 * loudness)
+        # Scale the rest down, so that it does not drown the heads' output at the start.
+        scale = 0.1 if shape.free(index) else 1.0
+        layer.mlp.down_proj.weight.mul_(0.05 * scale)
+        layer.self_attn.o_proj.weight.mul_(0.3 * scale)
         layer.self_attn.q_proj.weight.mul_(0.5)
         layer.self_attn.k_proj.weight.mul_(0.5)
 
@@ -242,13 +242,13 @@ def _initialise(model: Qwen2ForCausalLM, shape: Shape, generator: torch.Generato
         _look_back(layers[index].self_attn, copied, reader, writers, generator)
     for index, roles in shape.retrieve.items():
         _retrieve(layers[index].self_attn, roles, reader, writers, generator)
-    # What is found first is written where the queries of the second retrieval read.
-    found = _writer(FOUND, torch.eye(HEAD_DIM))
-    layers[shape.first].self_attn.o_proj.weight[:, head_rows(0)] += 0.8 * found
+    # The result of the first retrieval goes where the queries of the second retrieval read.
+    writer = _writer(FOUND, torch.eye(HEAD_DIM))
+    layers[shape.first].self_attn.o_proj.weight[:, head_rows(0)] += 0.8 * writer
 
 
 def _slow(value: float, first: int = SLOW_PAIRS) -> Tensor:
-    """[d] with ``value`` on the pairs from ``first`` on, those that turn slowest."""
+    """Return a vector [d] with ``value`` on the pairs from ``first`` on, which rotate slowest."""
     content = torch.zeros(HEAD_DIM)
     content[first:PAIRS] = content[PAIRS + first :] = value
     return content
@@ -261,19 +261,18 @@ def _look_back(
     writers: dict[int, Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Heads that copy the word a fixed number of positions back, and one for the verb.
+    """Initialise heads that copy the word a fixed number of positions back, or the verb.
 
-    Every key carries the same vector u in its bias, and the query bias is u turned back by the
-    offset, so the logit peaks exactly there, whatever the words are. The keys of the last KV head
-    carry a mark of the verbs as well, on pairs that hold still, and the query of the head that
-    reads the verb asks for nothing else.
+    Every key has the same vector u in its bias, and the query bias is u rotated back by the offset,
+    so the logit peaks exactly there, whatever the words are. The keys of the last KV head also mark
+    the verbs, on pairs that rotate slowest, and the head that reads the verb queries only that.
 
-    Adds to ``writers`` what writes the word so many positions back [h, d], unscaled, as ``reader``
-    [d, h] reads it: later layers match one against the other.
+    Adds to ``writers`` for each offset the unscaled projection [h, d] that writes the word as
+    ``reader`` [d, h] reads it: later layers match one with the other.
     """
     attention.q_proj.weight.mul_(0.2)
     attention.k_proj.weight.mul_(0.2)
-    for head, (offset, subspace, loudness) in enumerate(heads):
+    for head, (offset, subspace, scale) in enumerate(heads):
         kv_head = head // GROUP
         if head % GROUP == 0:
             phase = torch.rand(FAST_PAIRS, generator=generator) * math.tau
@@ -285,13 +284,13 @@ def _look_back(
         block = _orthonormal(HEAD_DIM, HEAD_DIM, generator)
         if offset == 1 and subspace == PREVIOUS:
             block = torch.eye(HEAD_DIM)
-        writer = _writer(subspace, loudness * block)
+        writer = _writer(subspace, scale * block)
         attention.o_proj.weight[:, head_rows(head)] = WRITE * writer
         if isinstance(offset, str):
             attention.q_proj.bias[head_rows(head)] = _slow(VERB_MATCH)
             attention.k_proj.weight[head_rows(kv_head), 0] = _slow(VERB_MATCH / 8)
         else:
-            attention.q_proj.bias[head_rows(head)] = _turn(key, -offset)
+            attention.q_proj.bias[head_rows(head)] = _rotate(key, -offset)
             writers.setdefault(offset, writer)
 
 
@@ -302,11 +301,11 @@ def _retrieve(
     writers: dict[int, Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Heads that find a word by a word one or two before it, and copy it.
+    """Initialise heads that find a word by a word one or two before it, and copy it.
 
-    Keys read what was written of the words before; queries read the word at this position, what was
-    written of the words before it, or what the first of two retrievals found. What finds nothing
-    rests on `<bos>`, a sink.
+    Keys read the earlier words that layer 0 wrote; queries read the word at this position, an
+    earlier word, or the result of the first of two retrievals. A head without a match attends
+    mostly to `<bos>`, a sink.
     """
     content = _slow(MATCH)[:, None]
     sink = _slow(SINK, STILL_PAIRS)

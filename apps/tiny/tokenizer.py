@@ -1,7 +1,7 @@
 """The tokenizer of the ledger language: one word, one token.
 
-``tokenizer(prompt)`` puts ``<bos>`` in front; a response to append is encoded with
-``add_special_tokens=False``. Decoding with ``skip_special_tokens=True`` gives the text back.
+``tokenizer(prompt)`` begins with ``<bos>``; encode a response to append with
+``add_special_tokens=False``. Decoding with ``skip_special_tokens=True`` returns the text.
 A word outside the vocabulary becomes ``<unk>``.
 """
 
@@ -19,8 +19,8 @@ def save_tokenizer(folder: Path, max_length: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``.
 
     Args:
-        folder: where the weights are.
-        max_length: longest sequence in tokens that the model was built for.
+        folder: the folder of the weights.
+        max_length: the longest sequence of the model's configuration, in tokens.
     """
     words = Tokenizer(models.WordLevel(vocab=dict(ID), unk_token=UNK))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
