@@ -227,7 +227,7 @@ def test_two_metrics_of_one_walk_share_it(monkeypatch):
         log_attention = windows.log_attention
 
         def call(*args, **kwargs):
-            calls[where.rpartition(".")[2]] += 1
+            calls[where] += 1
             return log_attention(*args, **kwargs)
 
         monkeypatch.setattr(f"kvsim.analysis.{where}.log_attention", call)
