@@ -202,8 +202,8 @@ def test_unfit_records_are_refused(model, trace):
         "positions": replace(record, positions="slot"),
         r"expected \[3, 2, 54\]": replace(record, evicted_at=record.evicted_at[..., :-1]),
         "of all 3 layers": kvsim.replay(trace, kvsim.policy("h2o"), BUDGET, layers=[0, 2]),
-        "see all before them": replace(record, evicted_at=absent),
-        "rows up to": replace(record, prompt_len=PROMPT + 1),
+        "rows of the prompt miss earlier rows": replace(record, evicted_at=absent),
+        "each row up to 2": replace(record, prompt_len=PROMPT + 1),
     }
     for said, one in unfit.items():
         with pytest.raises(PolicyError, match=said):
