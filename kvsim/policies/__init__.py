@@ -58,7 +58,7 @@ def describe(name: str) -> Description:
 
 def parameters(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
-    return naming.parameters(CATALOGUE, name)
+    return naming.parameter_names(CATALOGUE, name)
 
 
 def has_parameter(name: str, key: str) -> bool:

@@ -27,7 +27,7 @@ from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
-from kvsim.policies.random import Random
+from kvsim.policies.random_sets import Random
 from kvsim.policies.rkv import RKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.snapkv import SnapKV

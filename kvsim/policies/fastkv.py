@@ -20,12 +20,14 @@ rounding; here the budget is the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from kvsim.core.policy import is_count
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
 from kvsim.core.propagation import (
     Propagation,
     Selection,
@@ -36,9 +38,7 @@ from kvsim.core.propagation import (
 )
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.asl import check_before, pooled_scores, ranks
-from kvsim.policies.pooling import check_pooling
-from kvsim.policies.window import check_window
+from kvsim.policies.asl import pooled_flops, pooled_scores, ranks
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
 _LAYERS = {32: 15, 28: 14}
@@ -48,25 +48,12 @@ _LAYERS = {32: 15, 28: 14}
 class FastKV(Propagation):
     """The tokens that a window attends to most at one layer go on; `rows` of them."""
 
-    layer: int | None = None
-    rows: int | float | None = 2048
-    window: int = 8
+    layer: Annotated[int, AtLeast(0)] | None = None
+    rows: Annotated[int, AtLeast(1)] | Annotated[float, Above(0), AtMost(1)] | None = 2048
+    window: Annotated[int, AtLeast(1)] = 8
     pool: Literal["avg", "max"] | None = "max"
-    pool_kernel: int = 7
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     kv_before: Literal["budget", "full"] = "budget"
-
-    def __post_init__(self) -> None:
-        check_window("fastkv", self.window)
-        check_pooling("fastkv", self.pool, self.pool_kernel)
-        check_before("fastkv", self.kv_before)
-        if self.layer is not None and not is_count(self.layer, 0):
-            raise PolicyError(f"fastkv: layer is {self.layer}; expected a layer, 0 or more")
-        share = isinstance(self.rows, float) and 0 < self.rows <= 1
-        if not (share or self.rows is None or is_count(self.rows, 1)):
-            raise PolicyError(
-                f"fastkv: rows is {self.rows!r}; expected a number of tokens, a share of the "
-                "prompt such as 0.2, or None for the budget"
-            )
 
     @property
     def window_rows(self) -> int:
@@ -80,7 +67,7 @@ class FastKV(Propagation):
 
     @property
     def least_budget(self) -> int:
-        """The window goes on in any case."""
+        """The window always propagates."""
         return self.window if self.rows is None else 1
 
     def check(self, n_layers: int) -> None:
@@ -113,7 +100,7 @@ class FastKV(Propagation):
         """At the selection layer the best tokens and the window."""
         n, budget = view.row + 1, view.setting.budget
         kept = self._kept(budget, n)
-        if n < budget or n <= max(kept, self.window):
+        if self.keeps_whole(budget, n) or n <= max(kept, self.window):
             return Step(done=True)
         if int(view.layers[0]) < self.at(view.n_layers):
             return Step()
@@ -132,8 +119,25 @@ class FastKV(Propagation):
     ) -> list[int]:
         """All rows up to the layer, `rows` behind it."""
         at = self.at(n_layers) if layer is None else layer
-        kept = prompt_len if prompt_len < budget else self._kept(budget, prompt_len)
+        whole = self.keeps_whole(budget, prompt_len)
+        kept = prompt_len if whole else self._kept(budget, prompt_len)
         return dropped_after(at, kept, prompt_len, n_layers)
+
+    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
+        """A prompt that just fills the budget is long enough, if it has more than `rows`."""
+        return prompt_len < budget
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str]:
+        """The layer."""
+        return self.at(n_layers), ""
+
+    def flops(self, event: Event) -> Flops:
+        """Pooled scores."""
+        return pooled_flops(event, self.window, self.pool, self.pool_kernel)
+
+    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
+        """The selection layer, if rows are dropped behind it."""
+        return [layer] if rows[-1] < rows[0] else []
 
     def _kept(self, budget: int, prompt_len: int) -> int:
         """How many rows go on."""
