@@ -10,10 +10,11 @@ and U the tokens that rank among the first k in at least one of them,
     V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer,
 
 and at the first layer l >= first_layer with rho_l < tau the first k tokens of this layer and the
-window go on, at their own positions. The layers up to l hold what a scorer chooses (SnapKV from the
-same window), or everything (`kv_before="full"`); the layers behind hold all that went on. Below tau
-nowhere: every layer runs on all tokens. `asl_2pass` stops after l, and runs the selected tokens
-through all layers again, at positions 0, 1, 2, ...; without a selection, those of the last layer.
+window propagate, at their own positions. The layers up to l hold what a scorer chooses (SnapKV from
+the same window), or everything (`kv_before="full"`); the layers behind hold all propagated tokens.
+If no layer is below tau, every layer runs on all tokens. `asl_2pass` stops after l, and runs the
+selected tokens through all layers again, at positions 0, 1, 2, ...; without a selection, those of
+the last layer.
 
 Deviations, where paper and released code differ: the code's eight layers (algorithm 2; the formula
 has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the population variance.

@@ -14,7 +14,7 @@ and its shift, each summed over query heads and candidates,
 and the layers share one budget in proportion to P.
 
 Deviations. The paper fixes the layers' shares during the prefill, layer by layer; here every event
-that acts shares out the total anew, so that it is kept exactly. Events after the prefill score by
+that acts allocates the total anew, so that it is kept exactly. Events after the prefill score by
 the mean alone, as in the authors' code. tau1 and tau2 come from a table of models there; 1 here.
 When fewer layers are replayed, they share their own part. `cake@gkv` is the score as G-KV's code
 has it: largest of the group, *standard deviation*, no pooling, at every event, even budgets.

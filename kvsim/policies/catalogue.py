@@ -50,7 +50,7 @@ _PER_HEAD: Mapping[str, Mapping[str, Any]] = {
     "rpc": {"heads": "group"},
     "triattention": {"protect_prompt": False},
 }
-# One window says which tokens go on, and what the caches keep of them.
+# One window decides which tokens propagate, and what the caches keep of them.
 _WINDOW = ("window", "pool", "pool_kernel")
 _SHARED: Mapping[str, Mapping[str, Any]] = {"triattention": {"protect_prompt": False}}
 
@@ -374,7 +374,7 @@ CATALOGUE: Mapping[str, Entry] = {
         "arXiv 2502.01068",
         FastKV,
         _PROMPT,
-        {"proportional": Preset("a fifth of the prompt goes on", params={"rows": 0.2})},
+        {"proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2})},
         default="snapkv",
         shares=_WINDOW,
     ),

@@ -152,7 +152,7 @@ class ExpectedAttention(Scorer):
 def moments(blocks: Iterable[Tensor], covariance: bool = True) -> tuple[int, Tensor, Tensor | None]:
     """Number, mean [..., d] and covariance [..., d, d] of the rows of blocks [..., w, d].
 
-    The covariance divides by the number of rows; None where it is not asked for. Blocks merge
+    The covariance divides by the number of rows; None where it is not requested. Blocks merge
     without cancellation (Chan, Golub and LeVeque 1983, doi 10.1080/00031305.1983.10483115).
     """
     count, mean, spread = 0, torch.zeros(()), torch.zeros(())
@@ -198,7 +198,7 @@ def mixture_logits(
     total = keys.new_full((layers, heads, mu.shape[2], n), -torch.inf)
     for first in range(start, start + count, step):
         at = torch.arange(first, min(first + step, start + count), device=keys.device)
-        # a turn by -p is the transpose of the turn by p
+        # the rotation by -p is the transpose of the rotation by p
         back = rope.rotate(keys.unsqueeze(2), -at.unsqueeze(-1))  # [L, H, positions, n, d]
         each = expected_logits(back.flatten(2, 3), mu, sigma, scale)
         total = torch.logaddexp(total, each.unflatten(-1, (len(at), n)).logsumexp(-2))

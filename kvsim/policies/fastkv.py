@@ -1,17 +1,17 @@
-"""FastKV: from one layer on, the prefill goes on with some of the tokens.
+"""FastKV: some of the tokens propagate behind one layer of the prefill.
 
 Jo et al., "FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective
 Propagation", arXiv 2502.01068. At the end of a prompt, after the token-selective layer, the tokens
 with the largest pooled attention of the last `window` rows, summed over all query heads, and the
-window go on, `rows` of them, at their own positions. Every layer's cache is cut to the budget by
-SnapKV from the same window; deeper layers choose among what went on. It is ASL with a layer that is
-given (`kvsim.policies.asl`).
+window propagate, `rows` of them, at their own positions. Every layer's cache is cut to the budget
+by SnapKV from the same window; deeper layers choose among the propagated tokens. It is ASL with a
+layer that is given (`kvsim.policies.asl`).
 
 The layer is the one that ASL's authors ran it with, 15 of 32 and 14 of 28 (appendix C.2), and the
-middle of other models. `rows` is a count (the release's mode "constant", 2048 beside a budget of
-512), a share of the prompt (`fastkv@proportional`, 0.2 beside a budget of 10%), or None for the
+middle of other models. `rows` is a count (the release's mode "constant", 2048 with a budget of
+512), a share of the prompt (`fastkv@proportional`, 0.2 with a budget of 10%), or None for the
 budget, as ASL compares with it. A prompt of fewer tokens than the budget, or of no more than
-`rows`, goes on whole.
+`rows`, propagates whole.
 
 Deviations. Max-pooling, the default of the released scripts; the class they call has the average.
 In the proportional mode the release takes the same count of tokens from deeper layers, up to
@@ -46,7 +46,7 @@ _LAYERS = {32: 15, 28: 14}
 
 @dataclass(frozen=True)
 class FastKV(Propagation):
-    """The tokens that a window attends to most at one layer go on; `rows` of them."""
+    """The tokens that a window attends to most at one layer propagate; `rows` of them."""
 
     layer: Annotated[int, AtLeast(0)] | None = None
     rows: Annotated[int, AtLeast(1)] | Annotated[float, Above(0), AtMost(1)] | None = 2048
@@ -62,7 +62,7 @@ class FastKV(Propagation):
 
     @property
     def exact(self) -> bool:
-        """Where fewer tokens go on than the budget has room for, deeper layers hold less."""
+        """Where fewer tokens propagate than the budget has room for, deeper layers hold less."""
         return self.rows is None
 
     @property
@@ -83,13 +83,13 @@ class FastKV(Propagation):
         return {"layer": self.at(n_layers)}
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
-        """A prompt that goes on whole although it is longer than the budget."""
+        """A prompt that propagates whole although it is longer than the budget."""
         kept = self._kept(budget, prompt_len)
         if prompt_len <= budget or kept < prompt_len:
             return ""
         return (
-            f"{kept} rows of a prompt of {prompt_len} tokens go on, so all of them do in every "
-            "layer; give fewer rows to see an effect across layers"
+            f"{kept} rows of a prompt of {prompt_len} tokens propagate, so every layer computes all "
+            "of them; give fewer rows to see an effect across layers"
         )
 
     def whole(self, selection: Selection, layer: int) -> bool:
@@ -106,7 +106,7 @@ class FastKV(Propagation):
             return Step()
         if kept < self.window:
             raise PolicyError(
-                f"fastkv: {kept} rows go on (rows={self.rows!r} of a prompt of {n} tokens), fewer "
+                f"fastkv: {kept} rows propagate (rows={self.rows!r} of a prompt of {n} tokens), fewer "
                 f"than the window of {self.window}; give more rows or a smaller window"
             )
         scores = pooled_scores(view, self.window, self.pool, self.pool_kernel)[0]
@@ -140,7 +140,7 @@ class FastKV(Propagation):
         return [layer] if rows[-1] < rows[0] else []
 
     def _kept(self, budget: int, prompt_len: int) -> int:
-        """How many rows go on."""
+        """How many rows propagate."""
         if self.rows is None:
             return budget
         return int(prompt_len * self.rows) if isinstance(self.rows, float) else self.rows

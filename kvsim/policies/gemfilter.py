@@ -5,7 +5,7 @@ Token Reduction", arXiv 2409.17422. The prompt runs through the first layers up 
 the product of the last row's queries with the keys, summed over the query heads, neither scaled nor
 normalised, is average-pooled over neighbours; the best tokens of the whole prompt, as many as the
 budget, go through all layers from the start, in their order, at positions 0, 1, 2, ... Nothing
-protects the last token. Every cache holds these tokens, and decoding goes on behind them.
+protects the last token. Every cache holds these tokens, and decoding continues behind them.
 
 The layer is 13 of 32 and 14 of 28, as ASL's authors ran it (appendix C.2), and as deep as 13 of 32
 in other models.

@@ -1,16 +1,16 @@
-"""PyramidInfer: every layer of the prefill drops some of the tokens that it went on with.
+"""PyramidInfer: every layer of the prefill drops some of its tokens.
 
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
 arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens the last 1 + R are
-recent, R = int(recent n), and always go on; the c tokens before them that a layer l of L went on
-with are its context. The attention of the recent rows on the context, averaged over the query heads
+recent, R = int(recent n), and always propagate; the c tokens before them that reach a layer l of L
+are its context. The attention of the recent rows on the context, averaged over the query heads
 and over the rows with weights from 1 for the oldest to 1.2 for the newest, ranks the context, its
-first `sink` tokens before all others. int(c rho_l) of them go on,
+first `sink` tokens before all others. int(c rho_l) of them propagate,
 
     rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
 
 if these are more than min(least, n - 1 - R), and else all. So nothing is dropped at layer 0, and no
-budget is asked for: the caches hold what each layer went on with, at its own position.
+budget plays a part: the caches hold the tokens that each layer computes, at their own positions.
 
 Deviations. The paper chooses by a share of the attention; the released code, and so this, by a
 share of the tokens. `ratio` is 0.9, and 0.8 in the configuration of Qwen2.5-14B. In decoding the
@@ -84,7 +84,7 @@ class PyramidInfer(Propagation):
         return total
 
     def _kept(self, context: int, n: int, layer: int, n_layers: int) -> int:
-        """How many of the context tokens of a layer go on."""
+        """How many of the context tokens of a layer propagate."""
         rho = self.ratio + (1 - self.ratio) * (math.cos(math.pi * layer / n_layers) + 1) / 2
         kept = int(context * rho)
         return kept if kept > min(self.least, n - 1 - int(self.recent * n)) else context

@@ -128,7 +128,7 @@ def test_events_fire_after_the_prompt_and_every_interval_rows(schedule, expected
 
 def test_an_interval_below_one_row_is_refused():
     """The message says what was found."""
-    with pytest.raises(PolicyError, match="interval is 0; expected at least 1"):
+    with pytest.raises(PolicyError, match="interval is 0; expected an integer of at least 1"):
         kvsim.replay(make_trace(), kvsim.policy("tova"), budget=8, interval=0)
 
 
