@@ -193,7 +193,7 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
     )
     typer.echo(f"\n{_RATIOS}")
     typer.echo(_FIDELITY)
-    selecting = [one for cost in costs if cost.selection is not None]
+    selecting = [cost for cost in costs if cost.selection is not None]
     if selecting:
         layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
         typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")

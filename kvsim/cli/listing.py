@@ -51,12 +51,13 @@ def policies(
 
 def _in_full(policy: Description) -> str:
     """One policy: its facts, its parameters, and the docstrings of its files."""
+    from kvsim.core.pieces import Even
     from kvsim.policies import CATALOGUE
 
     base, _, preset = policy.name.partition("@")
     entry = CATALOGUE[base].preset(preset)
     pieces = [piece for piece in (entry.piece, entry.layer_budgets) if piece is not None]
-    modules = dict.fromkeys(piece.__module__ for piece in pieces)
+    modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
     presets = ", ".join(f"{base}@{other}" for other in CATALOGUE[base].presets)
     facts = {
         "evicts after": fires(policy),

@@ -5,9 +5,9 @@
         window: Annotated[int, AtLeast(1)] = 32
         pool: Literal["max", "avg"] | None = "max"
 
-An annotation says all there is to know of a value: its type (an int passes for a float, while a bool is
-no number), its bounds, its choices. Errors, `kvsim policies` and the documentation read it from
-there. A field whose annotation says nothing that can be checked takes any value.
+An annotation has the type of a value (an int passes for a float, a bool for neither), its bounds
+and its choices. Errors, `kvsim policies` and the documentation read them from there. A field whose
+annotation says nothing that can be checked takes any value.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class FastKV(Propagation):
         if prompt_len <= budget or kept < prompt_len:
             return ""
         return (
-            f"{kept} rows of a prompt of {prompt_len} tokens propagate, so every layer computes all "
-            "of them; give fewer rows to see an effect across layers"
+            f"{kept} rows of a prompt of {prompt_len} tokens propagate, so every layer computes "
+            "all of it; give fewer rows to see an effect across layers"
         )
 
     def whole(self, selection: Selection, layer: int) -> bool:
@@ -106,8 +106,8 @@ class FastKV(Propagation):
             return Step()
         if kept < self.window:
             raise PolicyError(
-                f"fastkv: {kept} rows propagate (rows={self.rows!r} of a prompt of {n} tokens), fewer "
-                f"than the window of {self.window}; give more rows or a smaller window"
+                f"fastkv: {kept} rows propagate (rows={self.rows!r} of a prompt of {n} tokens), "
+                f"fewer than the window of {self.window}; give more rows or a smaller window"
             )
         scores = pooled_scores(view, self.window, self.pool, self.pool_kernel)[0]
         older = (ranks(scores) <= kept - self.window).nonzero()[:, 0]

