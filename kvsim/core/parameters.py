@@ -222,9 +222,10 @@ def _fitted(value: Any, hint: Any) -> Any:
         return value if any(same) else _UNFIT
     if hint in (int, float):
         return _number(value, whole=hint is int)
-    if isinstance(hint, type) and origin is None:
-        return value if isinstance(value, hint) else _UNFIT
-    return value
+    try:
+        return value if hint is Any or isinstance(value, hint) else _UNFIT
+    except TypeError:  # list[int], Callable, a protocol: nothing that one value can be asked for
+        return value
 
 
 def _number(value: Any, *, whole: bool) -> Any:

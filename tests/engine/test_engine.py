@@ -314,7 +314,7 @@ class Greedy(Odd):
 
 def test_a_policy_without_a_workable_budget_says_so():
     """The search for the smallest budget that works ends."""
-    with pytest.raises(BudgetError, match=r"no budget up to \d+ works"):
+    with pytest.raises(BudgetError, match="no budget works"):
         kvsim.replay(make_trace(), Policy("greedy", Greedy("plain")), budget=7)
 
 

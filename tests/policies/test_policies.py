@@ -192,6 +192,29 @@ def test_a_budget_below_what_is_protected_names_the_smallest_that_works(
 
 
 @pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("kept", [{}, {"sink": 3}, {"sink": 2, "recent": 9}, {"prompt": True}])
+def test_the_smallest_budget_that_works_is_the_first_of_all(name, kept):
+    """Each budget below it is refused and names it, for any policy and protection."""
+    try:
+        policy = make(name, protect=kept)
+    except PolicyError:
+        return  # it drops rows of the prompt, and protects nothing more
+
+    def refusal(budget):
+        try:
+            policy.check_budget(budget, prompt_len=21, n_layers=5, schedule=Schedule(16))
+        except BudgetError as error:
+            return str(error)
+        return ""
+
+    refused = [refusal(budget) for budget in range(1, 130)]
+    smallest = refused.index("") + 1
+    assert not any(refused[smallest - 1 :])
+    for message in refused[: smallest - 1]:
+        assert message.endswith(f"the smallest budget that works is {smallest}")
+
+
+@pytest.mark.parametrize("name", names())
 def test_a_budget_below_one_entry_is_always_refused(name):
     """Nothing can be kept in no room."""
     with pytest.raises(BudgetError, match="expected at least 1 entry"):
