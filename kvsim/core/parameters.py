@@ -224,7 +224,7 @@ def _fitted(value: Any, hint: Any) -> Any:
         return _number(value, whole=hint is int)
     try:
         return value if hint is Any or isinstance(value, hint) else _UNFIT
-    except TypeError:  # list[int], Callable, a protocol: nothing that one value can be asked for
+    except TypeError:  # list[int], a protocol, ...: no class of which to be an instance
         return value
 
 
