@@ -89,7 +89,7 @@ def policy_notes() -> str:
             one = describe(full_name)
             params = ", ".join(f"`{key}={value}`" for key, value in one.params.items())
             lines.append(f"| `{full_name}` | {fires(one)} | {params or 'none'} |")
-            accepts = {**{key: each["expected"] for key, each in one.accepts.items()}, **accepts}
+            accepts = {**one.accepts, **accepts}
         if accepts:
             lines += ["", "| parameter | must be |", "| --- | --- |"]
             lines += [f"| `{key}` | {expected} |" for key, expected in accepts.items()]

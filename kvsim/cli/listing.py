@@ -71,7 +71,7 @@ def _in_full(policy: Description) -> str:
     lines += ["parameters:" if policy.params else "parameters:   none"]
     wide = max((len(f"{key}={value}") for key, value in policy.params.items()), default=0)
     for key, value in policy.params.items():
-        lines.append(f"  {f'{key}={value}':<{wide}}  {policy.accepts[key]['expected']}")
+        lines.append(f"  {f'{key}={value}':<{wide}}  {policy.accepts[key]}")
     docs = [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
     return "\n\n".join(["\n".join(lines), *docs])
 

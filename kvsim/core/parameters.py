@@ -16,6 +16,7 @@ import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -41,59 +42,41 @@ class Bound(ABC):
 
 
 @dataclass(frozen=True)
-class AtLeast(Bound):
-    """value >= least."""
-
-    least: float
-
-    def allows(self, value: float) -> bool:
-        """Infinity included."""
-        return value >= self.least
-
-    def __str__(self) -> str:
-        return f"of at least {self.least:g}"
-
-
-@dataclass(frozen=True)
-class AtMost(Bound):
-    """value <= most."""
-
-    most: float
-
-    def allows(self, value: float) -> bool:
-        """Minus infinity included."""
-        return value <= self.most
-
-    def __str__(self) -> str:
-        return f"at most {self.most:g}"
-
-
-@dataclass(frozen=True)
-class Above(Bound):
-    """value > limit."""
-
+class _Limit(Bound):
     limit: float
 
+    words: ClassVar[str]
+    compare: ClassVar[Callable[[float, float], bool]]
+
     def allows(self, value: float) -> bool:
-        """Infinity included."""
-        return value > self.limit
+        return type(self).compare(value, self.limit)
 
     def __str__(self) -> str:
-        return f"above {self.limit:g}"
+        return f"{self.words} {self.limit:g}"
 
 
-@dataclass(frozen=True)
-class Below(Bound):
+class AtLeast(_Limit):
+    """value >= limit, infinity included."""
+
+    words, compare = "of at least", operator.ge
+
+
+class AtMost(_Limit):
+    """value <= limit."""
+
+    words, compare = "at most", operator.le
+
+
+class Above(_Limit):
+    """value > limit, infinity included."""
+
+    words, compare = "above", operator.gt
+
+
+class Below(_Limit):
     """value < limit."""
 
-    limit: float
-
-    def allows(self, value: float) -> bool:
-        """Minus infinity included."""
-        return value < self.limit
-
-    def __str__(self) -> str:
-        return f"below {self.limit:g}"
+    words, compare = "below", operator.lt
 
 
 @dataclass(frozen=True)
@@ -149,11 +132,6 @@ class Parameter:
     name: str
     hint: Any
     default: Any
-
-    @property
-    def type(self) -> str:
-        """The type, as Python writes it: `int`, `float | None`, `'max' | 'avg' | None`."""
-        return " | ".join(_type_words(self.hint))
 
     @property
     def expected(self) -> str:
@@ -264,24 +242,8 @@ def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
         return [repr(choice) for choice in arguments]
     if hint in _ALTERNATIVES:
         return _ALTERNATIVES[hint]
-    noun = _NOUNS.get(hint) or _name(hint)
+    noun = _NOUNS.get(hint) or str(getattr(hint, "__name__", hint))
     words = [*(str(bound) for bound in bounds if bound.before), noun]
     article = "an" if words[0][0] in "aeiouAEIOU" else "a"
     behind = " and ".join(str(bound) for bound in bounds if not bound.before)
     return [" ".join([article, *words, *([behind] if behind else [])])]
-
-
-def _type_words(hint: Any) -> list[str]:
-    """The alternatives of a type, without bounds."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _type_words(arguments[0])
-    if origin in (Union, UnionType):
-        return [word for part in arguments for word in _type_words(part)]
-    if origin is Literal:
-        return [repr(choice) for choice in arguments]
-    return ["None" if hint is NoneType else _name(hint)]
-
-
-def _name(hint: Any) -> str:
-    return str(getattr(hint, "__name__", hint))

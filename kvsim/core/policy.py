@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from kvsim.core.parameters import is_count
 from kvsim.core.pieces import (
     Allocator,
     Even,
@@ -43,7 +42,6 @@ __all__ = [
     "Scores",
     "Uniform",
     "Wrapper",
-    "is_count",
     "protected_by",
 ]
 

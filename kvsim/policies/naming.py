@@ -108,7 +108,7 @@ class Description:
     """What `kvsim policies` shows of a name.
 
     innermost: nothing stands inside; default: the scorer inside where none is named. params: the
-    parameters and their values; accepts: for each of them the type and, in words, what it must be.
+    parameters and their values; accepts: in words, type and bounds of each.
     Interval and prefill are those of the scorer inside where `own_schedule` is False; needs are
     arrays that a trace must hold beyond q, k and v. bounded: whether the budget binds at all;
     exact: whether exactly the budget stays.
@@ -120,7 +120,7 @@ class Description:
     default: str
     keeps: str
     params: dict[str, Any]
-    accepts: dict[str, dict[str, str]]
+    accepts: dict[str, str]
     required: dict[str, str]
     own_schedule: bool
     interval: int | None
@@ -139,7 +139,6 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
     plain = "" if entry.innermost or entry.default else "+tova"
     policy = build(catalogue, name + plain, entry.required)
     params = {key: value for key, value in policy.params.items() if key in entry.parameters}
-    each = {key: entry.parameters[key] for key in params}
     return Description(
         name=name,
         kind=entry.kind,
@@ -147,7 +146,7 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
         default=entry.default,
         keeps=entry.summary,
         params=params,
-        accepts={key: {"type": one.type, "expected": one.expected} for key, one in each.items()},
+        accepts={key: entry.parameters[key].expected for key in params},
         required={key: str(value) for key, value in entry.required.items()},
         own_schedule=entry.schedule is not None,
         interval=policy.schedule.interval,

@@ -152,7 +152,7 @@ def test_a_policy_in_full_shows_parameters_and_rule(run):
     assert "V_l = mean over U" in second
     (asl,) = json.loads(document)
     assert (asl["name"], asl["params"]["tau"]) == ("asl", 0.3)
-    assert asl["accepts"]["tau"] == {"type": "float", "expected": "a number of at least 0"}
+    assert asl["accepts"]["tau"] == "a number of at least 0"
 
 
 def test_presets_stand_beside_the_policy(run):
