@@ -84,10 +84,15 @@ def policy_notes() -> str:
             else:
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
+        accepts: dict[str, str] = {}
         for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):
             one = describe(full_name)
             params = ", ".join(f"`{key}={value}`" for key, value in one.params.items())
             lines.append(f"| `{full_name}` | {fires(one)} | {params or 'none'} |")
+            accepts = {**one.accepts, **accepts}
+        if accepts:
+            lines += ["", "| parameter | must be |", "| --- | --- |"]
+            lines += [f"| `{key}` | {expected} |" for key, expected in accepts.items()]
         parts.append("\n\n".join([f"## {name}", *docs, "\n".join(lines)]))
     return "\n" + "\n\n".join(parts) + "\n"
 

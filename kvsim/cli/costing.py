@@ -29,7 +29,7 @@ _RATIOS = (
     "KV and peak: the cache after an event and before the next one. Prefill and token: time to the "
     "first token and per output token, relative to the full cache; prefill by FLOPs, and by ASL's "
     "n^2 d + n d^2; token by bytes read (weights and cache), and by entries. Scoring: FLOPs of the "
-    "policy beside those of the prefill, and beside those of each generated token."
+    "policy, relative to those of the prefill and to those of each generated token."
 )
 
 _FIDELITY = (
@@ -84,8 +84,8 @@ def cost(
 ) -> None:
     """Say what policies cost on a model: memory, time, FLOPs.
 
-    And what was assumed. Closed form, from the model's configuration; nothing is run, but for the
-    selection layer that a trace is asked for.
+    And what was assumed. Closed form, from the model's configuration; nothing is run, except to
+    measure the selection layer on a trace.
     """
     if model_config is None and trace is None:
         raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
@@ -106,25 +106,27 @@ def cost(
     else:
         model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
     policies = build_policies(names, settings or [])
-    asked = [
-        (one, resolve_budget(size, n), n, _prompt(prompt, n, opened))
+    cases = [
+        (each, resolve_budget(size, n), n, _prompt(prompt, n, opened))
         for n in contexts or [_given(opened).n_pos]
-        for one in policies
-        for size in (budgets if bounded(one) else budgets[:1])
+        for each in policies
+        for size in (budgets if bounded(each) else budgets[:1])
     ]
     if selection_layer is not None:
-        why = [no_selection(one, size, n if own is None else own) for one, size, n, own in asked]
+        why = [
+            no_selection(each, size, n if rows is None else rows) for each, size, n, rows in cases
+        ]
         if all(why):
             raise OptionError(
                 f"--selection-layer {selection_layer:g} is for policies that drop rows of longer "
                 f"prompts behind a layer, such as asl or fastkv; {', '.join(dict.fromkeys(why))}"
             )
     costs = [
-        estimate(model, one, size, n, prompt=own, selection_layer=selection_layer, trace=opened)
-        for one, size, n, own in asked
+        estimate(model, each, size, n, prompt=rows, selection_layer=selection_layer, trace=opened)
+        for each, size, n, rows in cases
     ]
     if as_json:
-        echo_json({"model": model.as_dict(), "costs": [one.as_dict() for one in costs]})
+        echo_json({"model": model.as_dict(), "costs": [cost.as_dict() for cost in costs]})
     else:
         _print(model, costs)
 
@@ -153,7 +155,7 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
     from kvsim.cost import GIB
 
     unit, name = (
-        (GIB, "GiB") if max(one.kv_full_bytes for one in costs) > GIB / 8 else (1 << 20, "MiB")
+        (GIB, "GiB") if max(cost.kv_full_bytes for cost in costs) > GIB / 8 else (1 << 20, "MiB")
     )
     typer.echo(
         f"{model.name}: {plural(model.n_layers, 'layer')}, "
@@ -161,7 +163,7 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
         f"{model.dim}, {model.parameters:,} parameters, "
         f"{model.weight_bytes / unit:.2f} {name} at {model.number_bytes:g} bytes per number"
     )
-    full = {one.context: one.kv_full_bytes for one in costs}
+    full = {cost.context: cost.kv_full_bytes for cost in costs}
     for context, size in full.items():
         typer.echo(f"Full cache at {context} tokens: {size / unit:.4g} {name}")
     typer.echo()
@@ -171,40 +173,40 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
         [*headers, "scoring\nprefill", "scoring\ntoken"],
         [
             [
-                one.policy,
-                schedule(one.interval, prefill=one.prefill),
-                str(one.budget) if one.bounded else "-",
-                str(one.context),
-                f"{one.kv_bytes / unit:.4g}",
-                f"{one.kv_peak_bytes / unit:.4g}",
-                f"{one.kv_ratio:.1%}",
-                f"{one.prefill_ratio:.3f}",
-                f"{one.prefill_ratio_paper:.3f}",
-                f"{one.decode_ratio:.3f}",
-                f"{one.decode_ratio_paper:.3f}",
-                _share(one.scoring_prompt_share),
-                _share(one.scoring_token_share),
+                cost.policy,
+                schedule(cost.interval, prefill=cost.prefill),
+                str(cost.budget) if cost.bounded else "-",
+                str(cost.context),
+                f"{cost.kv_bytes / unit:.4g}",
+                f"{cost.kv_peak_bytes / unit:.4g}",
+                f"{cost.kv_ratio:.1%}",
+                f"{cost.prefill_ratio:.3f}",
+                f"{cost.prefill_ratio_paper:.3f}",
+                f"{cost.decode_ratio:.3f}",
+                f"{cost.decode_ratio_paper:.3f}",
+                _share(cost.scoring_prompt_share),
+                _share(cost.scoring_token_share),
             ]
-            for one in costs
+            for cost in costs
         ],
         right=2,
     )
     typer.echo(f"\n{_RATIOS}")
     typer.echo(_FIDELITY)
-    selecting = [one for one in costs if one.selection is not None]
+    selecting = [cost for cost in costs if cost.selection is not None]
     if selecting:
-        told = dict.fromkeys(_selects(one, selecting) for one in selecting)
-        typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(told)}.")
-    for said in dict.fromkeys(said for one in costs for said in one.assumptions):
-        typer.echo(f"Note: {said}.")
+        layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
+        typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")
+    for remark in dict.fromkeys(each for cost in costs for each in cost.assumptions):
+        typer.echo(f"Note: {remark}.")
 
 
-def _selects(one: Cost, among: Sequence[Cost]) -> str:
+def _selects(cost: Cost, among: Sequence[Cost]) -> str:
     """The layer behind which rows are dropped, and where it comes from."""
-    at = "none" if one.selection_layer is None else f"{one.selection_layer:.4g}"
-    others = {(c.selection_layer, c.selection) for c in among if c.policy == one.policy}
-    where = f", {one.budget} of {one.context}" if len(others) > 1 else ""
-    return f"{one.policy}{where}: {at} ({one.selection})"
+    at = "none" if cost.selection_layer is None else f"{cost.selection_layer:.4g}"
+    others = {(c.selection_layer, c.selection) for c in among if c.policy == cost.policy}
+    where = f", {cost.budget} of {cost.context}" if len(others) > 1 else ""
+    return f"{cost.policy}{where}: {at} ({cost.selection})"
 
 
 def _share(value: float | None) -> str:

@@ -28,67 +28,72 @@ def policies(
     from kvsim.errors import PolicyError, suggest
     from kvsim.policies import describe, names
 
-    known = names()
-    for one in name or ():
-        if one not in known:
+    available = names()
+    for requested in name or ():
+        if requested not in available:
             raise PolicyError(
-                f"no policy of the list is called {one!r}{suggest(one, known)}; "
+                f"no policy of the list is called {requested!r}{suggest(requested, available)}; "
                 "expected one name without a +, `kvsim policies` lists them"
             )
-    listed = [describe(one) for one in name or known]
+    listed = [describe(each) for each in name or available]
     if as_json:
-        echo_json([{**asdict(one), "paper": one.paper or None} for one in listed])
+        echo_json([{**asdict(each), "paper": each.paper or None} for each in listed])
         return
     if name:
         typer.echo("\n\n".join(map(_in_full, listed)))
         return
     echo_table(
         ["policy", "keeps", "evicts after", "needs", "paper"],
-        [[shown(one), one.keeps, fires(one), needs(one), one.paper] for one in listed],
+        [[shown(each), each.keeps, fires(each), needs(each), each.paper] for each in listed],
     )
     typer.echo("\n`kvsim policies NAME` shows its parameters and its exact rule.")
 
 
-def _in_full(one: Description) -> str:
-    """One policy: its facts, and what the files of its pieces say."""
+def _in_full(policy: Description) -> str:
+    """One policy: its facts, its parameters, and the docstrings of its files."""
+    from kvsim.core.pieces import Even
     from kvsim.policies import CATALOGUE
 
-    base, _, preset = one.name.partition("@")
+    base, _, preset = policy.name.partition("@")
     entry = CATALOGUE[base].preset(preset)
     pieces = [piece for piece in (entry.piece, entry.layer_budgets) if piece is not None]
-    modules = dict.fromkeys(piece.__module__ for piece in pieces)
-    parameters = " ".join(f"{key}={value}" for key, value in one.params.items())
+    modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
     presets = ", ".join(f"{base}@{other}" for other in CATALOGUE[base].presets)
     facts = {
-        "evicts after": fires(one),
-        "needs": needs(one),
-        "parameters": parameters,
+        "evicts after": fires(policy),
+        "needs": needs(policy),
         "presets": "" if preset else presets,
-        "SCORER": f"{one.default}, if none is named" if one.default else "",
-        "paper": one.paper,
+        "SCORER": f"{policy.default}, if none is named" if policy.default else "",
+        "paper": policy.paper,
     }
-    lines = [f"{shown(one)}: {one.keeps}"]
+    lines = [f"{shown(policy)}: {policy.keeps}"]
     lines += [f"{key + ':':<14}{value}" for key, value in facts.items() if value]
-    told = [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
-    return "\n\n".join(["\n".join(lines), *told])
+    lines += ["parameters:" if policy.params else "parameters:   none"]
+    wide = max((len(f"{key}={value}") for key, value in policy.params.items()), default=0)
+    for key, value in policy.params.items():
+        lines.append(f"  {f'{key}={value}':<{wide}}  {policy.accepts[key]}")
+    docs = [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
+    return "\n\n".join(["\n".join(lines), *docs])
 
 
-def shown(one: Description) -> str:
+def shown(policy: Description) -> str:
     """The name, with a place for the scorer inside, in brackets where it needs none."""
-    if one.innermost:
-        return one.name
-    return f"{one.name}[+SCORER]" if one.default else f"{one.name}+SCORER"
+    if policy.innermost:
+        return policy.name
+    return f"{policy.name}[+SCORER]" if policy.default else f"{policy.name}+SCORER"
 
 
-def fires(one: Description) -> str:
+def fires(policy: Description) -> str:
     """When it evicts."""
-    return schedule(one.interval, prefill=one.prefill) if one.own_schedule else "as its scorer"
+    own = policy.own_schedule
+    return schedule(policy.interval, prefill=policy.prefill) if own else "as its scorer"
 
 
-def needs(one: Description) -> str:
-    """What it asks for beyond queries, keys and values."""
-    asked = [*one.required, *one.needs]
-    return " ".join([*asked, "later rows"] if one.clairvoyant and not one.required else asked)
+def needs(policy: Description) -> str:
+    """What it needs beyond queries, keys and values."""
+    needed = [*policy.required, *policy.needs]
+    later = policy.clairvoyant and not policy.required
+    return " ".join([*needed, "later rows"] if later else needed)
 
 
 def metrics(as_json: Json = False) -> None:

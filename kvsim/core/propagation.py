@@ -1,8 +1,8 @@
-"""Propagation: with which rows of the prompt deeper layers go on, decided layer by layer.
+"""Propagation: which rows of the prompt reach deeper layers, decided layer by layer.
 
 A prefill that drops rows computes the layers in depth order. After a layer, a propagation may name
-the rows that go on; the others never enter a deeper layer: no query, no key, no cache entry there.
-Scores and caches are the business of the other pieces of a policy.
+the rows that propagate; the others never enter a deeper layer: no query, no key, no cache entry
+there. Scores and caches are the business of the other pieces of a policy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from kvsim.core.pieces import Piece
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a propagation answers after a layer.
+    """What a propagation decides after a layer.
 
-    rows: places in the view that go on, int [k], ascending; None for all of them. memory: handed
-    to the next layer. done: nothing is decided behind this layer. notes: numbers by name that
-    belong to the layer.
+    rows: places in the view that propagate, int [k], ascending; None for all of them. memory:
+    handed to the next layer. done: nothing is decided behind this layer. notes: numbers by name
+    that belong to the layer.
     """
 
     rows: Tensor | None = None
@@ -38,7 +39,7 @@ class Selection:
     """What a propagation decided for one prompt.
 
     dropped: layers after which rows were dropped, ascending. counts: rows of the prompt that each
-    layer went on with, first to last. restarted: these rows went through all layers once more, at
+    layer computes, first to last. restarted: these rows went through all layers once more, at
     new contiguous positions. notes: by name, one number per layer, or one for all.
     """
 
@@ -53,19 +54,20 @@ class Selection:
         return self.dropped[0] if self.dropped else None
 
 
-class Propagation(ABC):
-    """Which rows deeper layers go on with. A frozen dataclass whose fields are parameters."""
+class Propagation(Piece, ABC):
+    """Which rows of the prompt reach deeper layers."""
 
+    _rule: ClassVar[str] = "after"
     #: the rows that were chosen run through all layers again, at positions 0, 1, 2, ...
     restarts: ClassVar[bool] = False
-    #: caches hold all that a layer went on with; False where a scorer chooses among it
+    #: caches hold all rows that a layer computes; False where a scorer chooses among them
     alone: ClassVar[bool] = False
     #: caches of the layers up to the first selection: cut to the budget, or left whole
     kv_before: Literal["budget", "full"] = "budget"
 
     @property
     def window_rows(self) -> int:
-        """Most rows whose attention is asked for at once."""
+        """Most rows whose attention is read at once."""
         return 1
 
     @property
@@ -83,7 +85,7 @@ class Propagation(ABC):
         """The smallest budget that there is a rule for."""
         return 1
 
-    def check(self, n_layers: int) -> None:  # noqa: B027  nothing to object to
+    def check(self, n_layers: int) -> None:
         """Raise PolicyError for a model that the propagation has no rule for."""
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
@@ -101,10 +103,10 @@ class Propagation(ABC):
 
     @abstractmethod
     def after(self, view: View, memory: Any) -> Step:
-        """What goes on behind this layer; `memory` is the last step's, None at the first layer.
+        """The rows that propagate; `memory` is the last step's, None at the first layer.
 
-        The view is that of one layer at the end of the prefill, over the rows it went on with.
-        Asked after every layer but the last, which is asked too where the propagation restarts.
+        The view is that of one layer at the end of the prefill, over the rows that it computes.
+        Called after every layer but the last, and after that too where the propagation restarts.
         """
 
     @abstractmethod
@@ -117,9 +119,37 @@ class Propagation(ABC):
         propagation that restarts, the rows of the second pass.
         """
 
+    # ----------------------------------------------------------------------- what `cost` reads
+
+    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
+        """Whether a prompt is too short for the rule: all of it propagates."""
+        return prompt_len <= budget
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str] | None:
+        """The selection layer and the source of the estimate, empty where the layer is fixed.
+
+        None where rows are not dropped after one layer.
+        """
+        return None
+
+    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
+        """Layers after which `flops` are spent: by default those up to the selection layer.
+
+        rows: that each layer of the (first) pass computes; layer: the last one for none.
+        """
+        return range(len(rows)) if self.restarts else range(min(layer + 1, len(rows) - 1))
+
+    def carried(self, prompt_len: int, layer: float) -> float:
+        """Numbers that are kept from layer to layer until the selection."""
+        return 0.0
+
+    def selection_remark(self, selection: Selection) -> str:
+        """What a reader of a measured selection should know; empty for nothing."""
+        return ""
+
 
 def dropped_after(layer: int | None, kept: int, prompt_len: int, n_layers: int) -> list[int]:
-    """Rows of each layer where `kept` of them go on behind `layer`."""
+    """Rows of each layer where `kept` of them propagate after `layer`."""
     last = n_layers - 1 if layer is None else layer
     return [prompt_len if at <= last else min(kept, prompt_len) for at in range(n_layers)]
 
@@ -133,17 +163,17 @@ def check_layer(name: str, layer: int | None, n_layers: int) -> None:
 
 
 def published_layer(
-    layer: int | None, known: Mapping[int, int], n_layers: int, share: float
+    layer: int | None, published: Mapping[int, int], n_layers: int, share: float
 ) -> int:
     """A given selection layer, else the published one for so many layers, else one as deep."""
     if layer is not None:
         return layer
-    return known.get(n_layers, max(0, round(share * n_layers) - 1))
+    return published.get(n_layers, max(0, round(share * n_layers) - 1))
 
 
 def listed(rows: Sequence[Mapping[str, float]], n_layers: int) -> dict[str, list[float | None]]:
     """Notes of the layers by name: one number per layer, None where there is none."""
-    names = dict.fromkeys(name for one in rows for name in one)
+    names = dict.fromkeys(name for notes in rows for name in notes)
     none: Mapping[str, float] = {}
     padded = [*rows, *[none] * (n_layers - len(rows))]
-    return {name: [one.get(name) for one in padded] for name in names}
+    return {name: [notes.get(name) for notes in padded] for name in names}

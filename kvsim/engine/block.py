@@ -61,7 +61,7 @@ class Block:
         scores = Scores.of(policy.scorer.score(view))
         values = scores.values
         check(policy, values, entries.live, self.layers, row)
-        protected = protected_by(policy.asked, view)
+        protected = protected_by(policy.requested, view)
         plan = policy.allocator.plan(view, values, protected)
         if not policy.allocator.binds:
             protected = torch.zeros_like(protected)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvsim.core.policy import Policy, is_count
+from kvsim.core.parameters import is_count
+from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent

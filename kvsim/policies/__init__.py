@@ -31,7 +31,7 @@ def policy(name: str, **params: Any) -> Policy:
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
     A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in.
-    `protect=Protection(sink, recent, prompt)` keeps these beside what the policy keeps by itself.
+    `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
     `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
     returns one when called with `params`; it may stand behind a `+` too.
@@ -58,7 +58,7 @@ def describe(name: str) -> Description:
 
 def parameters(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
-    return naming.parameters(CATALOGUE, name)
+    return naming.parameter_names(CATALOGUE, name)
 
 
 def has_parameter(name: str, key: str) -> bool:

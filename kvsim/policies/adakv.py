@@ -15,25 +15,23 @@ budget); `adakv@kvpress` counts them among the safe ones, of which every head ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import Between
 from kvsim.core.policy import Allocator, Plan
 from kvsim.core.select import compete
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
 class AdaKV(Allocator):
     """Quotas from a competition of the heads; `floor` is each head's safe share of its budget."""
 
-    floor: float = 0.2
+    floor: Annotated[float, Between(0, 1)] = 0.2
     protected_in_floor: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1:
-            raise PolicyError(f"adakv: floor is {self.floor}; expected a share from 0 to 1")
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """What each head wins, [L, H]; together heads x budget."""
@@ -46,3 +44,7 @@ class AdaKV(Allocator):
             safe = budget.minimum(always + best)
         total = budget.sum(-1).minimum(view.count.sum(-1))
         return Plan(compete(scores, safe, total, protected, view.live, view.pos))
+
+    def flops(self, event: Event) -> Flops:
+        """Comparisons alone."""
+        return Flops()

@@ -24,12 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, deal, select
 from kvsim.core.view import View
@@ -42,13 +44,6 @@ _LEAST_SHARE = 1e-5
 # The release keeps this many queries between two events.
 _BUFFER = 257
 
-_CHOICES = {
-    "suffix_fill": ("head_max", "global_max", "head_mean", "observed", "zero"),
-    "mode": ("strict", "reference"),
-    "weights": ("mass", "length", "equal"),
-    "segmentation": ("mass", "fixed"),
-}
-
 
 @dataclass(frozen=True)
 class AMS(Allocator):
@@ -59,22 +54,22 @@ class AMS(Allocator):
     False, segmentation "fixed", segment_mass >= 1 with a large max_segment for a single segment.
     """
 
-    segment_mass: float = 0.1
-    min_segment: int = 16
-    max_segment: int = 256
-    min_quota: int = 1
+    segment_mass: Annotated[float, AtLeast(_LEAST_SHARE)] = 0.1
+    min_segment: Annotated[int, AtLeast(1)] = 16
+    max_segment: Annotated[int, AtLeast(1)] = 256
+    min_quota: Annotated[int, AtLeast(0)] = 1
     credit: bool = True
-    credit_decay: float = 0.9
-    credit_mix: float = 0.9
-    window: int = 128
-    pool_kernel: int = 5
+    credit_decay: Annotated[float, Between(0, 1)] = 0.9
+    credit_mix: Annotated[float, Between(0, 1)] = 0.9
+    window: Annotated[int, AtLeast(1)] = 128
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
     suffix_fill: Literal["head_max", "global_max", "head_mean", "observed", "zero"] = "head_max"
     mode: Literal["strict", "reference"] = "strict"
     weights: Literal["mass", "length", "equal"] = "mass"
     segmentation: Literal["mass", "fixed"] = "mass"
-    segment_length: int = 128
-    sink: int = 4
-    recent: int = 32
+    segment_length: Annotated[int, AtLeast(1)] = 128
+    sink: Annotated[int, AtLeast(0)] = 4
+    recent: Annotated[int, AtLeast(0)] = 32
 
     columns: ClassVar[Mapping[str, float]] = {"credit": 0.0}
     notes: ClassVar[frozenset[str]] = frozenset(
@@ -82,39 +77,12 @@ class AMS(Allocator):
     )
 
     def __post_init__(self) -> None:
-        least = {
-            "min_segment": 1,
-            "max_segment": 1,
-            "min_quota": 0,
-            "window": 1,
-            "segment_length": 1,
-            "sink": 0,
-            "recent": 0,
-        }
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise PolicyError(
-                    f"ams: {name} is {getattr(self, name)}; expected at least {value}"
-                )
-        if not self.segment_mass >= _LEAST_SHARE:
-            raise PolicyError(
-                f"ams: segment_mass is {self.segment_mass}; expected a share of the mass, at least "
-                f"{_LEAST_SHARE}"
-            )
-        for name in ("credit_decay", "credit_mix"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise PolicyError(f"ams: {name} is {getattr(self, name)}; expected 0 to 1")
+        super().__post_init__()
         if self.max_segment < self.min_segment:
             raise PolicyError(
                 f"ams: max_segment is {self.max_segment}; expected at least min_segment, "
                 f"{self.min_segment}"
             )
-        if self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
-            raise PolicyError(f"ams: pool_kernel is {self.pool_kernel}; expected an odd width")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                options = ", ".join(map(repr, known))
-                raise PolicyError(f"ams: {name} is {getattr(self, name)!r}; expected {options}")
 
     @property
     def rows(self) -> int:
@@ -183,6 +151,13 @@ class AMS(Allocator):
         notes["quota"] = quotas.units
         notes["segment"] = parts.group
         return Plan(budget, eligible=candidates, columns=columns, notes=notes)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention of the window, summed by a product; pooling; mass, credit, mixture (10)."""
+        h, g, _, n = event.sizes
+        w = max(1, min(event.window(self.window), event.budget, int(n) - 1))
+        usage = event.attention(w) + Flops(2 * h * w * n)
+        return usage + Flops(0, g * n * (self.pool_kernel + 10))
 
     def _usage(self, view: View) -> tuple[Tensor, Tensor]:
         """Usage u and the suffix that the window cannot judge, both [L, H, n]; u in float64."""

@@ -10,10 +10,11 @@ and U the tokens that rank among the first k in at least one of them,
     V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer,
 
 and at the first layer l >= first_layer with rho_l < tau the first k tokens of this layer and the
-window go on, at their own positions. The layers up to l hold what a scorer chooses (SnapKV from the
-same window), or everything (`kv_before="full"`); the layers behind hold all that went on. Below tau
-nowhere: every layer runs on all tokens. `asl_2pass` stops after l, and runs the selected tokens
-through all layers again, at positions 0, 1, 2, ...; without a selection, those of the last layer.
+window propagate, at their own positions. The layers up to l hold what a scorer chooses (SnapKV from
+the same window), or everything (`kv_before="full"`); the layers behind hold all propagated tokens.
+If no layer is below tau, every layer runs on all tokens. `asl_2pass` stops after l, and runs the
+selected tokens through all layers again, at positions 0, 1, 2, ...; without a selection, those of
+the last layer.
 
 Deviations, where paper and released code differ: the code's eight layers (algorithm 2; the formula
 has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the population variance.
@@ -27,17 +28,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvsim.core.policy import is_count
-from kvsim.core.propagation import Propagation, Step, check_layer, dropped_after
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Odd
+from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
-from kvsim.policies.pooling import check_pooling, over_heads, smooth
-from kvsim.policies.window import check_window
+from kvsim.policies.pooling import over_heads, pooling_flops, smooth
+
+# Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
+# (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
+_MEANS = {32: 23.9, 28: 21.6}
+_MEAN_DEPTH = sum((at + 1) / n for n, at in _MEANS.items()) / len(_MEANS)
 
 
 def pooled_scores(
@@ -47,6 +52,15 @@ def pooled_scores(
     before = view.pos.shape[-1] - window
     vote = view.attn(window)[..., :before].sum(3)  # [L, H, G, n - w]
     return over_heads(smooth(vote, pool, kernel), 1)
+
+
+def pooled_flops(
+    event: Event, window: int, pool: Literal["max", "avg"] | None, kernel: int
+) -> Flops:
+    """Attention of the window, its sum, pooled per query head, summed over the heads."""
+    h, _, _, n = event.sizes
+    w = event.window(window)
+    return event.attention(w) + Flops(0, h * n * (w + pooling_flops(pool, kernel) + 1))
 
 
 def ranks(scores: Tensor) -> Tensor:
@@ -76,24 +90,12 @@ class _Memory:
 class Selecting(Propagation):
     """The test of ASL and the tokens it selects."""
 
-    tau: float = 0.3
-    window: int = 32
+    tau: Annotated[float, AtLeast(0)] = 0.3
+    window: Annotated[int, AtLeast(1)] = 32
     pool: Literal["avg", "max"] | None = "avg"
-    pool_kernel: int = 7
-    first_layer: int | None = None
-    look_back: int = 8
-
-    def __post_init__(self) -> None:
-        check_window("asl", self.window)
-        check_pooling("asl", self.pool, self.pool_kernel)
-        if not self.tau >= 0:
-            raise PolicyError(f"asl: tau is {self.tau}; expected 0 (never selects) or more")
-        if self.first_layer is not None and not is_count(self.first_layer, 0):
-            raise PolicyError(
-                f"asl: first_layer is {self.first_layer}; expected a layer, 0 or more"
-            )
-        if not is_count(self.look_back, 1):
-            raise PolicyError(f"asl: look_back is {self.look_back}; expected at least 1 layer")
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
+    first_layer: Annotated[int, AtLeast(0)] | None = None
+    look_back: Annotated[int, AtLeast(1)] = 8
 
     @property
     def window_rows(self) -> int:
@@ -102,7 +104,7 @@ class Selecting(Propagation):
 
     @property
     def least_budget(self) -> int:
-        """The window goes on in any case."""
+        """The window always propagates."""
         return self.window
 
     def check(self, n_layers: int) -> None:
@@ -151,16 +153,36 @@ class Selecting(Propagation):
             return Step(torch.cat([older, window]), done=True, notes=notes)
         return Step(memory=_Memory(recent, base), notes=notes)
 
+    def flops(self, event: Event) -> Flops:
+        """Pooled scores, and the variance (3) of ranks: at most L_obs k tokens, L_obs layers."""
+        tokens = min(self.look_back * max(0, event.budget - self.window), event.entries)
+        scores = pooled_flops(event, self.window, self.pool, self.pool_kernel)
+        return scores + Flops(0, 3 * self.look_back * tokens)
+
+    def carried(self, prompt_len: int, layer: float) -> float:
+        """Ranks of all layers up to the selection, as the released code keeps them."""
+        return (layer + 1) * (prompt_len - self.window)
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str]:
+        """The mean of appendix B.1, or a layer as deep."""
+        source = "in ASL's appendix B.1 (RULER at 128k)"
+        if n_layers in _MEANS:
+            return _MEANS[n_layers], f"the mean {source}"
+        return max(0.0, _MEAN_DEPTH * n_layers - 1), f"as deep as the means {source}"
+
+    def selection_remark(self, selection: Selection) -> str:
+        """A last layer that selects although its variance is not below tau."""
+        if not self.restarts or selection.layer is None:
+            return ""
+        settled = selection.notes["relative_variance"][selection.layer] < self.tau
+        return "" if settled else "no layer is below tau, so the last one selects"
+
 
 @dataclass(frozen=True)
 class ASL(Selecting):
-    """Selected tokens go on; `kv_before`: what the layers up to the selection keep."""
+    """Selected tokens propagate; `kv_before`: what the layers up to the selection keep."""
 
     kv_before: Literal["budget", "full"] = "budget"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_before("asl", self.kv_before)
 
     def counts(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
@@ -181,9 +203,3 @@ class TwoPass(Selecting):
     ) -> list[int]:
         """The budget in each layer of the second pass."""
         return [min(budget, prompt_len)] * n_layers
-
-
-def check_before(name: str, kv_before: str) -> None:
-    """Raise PolicyError for anything but the two choices."""
-    if kv_before not in ("budget", "full"):
-        raise PolicyError(f"{name}: kv_before is {kv_before!r}; expected 'budget' or 'full'")

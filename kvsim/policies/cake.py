@@ -14,7 +14,7 @@ and its shift, each summed over query heads and candidates,
 and the layers share one budget in proportion to P.
 
 Deviations. The paper fixes the layers' shares during the prefill, layer by layer; here every event
-that acts shares out the total anew, so that it is kept exactly. Events after the prefill score by
+that acts allocates the total anew, so that it is kept exactly. Events after the prefill score by
 the mean alone, as in the authors' code. tau1 and tau2 come from a table of models there; 1 here.
 When fewer layers are replayed, they share their own part. `cake@gkv` is the score as G-KV's code
 has it: largest of the group, *standard deviation*, no pooling, at every event, even budgets.
@@ -23,17 +23,18 @@ has it: largest of the group, *standard deviation*, no pooling, at every event, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import Above, AtLeast, Finite, Odd
 from kvsim.core.policy import LayerBudgets, Protection, Scorer
 from kvsim.core.select import apportion
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
-from kvsim.policies.pooling import check_pooling, over_heads, smooth
-from kvsim.policies.window import before_window, check_window
+from kvsim.policies.pooling import over_heads, pooling_flops, smooth
+from kvsim.policies.window import before_window
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,13 @@ class Cake(Scorer):
     decoding: whether the dispersion counts at events after the prefill, too.
     """
 
-    window: int = 32
-    gamma: float = 200.0
+    window: Annotated[int, AtLeast(1)] = 32
+    gamma: Annotated[float, AtLeast(0), Finite()] = 200.0
     dispersion: Literal["var", "std"] = "var"
     pool: Literal["max", "avg"] | None = "avg"
-    pool_kernel: int = 5
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
     group: Literal["mean", "max"] = "mean"
     decoding: bool = False
-
-    def __post_init__(self) -> None:
-        check_window("cake", self.window)
-        if not 0 <= self.gamma < float("inf"):
-            raise PolicyError(f"cake: gamma is {self.gamma}; expected 0 or more, and finite")
-        if self.dispersion not in ("var", "std"):
-            raise PolicyError(f"cake: dispersion is {self.dispersion!r}; expected 'var' or 'std'")
-        check_pooling("cake", self.pool, self.pool_kernel)
-        if self.group not in ("mean", "max"):
-            raise PolicyError(f"cake: group is {self.group!r}; expected 'mean' or 'max'")
 
     @property
     def rows(self) -> int:
@@ -81,6 +72,15 @@ class Cake(Scorer):
         pooled = smooth(vote, self.pool, self.pool_kernel)
         return over_heads(pooled, 2).div_(pooled.shape[2]).where(older, 0.0)
 
+    def flops(self, event: Event) -> Flops:
+        """Attention, mean over the window, and its variance (3) where it counts; pooling."""
+        h, g, _, n = event.sizes
+        w = event.window(self.window)
+        heads = g if self.group == "max" else h
+        spread = 3 if event.prompt or self.decoding else 0
+        pooling = pooling_flops(self.pool, self.pool_kernel)
+        return event.attention(w) + Flops(0, h * w * n + heads * n * ((1 + spread) * w + pooling))
+
     def protection(self, budget: int) -> Protection:
         """The window."""
         return Protection(recent=self.window)
@@ -90,17 +90,11 @@ class Cake(Scorer):
 class CakeBudgets(LayerBudgets):
     """The layers share n_layers x budget by preference; every head of a layer keeps the same."""
 
-    window: int = 32
-    tau1: float = 1.0
-    tau2: float = 1.0
+    window: Annotated[int, AtLeast(1)] = 32
+    tau1: Annotated[float, Above(0), Finite()] = 1.0
+    tau2: Annotated[float, Above(0), Finite()] = 1.0
 
     across_layers: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_window("cake", self.window)
-        for name in ("tau1", "tau2"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise PolicyError(f"cake: {name} is {getattr(self, name)}; expected more than 0")
 
     @property
     def rows(self) -> int:
@@ -113,6 +107,11 @@ class CakeBudgets(LayerBudgets):
         floor = cap.clamp(max=view.setting.protected)
         total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
         return apportion(total, preferences(view, self.window, self.tau1, self.tau2), floor, cap)
+
+    def flops(self, event: Event) -> Flops:
+        """Entropy (2) and variance (3) of the attention that the score has computed."""
+        h, _, _, n = event.sizes
+        return Flops(0, 5 * h * event.window(self.window) * n)
 
 
 def preferences(view: View, window: int, tau1: float, tau2: float) -> Tensor:

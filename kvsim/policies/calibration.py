@@ -145,13 +145,12 @@ class Calibrated(Scorer):
 
     calibration: str | Path | Trace | None = None
 
-    #: the policy's name, for errors
-    name: ClassVar[str]
     #: whether the queries are taken after RoPE
     rotated: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "calibration", Calibration.parse(self.name, self.calibration))
+        super().__post_init__()
+        object.__setattr__(self, "calibration", Calibration.parse(self.label, self.calibration))
 
     @property
     def source(self) -> Calibration:
@@ -170,7 +169,7 @@ class Calibrated(Scorer):
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """The calibration queries come from the same model."""
-        self.source.check(self.name, trace)
+        self.source.check(self.label, trace)
 
     @abstractmethod
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
@@ -178,7 +177,7 @@ class Calibrated(Scorer):
 
     def learned(self, view: View) -> tuple[Tensor, ...]:
         """What `learn` says of the calibration queries, for the view's layers and heads."""
-        return self.source.learned(self.name, self.learn, view, rotated=self.rotated)
+        return self.source.learned(self.label, self.learn, view, rotated=self.rotated)
 
 
 def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Iterator[Tensor]:

@@ -27,7 +27,7 @@ from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
-from kvsim.policies.random import Random
+from kvsim.policies.random_sets import Random
 from kvsim.policies.rkv import RKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.snapkv import SnapKV
@@ -50,7 +50,7 @@ _PER_HEAD: Mapping[str, Mapping[str, Any]] = {
     "rpc": {"heads": "group"},
     "triattention": {"protect_prompt": False},
 }
-# One window says which tokens go on, and what the caches keep of them.
+# One window decides which tokens propagate, and what the caches keep of them.
 _WINDOW = ("window", "pool", "pool_kernel")
 _SHARED: Mapping[str, Mapping[str, Any]] = {"triattention": {"protect_prompt": False}}
 
@@ -374,7 +374,7 @@ CATALOGUE: Mapping[str, Entry] = {
         "arXiv 2502.01068",
         FastKV,
         _PROMPT,
-        {"proportional": Preset("a fifth of the prompt goes on", params={"rows": 0.2})},
+        {"proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2})},
         default="snapkv",
         shares=_WINDOW,
     ),

@@ -16,26 +16,24 @@ largest of the layer + 1, as kvpress does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan
 from kvsim.core.select import select
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
 class ChunkKV(Allocator):
     """The best chunks of a layer, one set for all its heads."""
 
-    chunk: int = 20
+    chunk: Annotated[int, AtLeast(1)] = 20
     exact: bool = True
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise PolicyError(f"chunkkv: chunk is {self.chunk}; expected at least 1 entry")
 
     @property
     def binds(self) -> bool:
@@ -61,6 +59,10 @@ class ChunkKV(Allocator):
             chosen = torch.where(few.unsqueeze(-1), plain, chosen)
         chosen = chosen.expand_as(view.live)
         return Plan(chosen.sum(-1), eligible=chosen)
+
+    def flops(self, event: Event) -> Flops:
+        """Sums over the heads and over the chunks, 2 G n."""
+        return Flops(0, 2 * event.model.n_heads * event.entries)
 
     def _fill(
         self, view: View, shared: Tensor, chunks: Tensor, order: Tensor, always: Tensor

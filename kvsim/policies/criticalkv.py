@@ -5,24 +5,25 @@ arXiv 2502.03805. A share of the budget goes to the best entries of a scorer; th
 its score times the size of the value behind the output projection, (s_j + epsilon) ||W_o v_j||_1,
 averaged over the query heads of the group.
 
-Deviations. First come the entries that the scorer keeps in any case, and they count in the first
-stage. Scores that can be negative enter as s - min s. Under an allocator the first stage is a share
-of the even budget of a head. A scorer that weighs values itself, such as expected_attention, is
-better given value_norm="none".
+Deviations. Entries that the scorer protects come first, and they count in the first stage. Scores
+that can be negative enter as s - min s. Under an allocator the first stage is a share of the even
+budget of a head. A scorer that weighs values itself, such as expected_attention, is better given
+value_norm="none".
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Between, Finite
 from kvsim.core.policy import Scores, Wrapper, protected_by
 from kvsim.core.select import select
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.errors import PolicyError
 from kvsim.policies.gkv import check_sign
 
 
@@ -30,19 +31,8 @@ from kvsim.policies.gkv import check_sign
 class CriticalKV(Wrapper):
     """The best `first_stage` of the budget by the scorer; the rest by score times value."""
 
-    epsilon: float = 1e-4
-    first_stage: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.epsilon < math.inf:
-            raise PolicyError(
-                f"criticalkv: epsilon is {self.epsilon}; expected 0 or more, and finite"
-            )
-        if not 0 <= self.first_stage <= 1:
-            raise PolicyError(
-                f"criticalkv: first_stage is {self.first_stage}; expected a share of the budget, "
-                "from 0 to 1"
-            )
+    epsilon: Annotated[float, AtLeast(0), Finite()] = 1e-4
+    first_stage: Annotated[float, Between(0, 1)] = 0.5
 
     @property
     def needs(self) -> frozenset[str]:
@@ -55,7 +45,7 @@ class CriticalKV(Wrapper):
         live, kept = view.live, protected_by(self.scorer.protection, view)
         scores = inner.values.double()
         check_sign("criticalkv", self.scorer, scores, live & ~kept)
-        if self.scorer.signed:  # what is kept in any case may have no score
+        if self.scorer.signed:  # protected entries may have no score
             least = scores.masked_fill(~live | kept, torch.inf).amin(-1, keepdim=True)
             scores = (scores - least).clamp(min=0.0)
         scores = scores.where(live, 0.0)
@@ -64,6 +54,12 @@ class CriticalKV(Wrapper):
         sized = (scores + self.epsilon) * projected_size(view.values, view.o_proj)
         values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)
         return Scores(values, inner.columns)
+
+    def flops(self, event: Event) -> Flops:
+        """W_o v of every query head, 2 H n d D, and its L1 norm."""
+        h, _, d, n = event.sizes
+        hidden = event.model.hidden
+        return Flops(2 * h * n * d * hidden, 2 * h * n * hidden)
 
 
 def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:

@@ -29,12 +29,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvsim.core.attention import Rope
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.policy import Protection, Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
@@ -46,26 +48,17 @@ from kvsim.policies.calibration import row_blocks
 class ExpectedAttention(Scorer):
     """Expected attention of the next `n_future` queries, times the size of the value."""
 
-    n_future: int = 512
-    sink: int = 4
-    epsilon: float = 0.01
+    n_future: Annotated[int, AtLeast(1)] = 512
+    sink: Annotated[int, AtLeast(0)] = 4
+    epsilon: Annotated[float, AtLeast(0), Finite()] = 0.01
     covariance: bool = True
     value_norm: Literal["none", "v", "wo_v"] = "v"
-    query_buffer: int = 256
+    query_buffer: Annotated[int, AtLeast(2)] = 256
     rope: Literal["mean", "mixture"] = "mean"
     origin: Literal["next", "buffer"] = "next"
 
     def __post_init__(self) -> None:
-        _at_least("n_future", self.n_future, 1, "position")
-        _at_least("sink", self.sink, 0, "positions")
-        _at_least("query_buffer", self.query_buffer, 2, "rows, for a covariance")
-        if not 0 <= self.epsilon < math.inf:
-            raise PolicyError(
-                f"expected_attention: epsilon is {self.epsilon}; expected 0 or more, and finite"
-            )
-        _one_of("value_norm", self.value_norm, "none", "v", "wo_v")
-        _one_of("rope", self.rope, "mean", "mixture")
-        _one_of("origin", self.origin, "next", "buffer")
+        super().__post_init__()
         if self.origin == "buffer" and self.query_buffer + 1 < self.sink + 2:
             raise PolicyError(
                 f"expected_attention: query_buffer is {self.query_buffer}, of which the first "
@@ -102,6 +95,28 @@ class ExpectedAttention(Scorer):
             return expected
         return (expected + self.epsilon) * self._size(view)
 
+    def flops(self, event: Event) -> Flops:
+        """Moments of m queries, expected logits, and norms of values.
+
+        Per query head: mean and covariance, 2 m d + 2 m d^2; k.Sigma k, 2 n d^2 + 2 n d; mu.k,
+        2 n d; softmax, 3 n. Per KV head: keys rotated back, 3 n d; norms, 2 n d.
+        """
+        h, g, d, n = event.sizes
+        m = event.seen - self.sink
+        if not event.prompt and self.origin == "next":
+            m = min(self.query_buffer, m)
+        elif not event.prompt:
+            m = min(event.since, self.query_buffer + 1) - self.sink
+        times = self.n_future if self.rope == "mixture" else 1  # one per position of the future
+        out = Flops(2 * n * h * d * times, (3 * h * n + 3 * g * n * d) * times + m * h * d)
+        if self.covariance:
+            out += Flops(2 * m * h * d**2 + 2 * n * h * d**2 * times, (m + 2 * n * times) * h * d)
+        if self.value_norm == "v":
+            out += Flops(0, 2 * g * n * d)
+        if self.value_norm == "wo_v":  # W W^T, and v.(W W^T) v
+            out += Flops(2 * h * event.model.hidden * d**2 + 2 * n * h * d**2, 2 * n * h * d)
+        return out
+
     def _samples(self, view: View) -> tuple[int, int, int]:
         """Rows start..stop-1 to learn from, and the first position of the future."""
         stop = view.row + 1
@@ -137,7 +152,7 @@ class ExpectedAttention(Scorer):
 def moments(blocks: Iterable[Tensor], covariance: bool = True) -> tuple[int, Tensor, Tensor | None]:
     """Number, mean [..., d] and covariance [..., d, d] of the rows of blocks [..., w, d].
 
-    The covariance divides by the number of rows; None where it is not asked for. Blocks merge
+    The covariance divides by the number of rows; None where it is not requested. Blocks merge
     without cancellation (Chan, Golub and LeVeque 1983, doi 10.1080/00031305.1983.10483115).
     """
     count, mean, spread = 0, torch.zeros(()), torch.zeros(())
@@ -183,7 +198,7 @@ def mixture_logits(
     total = keys.new_full((layers, heads, mu.shape[2], n), -torch.inf)
     for first in range(start, start + count, step):
         at = torch.arange(first, min(first + step, start + count), device=keys.device)
-        # a turn by -p is the transpose of the turn by p
+        # the rotation by -p is the transpose of the rotation by p
         back = rope.rotate(keys.unsqueeze(2), -at.unsqueeze(-1))  # [L, H, positions, n, d]
         each = expected_logits(back.flatten(2, 3), mu, sigma, scale)
         total = torch.logaddexp(total, each.unflatten(-1, (len(at), n)).logsumexp(-2))
@@ -208,18 +223,3 @@ def quadratic(x: Tensor, matrix: Tensor) -> Tensor:
 def _per_block(size: int) -> int:
     """How many things of `size` bytes are held at once."""
     return max(1, LOGIT_BYTES // max(1, size))
-
-
-def _at_least(name: str, value: int, least: int, what: str) -> None:
-    if value < least:
-        raise PolicyError(
-            f"expected_attention: {name} is {value}; expected at least {least} {what}"
-        )
-
-
-def _one_of(name: str, value: str, *known: str) -> None:
-    if value not in known:
-        names = ", ".join(map(repr, known[:-1]))
-        raise PolicyError(
-            f"expected_attention: {name} is {value!r}; expected {names} or {known[-1]!r}"
-        )

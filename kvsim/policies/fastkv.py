@@ -1,17 +1,17 @@
-"""FastKV: from one layer on, the prefill goes on with some of the tokens.
+"""FastKV: some of the tokens propagate behind one layer of the prefill.
 
 Jo et al., "FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective
 Propagation", arXiv 2502.01068. At the end of a prompt, after the token-selective layer, the tokens
 with the largest pooled attention of the last `window` rows, summed over all query heads, and the
-window go on, `rows` of them, at their own positions. Every layer's cache is cut to the budget by
-SnapKV from the same window; deeper layers choose among what went on. It is ASL with a layer that is
-given (`kvsim.policies.asl`).
+window propagate, `rows` of them, at their own positions. Every layer's cache is cut to the budget
+by SnapKV from the same window; deeper layers choose among the propagated tokens. It is ASL with a
+layer that is given (`kvsim.policies.asl`).
 
 The layer is the one that ASL's authors ran it with, 15 of 32 and 14 of 28 (appendix C.2), and the
-middle of other models. `rows` is a count (the release's mode "constant", 2048 beside a budget of
-512), a share of the prompt (`fastkv@proportional`, 0.2 beside a budget of 10%), or None for the
+middle of other models. `rows` is a count (the release's mode "constant", 2048 with a budget of
+512), a share of the prompt (`fastkv@proportional`, 0.2 with a budget of 10%), or None for the
 budget, as ASL compares with it. A prompt of fewer tokens than the budget, or of no more than
-`rows`, goes on whole.
+`rows`, propagates whole.
 
 Deviations. Max-pooling, the default of the released scripts; the class they call has the average.
 In the proportional mode the release takes the same count of tokens from deeper layers, up to
@@ -20,12 +20,14 @@ rounding; here the budget is the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from kvsim.core.policy import is_count
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
 from kvsim.core.propagation import (
     Propagation,
     Selection,
@@ -36,9 +38,7 @@ from kvsim.core.propagation import (
 )
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.asl import check_before, pooled_scores, ranks
-from kvsim.policies.pooling import check_pooling
-from kvsim.policies.window import check_window
+from kvsim.policies.asl import pooled_flops, pooled_scores, ranks
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
 _LAYERS = {32: 15, 28: 14}
@@ -46,27 +46,14 @@ _LAYERS = {32: 15, 28: 14}
 
 @dataclass(frozen=True)
 class FastKV(Propagation):
-    """The tokens that a window attends to most at one layer go on; `rows` of them."""
+    """The tokens that a window attends to most at one layer propagate; `rows` of them."""
 
-    layer: int | None = None
-    rows: int | float | None = 2048
-    window: int = 8
+    layer: Annotated[int, AtLeast(0)] | None = None
+    rows: Annotated[int, AtLeast(1)] | Annotated[float, Above(0), AtMost(1)] | None = 2048
+    window: Annotated[int, AtLeast(1)] = 8
     pool: Literal["avg", "max"] | None = "max"
-    pool_kernel: int = 7
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     kv_before: Literal["budget", "full"] = "budget"
-
-    def __post_init__(self) -> None:
-        check_window("fastkv", self.window)
-        check_pooling("fastkv", self.pool, self.pool_kernel)
-        check_before("fastkv", self.kv_before)
-        if self.layer is not None and not is_count(self.layer, 0):
-            raise PolicyError(f"fastkv: layer is {self.layer}; expected a layer, 0 or more")
-        share = isinstance(self.rows, float) and 0 < self.rows <= 1
-        if not (share or self.rows is None or is_count(self.rows, 1)):
-            raise PolicyError(
-                f"fastkv: rows is {self.rows!r}; expected a number of tokens, a share of the "
-                "prompt such as 0.2, or None for the budget"
-            )
 
     @property
     def window_rows(self) -> int:
@@ -75,12 +62,12 @@ class FastKV(Propagation):
 
     @property
     def exact(self) -> bool:
-        """Where fewer tokens go on than the budget has room for, deeper layers hold less."""
+        """Where fewer tokens propagate than the budget has room for, deeper layers hold less."""
         return self.rows is None
 
     @property
     def least_budget(self) -> int:
-        """The window goes on in any case."""
+        """The window always propagates."""
         return self.window if self.rows is None else 1
 
     def check(self, n_layers: int) -> None:
@@ -96,13 +83,13 @@ class FastKV(Propagation):
         return {"layer": self.at(n_layers)}
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
-        """A prompt that goes on whole although it is longer than the budget."""
+        """A prompt that propagates whole although it is longer than the budget."""
         kept = self._kept(budget, prompt_len)
         if prompt_len <= budget or kept < prompt_len:
             return ""
         return (
-            f"{kept} rows of a prompt of {prompt_len} tokens go on, so all of them do in every "
-            "layer; give fewer rows to see an effect across layers"
+            f"{kept} rows of a prompt of {prompt_len} tokens propagate, so every layer computes "
+            "all of it; give fewer rows to see an effect across layers"
         )
 
     def whole(self, selection: Selection, layer: int) -> bool:
@@ -113,14 +100,14 @@ class FastKV(Propagation):
         """At the selection layer the best tokens and the window."""
         n, budget = view.row + 1, view.setting.budget
         kept = self._kept(budget, n)
-        if n < budget or n <= max(kept, self.window):
+        if self.keeps_whole(budget, n) or n <= max(kept, self.window):
             return Step(done=True)
         if int(view.layers[0]) < self.at(view.n_layers):
             return Step()
         if kept < self.window:
             raise PolicyError(
-                f"fastkv: {kept} rows go on (rows={self.rows!r} of a prompt of {n} tokens), fewer "
-                f"than the window of {self.window}; give more rows or a smaller window"
+                f"fastkv: {kept} rows propagate (rows={self.rows!r} of a prompt of {n} tokens), "
+                f"fewer than the window of {self.window}; give more rows or a smaller window"
             )
         scores = pooled_scores(view, self.window, self.pool, self.pool_kernel)[0]
         older = (ranks(scores) <= kept - self.window).nonzero()[:, 0]
@@ -132,11 +119,28 @@ class FastKV(Propagation):
     ) -> list[int]:
         """All rows up to the layer, `rows` behind it."""
         at = self.at(n_layers) if layer is None else layer
-        kept = prompt_len if prompt_len < budget else self._kept(budget, prompt_len)
+        whole = self.keeps_whole(budget, prompt_len)
+        kept = prompt_len if whole else self._kept(budget, prompt_len)
         return dropped_after(at, kept, prompt_len, n_layers)
 
+    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
+        """A prompt that just fills the budget is long enough, if it has more than `rows`."""
+        return prompt_len < budget
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str]:
+        """The layer."""
+        return self.at(n_layers), ""
+
+    def flops(self, event: Event) -> Flops:
+        """Pooled scores."""
+        return pooled_flops(event, self.window, self.pool, self.pool_kernel)
+
+    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
+        """The selection layer, if rows are dropped behind it."""
+        return [layer] if rows[-1] < rows[0] else []
+
     def _kept(self, budget: int, prompt_len: int) -> int:
-        """How many rows go on."""
+        """How many rows propagate."""
         if self.rows is None:
             return budget
         return int(prompt_len * self.rows) if isinstance(self.rows, float) else self.rows

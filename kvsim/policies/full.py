@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
@@ -18,3 +19,7 @@ class Full(Scorer):
     def score(self, view: View) -> Tensor:
         """All alike, [L, H, n]."""
         return torch.zeros(view.pos.shape, device=view.pos.device)
+
+    def flops(self, event: Event) -> Flops:
+        """Nothing is computed."""
+        return Flops()

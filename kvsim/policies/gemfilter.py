@@ -5,7 +5,7 @@ Token Reduction", arXiv 2409.17422. The prompt runs through the first layers up 
 the product of the last row's queries with the keys, summed over the query heads, neither scaled nor
 normalised, is average-pooled over neighbours; the best tokens of the whole prompt, as many as the
 budget, go through all layers from the start, in their order, at positions 0, 1, 2, ... Nothing
-protects the last token. Every cache holds these tokens, and decoding goes on behind them.
+protects the last token. Every cache holds these tokens, and decoding continues behind them.
 
 The layer is 13 of 32 and 14 of 28, as ASL's authors ran it (appendix C.2), and as deep as 13 of 32
 in other models.
@@ -13,15 +13,16 @@ in other models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from kvsim.core.policy import is_count
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Step, check_layer, published_layer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 from kvsim.policies.asl import ranks
-from kvsim.policies.pooling import check_pooling, smooth
+from kvsim.policies.pooling import smooth
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
 _LAYERS = {32: 13, 28: 14}
@@ -34,13 +35,8 @@ class GemFilter(Propagation):
     restarts: ClassVar[bool] = True
     alone: ClassVar[bool] = True
 
-    layer: int | None = None
-    pool_kernel: int = 5
-
-    def __post_init__(self) -> None:
-        check_pooling("gemfilter", "avg", self.pool_kernel)
-        if self.layer is not None and not is_count(self.layer, 0):
-            raise PolicyError(f"gemfilter: layer is {self.layer}; expected a layer, 0 or more")
+    layer: Annotated[int, AtLeast(0)] | None = None
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     def check(self, n_layers: int) -> None:
         """The layer must exist."""
@@ -62,11 +58,24 @@ class GemFilter(Propagation):
             return Step()
         # the scale of the logits changes no order
         products = view.logits(1)[0, ..., 0, :].sum((0, 1))  # [n]
-        found = ranks(smooth(products.unsqueeze(0), "avg", self.pool_kernel)[0])
-        return Step((found <= view.setting.budget).nonzero()[:, 0], done=True)
+        ranked = ranks(smooth(products.unsqueeze(0), "avg", self.pool_kernel)[0])
+        return Step((ranked <= view.setting.budget).nonzero()[:, 0], done=True)
 
     def counts(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
     ) -> list[int]:
         """The budget in each layer of the second pass."""
         return [min(budget, prompt_len)] * n_layers
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str]:
+        """The layer."""
+        return self.at(n_layers), ""
+
+    def flops(self, event: Event) -> Flops:
+        """Products of the last row, summed over the heads, pooled."""
+        h, _, d, n = event.sizes
+        return Flops(2 * h * n * d, n * (h + self.pool_kernel))
+
+    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
+        """The selection layer."""
+        return [layer]

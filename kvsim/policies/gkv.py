@@ -25,17 +25,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Protection, Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
-from kvsim.policies.pooling import check_pooling, smooth
-from kvsim.policies.redundancy import check_redundancy, mean_similarity
-from kvsim.policies.window import before_window, check_window
+from kvsim.policies.pooling import pooling_flops, smooth
+from kvsim.policies.redundancy import mean_similarity, similarity_flops
+from kvsim.policies.window import before_window
 
 Fusion = Literal["max", "mean", "sum"]
 
@@ -47,6 +49,15 @@ def local_score(view: View, window: int) -> Tensor:
     """S_j = mean over the window of the group's largest a_r(j); 0 but on candidates; [L, H, n]."""
     vote = view.attn(window, group="max").mean(2)
     return vote.masked_fill_(~before_window(view, window), 0.0)
+
+
+def local_flops(
+    event: Event, window: int, pool: Literal["max", "avg"] | None, kernel: int
+) -> Flops:
+    """Attention, the group's largest, its mean over the window, pooling."""
+    h, g, _, n = event.sizes
+    w = event.window(window)
+    return event.attention(w) + Flops(0, h * w * n + g * n * (w + pooling_flops(pool, kernel)))
 
 
 def normalise(scores: Tensor, among: Tensor, *, signed: bool = False) -> Tensor:
@@ -73,14 +84,6 @@ def fuse(old: Tensor, new: Tensor, fusion: Fusion, decay: float) -> Tensor:
     return new.where(old.isnan(), both)
 
 
-def check_fusion(name: str, fusion: str, decay: float) -> None:
-    """Raise PolicyError where the policy `name` asks for what `fuse` has no rule for."""
-    if fusion not in ("max", "mean", "sum"):
-        raise PolicyError(f"{name}: fusion is {fusion!r}; expected 'max', 'mean' or 'sum'")
-    if not 0 <= decay <= 1:
-        raise PolicyError(f"{name}: decay is {decay}; expected a share from 0 to 1")
-
-
 def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None:
     """Raise ScoreError where a scorer inside `name` gives negative scores and declares none."""
     if not scorer.signed and bool(((scores < 0) & among).any()):
@@ -97,13 +100,9 @@ def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None
 class Local(Scorer):
     """The local score, pooled over neighbouring entries where asked for."""
 
-    window: int = 16
+    window: Annotated[int, AtLeast(1)] = 16
     pool: Literal["max", "avg"] | None = None
-    pool_kernel: int = 5
-
-    def __post_init__(self) -> None:
-        check_window("local score", self.window)
-        check_pooling("local score", self.pool, self.pool_kernel)
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     @property
     def rows(self) -> int:
@@ -115,6 +114,10 @@ class Local(Scorer):
         score = smooth(local_score(view, self.window), self.pool, self.pool_kernel)
         return score.where(before_window(view, self.window), 0.0)
 
+    def flops(self, event: Event) -> Flops:
+        """The local score, pooled."""
+        return local_flops(event, self.window, self.pool, self.pool_kernel)
+
     def protection(self, budget: int) -> Protection:
         """The window."""
         return Protection(recent=self.window)
@@ -124,22 +127,16 @@ class Local(Scorer):
 class GKV(Scorer):
     """The global score of window attention, less the redundancy of keys."""
 
-    window: int = 16
+    window: Annotated[int, AtLeast(1)] = 16
     fusion: Literal["max", "mean", "sum"] = "max"
-    decay: float = 0.8
+    decay: Annotated[float, Between(0, 1)] = 0.8
     redundancy: bool = True
-    mix_lambda: float = 0.7
-    threshold: float = 0.5
+    mix_lambda: Annotated[float, Between(0, 1)] = 0.7
+    threshold: Annotated[float, Between(0, 1)] = 0.5
     pool: Literal["max", "avg"] | None = None
-    pool_kernel: int = 5
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     columns: ClassVar[Mapping[str, float]] = {"global": nan}
-
-    def __post_init__(self) -> None:
-        check_window("gkv", self.window)
-        check_fusion("gkv", self.fusion, self.decay)
-        check_redundancy("gkv", self.mix_lambda, self.threshold)
-        check_pooling("gkv", self.pool, self.pool_kernel)
 
     @property
     def rows(self) -> int:
@@ -166,6 +163,12 @@ class GKV(Scorer):
             values = self.mix_lambda * values - (1 - self.mix_lambda) * repeated
         return Scores(values.where(older, 0.0), {"global": fused.masked_fill(~older, nan)})
 
+    def flops(self, event: Event) -> Flops:
+        """The local score, normalised (2) and fused (3), less the redundancy of all keys."""
+        _, g, _, n = event.sizes
+        score = local_flops(event, self.window, self.pool, self.pool_kernel) + Flops(0, 5 * g * n)
+        return score + similarity_flops(event, n) if self.signed else score
+
     def protection(self, budget: int) -> Protection:
         """The window."""
         return Protection(recent=self.window)
@@ -176,10 +179,12 @@ class Global(Wrapper):
     """The global score of any scorer."""
 
     fusion: Literal["max", "mean", "sum"] = "max"
-    decay: float = 0.8
+    decay: Annotated[float, Between(0, 1)] = 0.8
+
+    label: ClassVar[str] = "global"
 
     def __post_init__(self) -> None:
-        check_fusion("global", self.fusion, self.decay)
+        super().__post_init__()
         if "fused" in self.scorer.columns:
             raise PolicyError("global: what is inside is a global score already; expected it once")
 
@@ -197,3 +202,7 @@ class Global(Wrapper):
         fused = fuse(view["fused"], share, self.fusion, self.decay)
         column = fused.masked_fill(~among, nan)
         return Scores(fused.where(among, 0.0), {**inner.columns, "fused": column})
+
+    def flops(self, event: Event) -> Flops:
+        """Each score normalised (2) and fused (3)."""
+        return Flops(0, 5 * event.model.n_heads * event.entries)

@@ -16,28 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer, Scores
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
 class H2O(Scorer):
     """Accumulated attention; `recent` newest entries are kept, half the budget by default."""
 
-    recent: int | None = None
+    recent: Annotated[int, AtLeast(0)] | None = None
 
     columns: ClassVar[Mapping[str, float]] = {"acc": 0.0}
     per_row: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.recent is not None and self.recent < 0:
-            raise PolicyError(f"h2o: recent is {self.recent}; expected 0 or more, or None for half")
 
     def score(self, view: View) -> Scores:
         """acc_j = sum over rows t and heads of the group of a_t(j); [L, H, n]."""
@@ -47,6 +44,10 @@ class H2O(Scorer):
     def protection(self, budget: int) -> Protection:
         """The recent entries."""
         return Protection(recent=budget // 2 if self.recent is None else self.recent)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention of the rows since the last event."""
+        return event.received()
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,7 @@ class ObservedAttention(Scorer):
         got = view.received() if view.is_prompt else view.attn(1, group="sum")[..., 0, :]
         n = view.pos.shape[-1]
         return got / group / (n - torch.arange(n, device=got.device))
+
+    def flops(self, event: Event) -> Flops:
+        """Attention of the prompt, then of the last row."""
+        return event.received() if event.prompt else event.attention(1)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
@@ -35,3 +36,8 @@ class KeyDiff(Scorer):
         total = normalize(keys, dim=-1, eps=1e-12).sum(2)
         anchor = total / view.count.unsqueeze(-1).clamp(min=1)  # [L, H, d]
         return -cosine_similarity(keys, anchor.unsqueeze(2), dim=-1, eps=1e-8)
+
+    def flops(self, event: Event) -> Flops:
+        """Unit keys (3), their mean (1), cosines with it (4)."""
+        _, g, d, n = event.sizes
+        return Flops(0, 8 * g * n * d)

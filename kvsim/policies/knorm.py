@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
@@ -30,3 +31,8 @@ class Knorm(Scorer):
         """s_j = -||k_j||; [L, H, n]."""
         length: Tensor = torch.linalg.vector_norm(view.keys, dim=-1)
         return -length
+
+    def flops(self, event: Event) -> Flops:
+        """Norms of keys (2)."""
+        _, g, d, n = event.sizes
+        return Flops(0, 2 * g * n * d)

@@ -16,13 +16,15 @@ entries, the recent ones score higher (as in kvpress; the paper does not compres
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,9 @@ class LagKV(Scorer):
     cross_scoring: keep the softmax scores instead of ranks, so that partitions compete.
     """
 
-    sink: int = 4
-    lag: int = 128
+    sink: Annotated[int, AtLeast(0)] = 4
+    lag: Annotated[int, AtLeast(1)] = 128
     cross_scoring: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sink < 0:
-            raise PolicyError(f"lagkv: sink is {self.sink}; expected 0 or more")
-        if self.lag < 1:
-            raise PolicyError(f"lagkv: lag is {self.lag}; expected at least 1 entry")
 
     def score(self, view: View) -> Tensor:
         """Rank / lag of (softmax std k' + softmax std v') / 2 in its partition; [L, H, n].
@@ -78,6 +74,11 @@ class LagKV(Scorer):
     def protection(self, budget: int) -> Protection:
         """The sinks."""
         return Protection(sink=self.sink)
+
+    def flops(self, event: Event) -> Flops:
+        """Of keys and values: range (2), scaling (2), deviation (3)."""
+        _, g, d, n = event.sizes
+        return Flops(0, 14 * g * n * d)
 
 
 def _at(x: Tensor, view: View, slots: Tensor) -> Tensor:

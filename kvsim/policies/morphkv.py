@@ -14,27 +14,23 @@ variant that merges what is dropped into one entry is no eviction policy and is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
-from kvsim.policies.window import before_window, check_window, shares
+from kvsim.policies.window import before_window, shares
 
 
 @dataclass(frozen=True)
 class MorphKV(Scorer):
     """Attention of a window among the candidates alone, fused over the window."""
 
-    window: int = 32
+    window: Annotated[int, AtLeast(1)] = 32
     fusion: Literal["sum", "max"] = "sum"
-
-    def __post_init__(self) -> None:
-        check_window("morphkv", self.window)
-        if self.fusion not in ("sum", "max"):
-            raise PolicyError(f"morphkv: fusion is {self.fusion!r}; expected 'sum' or 'max'")
 
     @property
     def rows(self) -> int:
@@ -46,6 +42,12 @@ class MorphKV(Scorer):
         older = before_window(view, self.window)[:, :, None, None]
         share = shares(view.logits(self.window), older).amax(2)  # [L, H, w, n]
         return share.sum(2) if self.fusion == "sum" else share.amax(2)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention, the group's largest, and the fusion over the window."""
+        h, g, _, n = event.sizes
+        w = event.window(self.window)
+        return event.attention(w) + Flops(0, (h + g) * w * n)
 
     def protection(self, budget: int) -> Protection:
         """The window."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvsim.core.parameters import Parameter, parameters
 from kvsim.core.policy import (
     Allocator,
     Everything,
-    LayerBudgets,
     Policy,
     Protection,
     Schedule,
     Scorer,
     Uniform,
+    Wrapper,
 )
 from kvsim.core.propagation import Propagation
 from kvsim.errors import PolicyError, suggest
@@ -66,7 +67,7 @@ class Entry:
             return "propagation"
         if issubclass(self.piece, Allocator):
             return "allocator"
-        return "wrapper" if "scorer" in {f.name for f in fields(self.piece)} else "scorer"
+        return "wrapper" if issubclass(self.piece, Wrapper) else "scorer"
 
     @property
     def innermost(self) -> bool:
@@ -78,34 +79,39 @@ class Entry:
         """The entry as the preset has it."""
         if not name:
             return self
-        one = self.presets[name]
-        schedule = one.policy.get("schedule", self.schedule)
+        preset = self.presets[name]
+        policy = {**self.policy, **preset.policy}
         return replace(
             self,
-            summary=one.summary,
-            piece=one.piece or self.piece,
-            layer_budgets=one.layer_budgets or self.layer_budgets,
-            schedule=schedule,
-            params={**self.params, **one.params},
-            policy={**self.policy, **{k: v for k, v in one.policy.items() if k != "schedule"}},
-            inner=self.inner if one.inner is None else one.inner,
+            summary=preset.summary,
+            piece=preset.piece or self.piece,
+            layer_budgets=preset.layer_budgets or self.layer_budgets,
+            schedule=policy.pop("schedule", self.schedule),
+            params={**self.params, **preset.params},
+            policy=policy,
+            inner=self.inner if preset.inner is None else preset.inner,
         )
 
     @property
-    def known(self) -> dict[str, Any]:
-        """Its parameters by name, with the type that each field names."""
+    def parameters(self) -> dict[str, Parameter]:
+        """Its parameters by name; one that pieces share is that of the first of them."""
         pieces = (self.piece, *([self.layer_budgets] if self.layer_budgets else []))
-        return {f.name: f.type for p in pieces for f in fields(p) if f.name != "scorer"}
+        out: dict[str, Parameter] = {}
+        for name, parameter in ((k, v) for piece in pieces for k, v in parameters(piece).items()):
+            out.setdefault(name, parameter)
+        out.pop("scorer", None)
+        return out
 
 
 @dataclass(frozen=True)
 class Description:
-    """What `kvsim policies` says of a name.
+    """What `kvsim policies` shows of a name.
 
-    innermost: nothing stands inside; default: the scorer inside where none is named. Interval and
-    prefill are those of the scorer inside where `own_schedule` is False; needs are arrays that a
-    trace must hold beyond q, k and v. bounded: whether the budget binds at all; exact: whether
-    exactly the budget stays.
+    innermost: nothing stands inside; default: the scorer inside where none is named. params: the
+    parameters and their values; accepts: in words, type and bounds of each.
+    Interval and prefill are those of the scorer inside where `own_schedule` is False; needs are
+    arrays that a trace must hold beyond q, k and v. bounded: whether the budget binds at all;
+    exact: whether exactly the budget stays.
     """
 
     name: str
@@ -114,6 +120,7 @@ class Description:
     default: str
     keeps: str
     params: dict[str, Any]
+    accepts: dict[str, str]
     required: dict[str, str]
     own_schedule: bool
     interval: int | None
@@ -131,13 +138,15 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
     entry = catalogue[base].preset(preset)
     plain = "" if entry.innermost or entry.default else "+tova"
     policy = build(catalogue, name + plain, entry.required)
+    params = {key: value for key, value in policy.params.items() if key in entry.parameters}
     return Description(
         name=name,
         kind=entry.kind,
         innermost=entry.innermost,
         default=entry.default,
         keeps=entry.summary,
-        params={k: v for k, v in policy.params.items() if k in entry.known},
+        params=params,
+        accepts={key: entry.parameters[key].expected for key in params},
         required={key: str(value) for key, value in entry.required.items()},
         own_schedule=entry.schedule is not None,
         interval=policy.schedule.interval,
@@ -150,23 +159,24 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
     )
 
 
-def parameters(catalogue: Mapping[str, Entry], name: str) -> tuple[str, ...]:
+def parameter_names(catalogue: Mapping[str, Entry], name: str) -> tuple[str, ...]:
     """Names of parameters that `build` takes for `name`, `scorer__` names included."""
-    known: list[Mapping[str, Any]] = [e.known for _, e in _parse(catalogue, name) if e is not None]
-    first = {key: level for level, one in reversed(list(enumerate(known))) for key in one}
-    out = list(first)
-    for level, one in enumerate(known):
-        for key in one:
-            if first[key] != level:
-                before = max(i for i, other in enumerate(known[:level]) if key in other)
+    levels = [entry.parameters for _, entry in _parse(catalogue, name) if entry is not None]
+    outermost = {key: at for at, names in reversed(list(enumerate(levels))) for key in names}
+    out = list(outermost)
+    for at, names in enumerate(levels):
+        for key in names:
+            if outermost[key] != at:
+                before = max(i for i, outer in enumerate(levels[:at]) if key in outer)
                 out.append("scorer__" * (before + 1) + key)
     return tuple(out)
 
 
 def has_parameter(catalogue: Mapping[str, Entry], name: str, key: str) -> bool:
     """Whether `build` takes `key` for `name`."""
+    entries = [entry for _, entry in _parse(catalogue, name) if entry is not None]
     try:
-        _route(name, [e for _, e in _parse(catalogue, name) if e is not None], {key: 0}, own=None)
+        _route(name, entries, {key: 0}, foreign=False)
     except PolicyError:
         return False
     return True
@@ -177,27 +187,28 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
     given = dict(params)
     protect = _protect(name, given.pop("protect", None))
     chain = _parse(catalogue, name)
-    own = None if isinstance(chain[-1][1], Entry) else chain[-1][0]
-    entries = [entry for _, entry in chain if isinstance(entry, Entry)]
-    routed = _route(name, entries, given, own=own)
-    outer = entries if own else entries[:-1]
-    inside = {key: value for e in outer for key, value in e.inner.items()}
-    if own:
-        policy = _own(own, routed[-1])
+    part, innermost = chain[-1]
+    foreign = innermost is None
+    entries = [entry for _, entry in chain if entry is not None]
+    routed = _route(name, entries, given, foreign=foreign)
+    outer = entries if foreign else entries[:-1]
+    if innermost is None:
+        policy = _foreign(part, routed[-1])
     else:
-        base, entry = chain[-1][0].partition("@")[0], entries[-1]
-        inner = {k: v for k, v in inside.get(base, {}).items() if k in entry.known}
-        shared = _shared(outer[0], routed[0]) if outer and chain[-1][0] == outer[0].default else {}
-        policy = _base(name, entry, {**entry.params, **inner, **shared, **routed[-1]})
+        inside = {key: value for entry in outer for key, value in entry.inner.items()}
+        inner = inside.get(part.partition("@")[0], {})
+        inner = {k: v for k, v in inner.items() if k in innermost.parameters}
+        shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
+        params = {**innermost.params, **inner, **shared, **routed[-1]}
+        policy = _base(name, innermost, params)
     rearranged = [entry for entry in outer if entry.kind != "propagation"]
     if rearranged and not isinstance(policy.allocator, Uniform):
         raise PolicyError(
-            f"{name}: {chain[-1][0]} decides itself how many entries each head keeps, so nothing "
-            f"can be put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
+            f"{name}: {part} decides itself how many entries each head keeps, so nothing can be "
+            f"put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
         )
-    for entry, own_params in reversed(list(zip(outer, routed, strict=False))):
-        _check(name, entry, own_params)
-        arguments = {**entry.params, **own_params}
+    for entry, level in reversed(list(zip(outer, routed, strict=False))):
+        arguments = {**entry.params, **level}
         if entry.kind == "propagation":
             policy = replace(policy, propagation=entry.piece(**arguments))
         elif entry.kind == "wrapper":
@@ -206,8 +217,8 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
             policy = replace(policy, allocator=entry.piece(**arguments))
         if entry.schedule is not None:
             policy = replace(policy, schedule=entry.schedule)
-    called = policy.name if own and not outer else name
-    return replace(policy, name=called, protect=policy.protect | protect)
+    title = policy.name if foreign and not outer else name
+    return replace(policy, name=title, protect=policy.protect | protect)
 
 
 def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry | None]]:
@@ -220,14 +231,14 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
             continue
         base, at, preset = part.partition("@")
         if base not in catalogue:
-            known = ", ".join(catalogue)
-            raise PolicyError(f"unknown policy {base!r}{suggest(base, catalogue)}; known: {known}")
+            names = ", ".join(catalogue)
+            raise PolicyError(f"unknown policy {base!r}{suggest(base, catalogue)}; known: {names}")
         entry = catalogue[base]
         if at and preset not in entry.presets:
-            known = ", ".join(f"{base}@{p}" for p in entry.presets) or "none"
+            presets = ", ".join(f"{base}@{p}" for p in entry.presets) or "none"
             raise PolicyError(
                 f"{base} has no preset {preset!r}{suggest(preset, entry.presets)}; "
-                f"presets of {base}: {known}"
+                f"presets of {base}: {presets}"
             )
         chain.append((part, entry.preset(preset)))
     innermost = chain[-1][1]
@@ -238,17 +249,26 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
                 f"name a scorer too, such as {name}+tova or {name}+expected_attention"
             )
         chain.append((innermost.default, catalogue[innermost.default]))
+    _check_order(catalogue, name, chain)
+    return chain
+
+
+def _check_order(
+    catalogue: Mapping[str, Entry], name: str, chain: Sequence[tuple[str, Entry | None]]
+) -> None:
+    """Raise PolicyError where a part of a name stands where it cannot."""
     for place, (part, outer) in enumerate(chain[:-1]):
         if outer is None or outer.innermost:
             does = "scores" if outer is None or outer.kind == "scorer" else "fills its caches"
+            wraps = ", ".join(key for key, entry in catalogue.items() if not entry.innermost)
             raise PolicyError(
                 f"{name}: {part} {does} by itself and takes no scorer inside; "
-                f"expected one of these before the +: {_outer(catalogue)}"
+                f"expected one of these before the +: {wraps}"
             )
         before = chain[place - 1] if place else None
         if outer.kind == "propagation" and before is not None:
             raise PolicyError(
-                f"{name}: {part} says what deeper layers go on with and stands in front of "
+                f"{name}: {part} says which rows reach deeper layers and stands in front of "
                 f"everything; expected {part}+{before[0]}, with the scorer last"
             )
         around = None if before is None else before[1]
@@ -263,84 +283,59 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
             f"{name}: {chain[-1][0]} fills its caches by itself, so nothing stands around it; "
             f"expected {chain[-1][0]} alone"
         )
-    return chain
-
-
-def _outer(catalogue: Mapping[str, Entry]) -> str:
-    return ", ".join(key for key, entry in catalogue.items() if not entry.innermost)
 
 
 def _route(
-    name: str, entries: Sequence[Entry], params: Mapping[str, Any], *, own: str | None
+    name: str, entries: Sequence[Entry], params: Mapping[str, Any], *, foreign: bool
 ) -> list[dict[str, Any]]:
-    """The parameters of each level: the outermost that has the name, `scorer__` one level in."""
-    known: list[Mapping[str, Any] | None] = [entry.known for entry in entries]
-    if own:
-        known.append(None)  # takes what no other has; its own function says what it knows
-    out: list[dict[str, Any]] = [{} for _ in known]
+    """The parameters of each level: the outermost that has the name, `scorer__` one level in.
+
+    foreign: a policy of the user's own is innermost; it gets the parameters that no other has, and
+    its own function says which it takes.
+    """
+    levels: list[Mapping[str, Parameter] | None] = [entry.parameters for entry in entries]
+    if foreign:
+        levels.append(None)
+    out: list[dict[str, Any]] = [{} for _ in levels]
     for given, value in params.items():
         depth, key = 0, given
         while key.startswith("scorer__"):
             depth, key = depth + 1, key.removeprefix("scorer__")
-        for level in range(depth, len(known)):
-            has = known[level]
-            if has is None or key in has:
-                out[level][key] = value
+        for at in range(depth, len(levels)):
+            names = levels[at]
+            if names is None or key in names:
+                out[at][key] = value
                 break
         else:
-            names = {k: None for one in known[depth:] if one for k in one}
-            listed = ", ".join(names) or "none"
+            available = {k: None for level in levels[depth:] if level for k in level}
             raise PolicyError(
-                f"{name} has no parameter {given!r}{suggest(key, names)}; parameters: {listed}"
+                f"{name} has no parameter {given!r}{suggest(key, available)}; "
+                f"parameters: {', '.join(available) or 'none'}"
             )
     return out
 
 
 def _base(name: str, entry: Entry, params: Mapping[str, Any]) -> Policy:
     """The innermost policy: a scorer and what belongs to it."""
-    _check(name, entry, params)
     extra: dict[str, Any] = dict(entry.policy)
     if entry.layer_budgets is not None:
-        shares: LayerBudgets = entry.layer_budgets(**_part(entry.layer_budgets, params))
-        extra["layer_budgets"] = shares
+        extra["layer_budgets"] = entry.layer_budgets(**_part(entry.layer_budgets, params))
     if entry.schedule is not None:
         extra["schedule"] = entry.schedule
-    if entry.kind == "propagation":  # caches hold all that goes on
-        propagation: Propagation = entry.piece(**_part(entry.piece, params))
-        return Policy(name, Full(), Everything(), propagation=propagation, **extra)
-    scorer: Scorer = entry.piece(**_part(entry.piece, params))
-    return Policy(name, scorer, **extra)
+    piece = entry.piece(**_part(entry.piece, params))
+    if entry.kind == "propagation":  # caches hold all that propagates
+        return Policy(name, Full(), Everything(), propagation=piece, **extra)
+    return Policy(name, piece, **extra)
 
 
 def _shared(entry: Entry, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What the scorer that belongs to a propagation takes over from it."""
-    defaults = {f.name: f.default for f in fields(entry.piece)}
+    """The parameters of a propagation that the scorer which belongs to it takes over."""
+    defaults = {key: each.default for key, each in entry.parameters.items()}
     return {key: {**defaults, **entry.params, **params}[key] for key in entry.shares}
 
 
 def _part(piece: type[Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    has = {f.name for f in fields(piece)}
-    return {key: value for key, value in params.items() if key in has}
-
-
-def _check(name: str, entry: Entry, params: Mapping[str, Any]) -> None:
-    for key, value in params.items():
-        if not _fits(value, entry.known[key]):
-            raise PolicyError(f"{name}: {key} is {value!r}; expected {entry.known[key]}")
-
-
-def _fits(value: object, annotation: object) -> bool:
-    """Whether a parameter has the type its field names; ranges are the piece's own business."""
-    allowed = {p.strip() for p in str(annotation).replace("Literal", "").split("|")}
-    if value is None:
-        return "None" in allowed
-    if isinstance(value, bool):
-        return "bool" in allowed
-    if isinstance(value, int):
-        return bool({"int", "float"} & allowed)
-    if isinstance(value, float):
-        return "float" in allowed
-    return not allowed <= {"int", "float", "bool", "None"}
+    return {key: value for key, value in params.items() if key in parameters(piece)}
 
 
 def _protect(name: str, given: object) -> Protection:
@@ -356,11 +351,11 @@ def _protect(name: str, given: object) -> Protection:
     )
 
 
-def _own(name: str, params: Mapping[str, Any]) -> Policy:
+def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
     """A policy of the user's own, `package.module:NAME`."""
     module_name, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        target = getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
         raise PolicyError(
             f"cannot import {module_name!r} for policy {name!r}: {error}; "
@@ -368,17 +363,19 @@ def _own(name: str, params: Mapping[str, Any]) -> Policy:
         ) from error
     except AttributeError as error:
         raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
-    try:
-        made = found(**params) if callable(found) and not isinstance(found, Policy) else found
-    except TypeError as error:
-        raise PolicyError(f"{name!r} cannot be made of {params}: {error}") from error
-    if isinstance(made, Scorer):
-        made = Policy(attribute, made, schedule=Schedule(interval=128))
-    if not isinstance(made, Policy):
+    built = target
+    if callable(target):
+        try:
+            built = target(**params)
+        except TypeError as error:
+            raise PolicyError(f"{name!r} cannot be built from {params}: {error}") from error
+    elif params:
+        raise PolicyError(f"{name!r} is no function or class and takes no parameters")
+    if isinstance(built, Scorer):
+        built = Policy(attribute, built, schedule=Schedule(interval=128))
+    if not isinstance(built, Policy):
         raise PolicyError(
-            f"{name!r} is a {type(made).__name__}; expected a kvsim.Policy, a Scorer, or what "
+            f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or what "
             "returns one of them"
         )
-    if params and made is found:
-        raise PolicyError(f"{name!r} is a ready Policy and takes no parameters")
-    return made
+    return built

@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.errors import PolicyError
 
 # The least attention that others are taken to receive beside an entry: a row that sees one entry
 # alone would lose everything with it, which is a large number and not infinity.
@@ -30,10 +30,6 @@ class Oracle(Scorer):
     """Attention mass, or effect on the output, over all later rows of the recorded sequence."""
 
     by: Literal["mass", "output"] = "mass"
-
-    def __post_init__(self) -> None:
-        if self.by not in ("mass", "output"):
-            raise PolicyError(f"oracle: by is {self.by!r}; expected 'mass' or 'output'")
 
     @property
     def clairvoyant(self) -> bool:
@@ -62,6 +58,12 @@ class Oracle(Scorer):
                 attention *= _alone(attention, output, view.values)
             total += attention.sum(2)
         return total.masked_fill_(~view.live, 0.0) if n else total
+
+    def flops(self, event: Event) -> Flops:
+        """Weights of all later rows; by="output" also distances to outputs, 3 per number."""
+        h, _, d, n = event.sizes
+        pairs = h * event.later * n
+        return Flops(2 * pairs * d, pairs * (2 + (3 * d + 3 if self.by == "output" else 0)))
 
 
 def _alone(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:

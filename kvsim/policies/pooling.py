@@ -7,14 +7,12 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvsim.errors import PolicyError
-
 
 def smooth(scores: Tensor, pool: Literal["max", "avg"] | None, kernel: int) -> Tensor:
     """Scores [..., n] pooled over slots, for a max-pool of 0 or more; the same length.
 
     Slots that are to count as nothing hold 0: so does what lies outside. The divisor of an average
-    is always the kernel.
+    is always the kernel, an odd width, so that a pooled score belongs to one entry.
     """
     if pool is None or scores.shape[-1] == 0:
         return scores
@@ -37,12 +35,6 @@ def over_heads(pooled: Tensor, first: int) -> Tensor:
     return out
 
 
-def check_pooling(name: str, pool: str | None, kernel: int) -> None:
-    """Raise PolicyError where the policy `name` asks for what `smooth` has no rule for."""
-    if pool not in ("max", "avg", None):
-        raise PolicyError(f"{name}: pool is {pool!r}; expected 'max', 'avg' or None")
-    if kernel < 1 or kernel % 2 == 0:
-        raise PolicyError(
-            f"{name}: pool_kernel is {kernel}; expected an odd width, so that a pooled score "
-            "belongs to one entry"
-        )
+def pooling_flops(pool: Literal["max", "avg"] | None, kernel: int) -> int:
+    """FLOPs of `smooth` for each number that it returns."""
+    return 0 if pool is None else int(kernel)

@@ -1,16 +1,16 @@
-"""PyramidInfer: every layer of the prefill drops some of the tokens that it went on with.
+"""PyramidInfer: every layer of the prefill drops some of its tokens.
 
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
 arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens the last 1 + R are
-recent, R = int(recent n), and always go on; the c tokens before them that a layer l of L went on
-with are its context. The attention of the recent rows on the context, averaged over the query heads
+recent, R = int(recent n), and always propagate; the c tokens before them that reach a layer l of L
+are its context. The attention of the recent rows on the context, averaged over the query heads
 and over the rows with weights from 1 for the oldest to 1.2 for the newest, ranks the context, its
-first `sink` tokens before all others. int(c rho_l) of them go on,
+first `sink` tokens before all others. int(c rho_l) of them propagate,
 
     rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
 
 if these are more than min(least, n - 1 - R), and else all. So nothing is dropped at layer 0, and no
-budget is asked for: the caches hold what each layer went on with, at its own position.
+budget plays a part: the caches hold the tokens that each layer computes, at their own positions.
 
 Deviations. The paper chooses by a share of the attention; the released code, and so this, by a
 share of the tokens. `ratio` is 0.9, and 0.8 in the configuration of Qwen2.5-14B. In decoding the
@@ -20,16 +20,17 @@ release trims segments by a rule whose trigger compares unlike lengths; decoding
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsim.core.policy import is_count
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Below, Between
 from kvsim.core.propagation import Propagation, Step
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.errors import PolicyError
 from kvsim.policies.asl import ranks
 
 # Weight of the newest recent row; the oldest weighs 1.
@@ -42,22 +43,10 @@ class PyramidInfer(Propagation):
 
     alone: ClassVar[bool] = True
 
-    recent: float = 0.2
-    ratio: float = 0.9
-    sink: int = 4
-    least: int = 64
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.recent < 1:
-            raise PolicyError(
-                f"pyramidinfer: recent is {self.recent}; expected a share of the prompt below 1"
-            )
-        if not 0 <= self.ratio <= 1:
-            raise PolicyError(f"pyramidinfer: ratio is {self.ratio}; expected a share of 0 to 1")
-        for name in ("sink", "least"):
-            if not is_count(getattr(self, name), 0):
-                found = getattr(self, name)
-                raise PolicyError(f"pyramidinfer: {name} is {found}; expected 0 or more tokens")
+    recent: Annotated[float, AtLeast(0), Below(1)] = 0.2
+    ratio: Annotated[float, Between(0, 1)] = 0.9
+    sink: Annotated[int, AtLeast(0)] = 4
+    least: Annotated[int, AtLeast(0)] = 64
 
     @property
     def bounded(self) -> bool:
@@ -95,7 +84,7 @@ class PyramidInfer(Propagation):
         return total
 
     def _kept(self, context: int, n: int, layer: int, n_layers: int) -> int:
-        """How many of the context tokens of a layer go on."""
+        """How many of the context tokens of a layer propagate."""
         rho = self.ratio + (1 - self.ratio) * (math.cos(math.pi * layer / n_layers) + 1) / 2
         kept = int(context * rho)
         return kept if kept > min(self.least, n - 1 - int(self.recent * n)) else context
@@ -110,3 +99,18 @@ class PyramidInfer(Propagation):
             out.append(held)
             held = recent + self._kept(held - recent, prompt_len, at, n_layers)
         return out
+
+    def keeps_whole(self, budget: int, prompt_len: int) -> bool:
+        """The budget plays no part."""
+        return False
+
+    def flops(self, event: Event) -> Flops:
+        """Attention of the last 1 + R rows, mean over the heads, weighted sum over the rows."""
+        h, _, _, n = event.sizes
+        rows = 1 + int(self.recent * event.seen)
+        context = n - rows
+        return event.attention(rows) + Flops(2 * rows * context, h * rows * context)
+
+    def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
+        """Those behind which rows are dropped; elsewhere their number says that all propagate."""
+        return [at for at in range(len(rows) - 1) if rows[at + 1] < rows[at]]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Rope
+from kvsim.core.flops import Event, Flops
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated
 
@@ -30,7 +31,6 @@ from kvsim.policies.calibration import Calibrated
 class QFilter(Calibrated):
     """Projection of a key on the main direction of the queries."""
 
-    name: ClassVar[str] = "qfilter"
     rotated: ClassVar[bool] = True
 
     @property
@@ -55,3 +55,8 @@ class QFilter(Calibrated):
         (u,) = self.learned(view)
         filters = u.mean(2).to(view.keys)  # [L, H, d]
         return (view.keys @ filters.unsqueeze(-1)).squeeze(-1)
+
+    def flops(self, event: Event) -> Flops:
+        """A product of each key with the filter."""
+        _, g, d, n = event.sizes
+        return Flops(2 * g * n * d)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsim.errors import PolicyError
+from kvsim.core.flops import Event, Flops
 
 # Similarities that are held at once; blocks that stay in the processor's cache are faster.
 _BLOCK_BYTES = 4 << 20
@@ -103,9 +103,10 @@ def _last_similar(unit: Tensor, chosen: Tensor, threshold: float) -> tuple[Tenso
             rows = keys.reshape(-1, dim).index_select(0, flat.flatten()).unflatten(0, flat.shape)
 
 
-def check_redundancy(name: str, mix_lambda: float, threshold: float) -> None:
-    """Raise PolicyError where the policy `name` has a weight or a threshold out of range."""
-    if not 0 <= mix_lambda <= 1:
-        raise PolicyError(f"{name}: mix_lambda is {mix_lambda}; expected a weight from 0 to 1")
-    if not 0 <= threshold <= 1:
-        raise PolicyError(f"{name}: threshold is {threshold}; expected a cosine from 0 to 1")
+def similarity_flops(event: Event, keys: float) -> Flops:
+    """Cosine of every two keys, 2 G n^2 d; threshold, sum and softmax.
+
+    The search above may stop earlier, and needs this at most.
+    """
+    _, g, d, _ = event.sizes
+    return Flops(2 * g * keys**2 * d, g * (2 * keys**2 + 3 * keys * d + 3 * keys))

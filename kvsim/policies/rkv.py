@@ -28,41 +28,31 @@ queries to slots of the compacted cache; here rows keep their own positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
-from kvsim.policies.gkv import local_score
-from kvsim.policies.pooling import check_pooling, smooth
-from kvsim.policies.redundancy import check_redundancy, mean_similarity
-from kvsim.policies.window import before_window, check_window, shares
+from kvsim.policies.gkv import local_flops, local_score
+from kvsim.policies.pooling import smooth
+from kvsim.policies.redundancy import mean_similarity, similarity_flops
+from kvsim.policies.window import before_window, shares
 
 
 @dataclass(frozen=True)
 class RKV(Scorer):
     """Pooled attention of a window less redundancy, as one of three implementations has them."""
 
-    window: int = 16
+    window: Annotated[int, AtLeast(1)] = 16
     pool: Literal["max", "avg"] | None = "max"
-    pool_kernel: int = 5
-    mix_lambda: float = 0.1
-    threshold: float = 0.5
-    sink: int = 0
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
+    mix_lambda: Annotated[float, Between(0, 1)] = 0.1
+    threshold: Annotated[float, Between(0, 1)] = 0.5
+    sink: Annotated[int, AtLeast(0)] = 0
     variant: Literal["gkv", "original", "ams"] = "gkv"
-
-    def __post_init__(self) -> None:
-        check_window("rkv", self.window)
-        check_pooling("rkv", self.pool, self.pool_kernel)
-        check_redundancy("rkv", self.mix_lambda, self.threshold)
-        if self.sink < 0:
-            raise PolicyError(f"rkv: sink is {self.sink}; expected 0 or more")
-        if self.variant not in ("gkv", "original", "ams"):
-            raise PolicyError(
-                f"rkv: variant is {self.variant!r}; expected 'gkv', 'original' or 'ams'"
-            )
 
     @property
     def rows(self) -> int:
@@ -97,6 +87,13 @@ class RKV(Scorer):
         if self.variant == "original":
             return shares(logits.amax(2), older.unsqueeze(2)).mean(2)
         return shares(logits, older[:, :, None, None]).mean((2, 3))
+
+    def flops(self, event: Event) -> Flops:
+        """The local score, and the redundancy of all keys, or of the candidates'."""
+        _, _, _, n = event.sizes
+        among = n - event.window(self.window) if self.variant == "ams" else n
+        score = local_flops(event, self.window, self.pool, self.pool_kernel)
+        return score + similarity_flops(event, among)
 
     def protection(self, budget: int) -> Protection:
         """The window, and sinks where asked for."""

@@ -18,31 +18,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.policy import LayerBudgets, Protection, Scorer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
-from kvsim.policies.pooling import check_pooling, smooth
-from kvsim.policies.window import before_window, check_window, shares
+from kvsim.policies.pooling import smooth
+from kvsim.policies.window import before_window, shares
+
+
+def window_flops(event: Event, window: int, kernel: int) -> Flops:
+    """Attention of the window, its sum over the rows, mean over heads, pooled."""
+    h, g, _, n = event.sizes
+    w = event.window(window)
+    return event.attention(w) + Flops(0, h * w * n + h * n + g * n * kernel)
 
 
 @dataclass(frozen=True)
 class RPC(Scorer):
     """Attention of a window on the generated text before it, averaged over heads, pooled."""
 
-    window: int = 32
-    pool_kernel: int = 7
+    window: Annotated[int, AtLeast(1)] = 32
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     heads: Literal["all", "group"] = "all"
-
-    def __post_init__(self) -> None:
-        check_window("rpc", self.window)
-        check_pooling("rpc", "avg", self.pool_kernel)
-        if self.heads not in ("all", "group"):
-            raise PolicyError(f"rpc: heads is {self.heads!r}; expected 'all' or 'group'")
 
     @property
     def rows(self) -> int:
@@ -58,6 +60,10 @@ class RPC(Scorer):
             vote = vote.mean(1, keepdim=True).expand_as(vote)
         return smooth(vote, "avg", self.pool_kernel).where(generated, 0.0)
 
+    def flops(self, event: Event) -> Flops:
+        """Attention, its sum over the window, mean over heads, pooling."""
+        return window_flops(event, self.window, self.pool_kernel)
+
     def protection(self, budget: int) -> Protection:
         """The prompt and the window."""
         return Protection(recent=self.window, prompt=True)
@@ -67,12 +73,8 @@ class RPC(Scorer):
 class Growing(LayerBudgets):
     """Prompt, window, and one of every `compression` tokens generated so far."""
 
-    window: int = 32
-    compression: int = 4
-
-    def __post_init__(self) -> None:
-        if self.compression < 1:
-            raise PolicyError(f"rpc: compression is {self.compression}; expected at least 1")
+    window: Annotated[int, AtLeast(1)] = 32
+    compression: Annotated[int, AtLeast(1)] = 4
 
     @property
     def bounded(self) -> bool:
@@ -85,25 +87,30 @@ class Growing(LayerBudgets):
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """prompt_len + window + generated // compression, int [L]."""
-        generated = view.row + 1 - view.prompt_len
-        size = view.prompt_len + self.window + generated // self.compression
-        size = max(size, view.setting.protected)
-        return torch.full_like(view.layers, size)
+        size = self.unbounded_size(view.prompt_len, view.row + 1)
+        return torch.full_like(view.layers, max(size, view.setting.protected))
+
+    def unbounded_size(self, prompt_len: int, n_pos: int) -> int:
+        """prompt_len + window + generated // compression."""
+        return prompt_len + self.window + (n_pos - prompt_len) // self.compression
+
+    @property
+    def remark(self) -> str:
+        """No budget binds."""
+        return "no budget binds; it holds prompt, window and a share of what is generated"
+
+    def flops(self, event: Event) -> Flops:
+        """Nothing is computed."""
+        return Flops()
 
 
 @dataclass(frozen=True)
 class AmsRPC(Scorer):
     """Attention of a window on the whole cache, averaged over the group, pooled (AMS's RPC)."""
 
-    window: int = 32
-    pool_kernel: int = 7
-    sink: int = 4
-
-    def __post_init__(self) -> None:
-        check_window("rpc", self.window)
-        check_pooling("rpc", "avg", self.pool_kernel)
-        if self.sink < 0:
-            raise PolicyError(f"rpc: sink is {self.sink}; expected 0 or more")
+    window: Annotated[int, AtLeast(1)] = 32
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
+    sink: Annotated[int, AtLeast(0)] = 4
 
     @property
     def rows(self) -> int:
@@ -113,6 +120,10 @@ class AmsRPC(Scorer):
     def score(self, view: View) -> Tensor:
         """pool_j(sum over the window of the group's mean a_r(j)); [L, H, n]."""
         return smooth(view.attn(self.window, group="mean").sum(2), "avg", self.pool_kernel)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention, its sum over the window, mean over heads, pooling."""
+        return window_flops(event, self.window, self.pool_kernel)
 
     def protection(self, budget: int) -> Protection:
         """Sinks and the window."""

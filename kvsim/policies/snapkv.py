@@ -15,27 +15,25 @@ the window is longer than the interval.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.policies.pooling import check_pooling, over_heads, smooth
-from kvsim.policies.window import before_window, check_window
+from kvsim.policies.pooling import over_heads, pooling_flops, smooth
+from kvsim.policies.window import before_window
 
 
 @dataclass(frozen=True)
 class SnapKV(Scorer):
     """Attention of a window of rows, pooled over neighbouring entries."""
 
-    window: int = 32
+    window: Annotated[int, AtLeast(1)] = 32
     pool: Literal["max", "avg"] | None = "max"
-    pool_kernel: int = 7
-
-    def __post_init__(self) -> None:
-        check_window("snapkv", self.window)
-        check_pooling("snapkv", self.pool, self.pool_kernel)
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
 
     @property
     def rows(self) -> int:
@@ -52,6 +50,13 @@ class SnapKV(Scorer):
         vote = vote.masked_fill_(~older.unsqueeze(2), 0.0)
         pooled = smooth(vote, self.pool, self.pool_kernel)
         return over_heads(pooled, 2).div_(pooled.shape[2]).masked_fill_(~older, 0.0)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention, its mean over the window, pooling and mean over the group per query head."""
+        h, _, _, n = event.sizes
+        w = event.window(self.window)
+        pooling = pooling_flops(self.pool, self.pool_kernel)
+        return event.attention(w) + Flops(0, h * n * (w + pooling + 1))
 
     def protection(self, budget: int) -> Protection:
         """The window."""

@@ -12,30 +12,31 @@ output of the attention is not. The default keeps original positions, as the oth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Scorer):
     """Recency, with the `sink` first positions protected."""
 
-    sink: int = 4
+    sink: Annotated[int, AtLeast(0)] = 4
 
     per_row: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.sink < 0:
-            raise PolicyError(f"streaming_llm: sink is {self.sink}; expected 0 or more")
 
     def score(self, view: View) -> Tensor:
         """The position: the more recent, the higher; exact in float64. [L, H, n]."""
         return view.pos.double()
+
+    def flops(self, event: Event) -> Flops:
+        """Nothing is computed."""
+        return Flops()
 
     def protection(self, budget: int) -> Protection:
         """The sinks."""

@@ -17,9 +17,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,17 @@ class TOVA(Scorer):
 
     per_row: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.heads not in ("all", "group"):
-            raise PolicyError(f"tova: heads is {self.heads!r}; expected 'all' or 'group'")
-
     def score(self, view: View) -> Tensor:
         """s_j = mean over query heads of a_e(j); [L, H, n]."""
         attention = view.attn(1, group="mean")[..., 0, :]
         if self.heads == "group":
             return attention
         return attention.mean(1, keepdim=True).expand_as(attention)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention of the last row, and its mean over the heads."""
+        h, _, _, n = event.sizes
+        return event.attention(1) + Flops(0, h * n)
 
     def protection(self, budget: int) -> Protection:
         """The last token where asked for."""

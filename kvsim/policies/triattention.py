@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Rope
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Protection, protected_by
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 from kvsim.policies.calibration import Calibrated
 
 # Distances into the future at which a key is scored.
@@ -52,15 +52,7 @@ class TriAttention(Calibrated):
     protect_prompt: bool = True
     offsets: Literal["mean", "max"] = "mean"
 
-    name: ClassVar[str] = "triattention"
     rotated: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.offsets not in ("mean", "max"):
-            raise PolicyError(
-                f"triattention: offsets is {self.offsets!r}; expected 'mean' or 'max'"
-            )
 
     @property
     def signed(self) -> bool:
@@ -93,6 +85,16 @@ class TriAttention(Calibrated):
         scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
         candidate = view.live & ~protected_by(self.protection, view)
         return standardised(scores, candidate.unsqueeze(2)).amax(2)
+
+    def flops(self, event: Event) -> Flops:
+        """A series and a norm per query head, standardised.
+
+        The series takes 2 n d (for each distance with offsets="max"), the norm of d / 2 pairs n d,
+        the z-scores 6 n.
+        """
+        h, g, d, n = event.sizes
+        series = len(_OFFSETS) if self.offsets == "max" else 1
+        return Flops(2 * h * n * d * series + h * n * d, 2 * g * n * d + (6 + series) * h * n)
 
     def protection(self, budget: int) -> Protection:
         """The prompt where asked for."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
 
 
 def before_window(view: View, window: int) -> Tensor:
@@ -21,9 +20,3 @@ def shares(logits: Tensor, among: Tensor) -> Tensor:
     """
     z = logits.masked_fill_(~among, -torch.inf)
     return z.softmax(-1).masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0.0)
-
-
-def check_window(name: str, window: int) -> None:
-    """Raise PolicyError where the policy `name` has a window without rows."""
-    if window < 1:
-        raise PolicyError(f"{name}: window is {window}; expected at least 1 row")

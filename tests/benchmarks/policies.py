@@ -269,7 +269,7 @@ def scoring(size: Size) -> tuple[dict[str, float], list[str]]:
             continue
         full = name if "+" in name or entry.innermost or entry.default else f"{name}+tova"
         # the prompt fills the budget here; a policy that pins it would keep nothing else
-        pinned = {"protect_prompt": False} if "protect_prompt" in entry.known else {}
+        pinned = {"protect_prompt": False} if "protect_prompt" in entry.parameters else {}
         policy = kvsim.policy(full, **entry.required, **pinned)
         if name == "rpc":
             continue  # its cache grows, so there is no ideal time at this budget

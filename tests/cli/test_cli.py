@@ -145,12 +145,14 @@ def test_a_policy_in_full_shows_parameters_and_rule(run):
     _, document, _ = run("policies", "asl", "--json")
     first, second = out.split("asl[+SCORER]: ")
 
-    assert "window=64 pool=avg pool_kernel=5" in first
+    assert "  window=64      an integer of at least 1\n  pool=avg       'max', 'avg' or" in first
     assert "listing 1" in first
     assert "tau=0.3" in second
     assert "SCORER:       snapkv, if none is named" in second
     assert "V_l = mean over U" in second
-    assert [one["name"] for one in json.loads(document)] == ["asl"]
+    (asl,) = json.loads(document)
+    assert (asl["name"], asl["params"]["tau"]) == ("asl", 0.3)
+    assert asl["accepts"]["tau"] == "a number of at least 0"
 
 
 def test_presets_stand_beside_the_policy(run):
@@ -781,7 +783,7 @@ def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
         (["--policy", "qfilter"], "calibration is missing; give calibration="),
         (["--policy", "criticalkv+tova"], "no array 'o_proj'"),
         (["--policy", "ams+full"], "nothing can be put around it"),
-        (["--set", "protect_last=7.5"], "protect_last is 7.5; expected bool"),
+        (["--set", "protect_last=7.5"], "protect_last is 7.5; expected True or False"),
         (["--metric", "output_eror"], "did you mean 'output_error'?"),
         (["--metric", "regret"], "was not replayed; give --regret"),
         (["--sink", "-1"], "--sink"),

@@ -128,7 +128,7 @@ def test_events_fire_after_the_prompt_and_every_interval_rows(schedule, expected
 
 def test_an_interval_below_one_row_is_refused():
     """The message says what was found."""
-    with pytest.raises(PolicyError, match="interval is 0; expected at least 1"):
+    with pytest.raises(PolicyError, match="interval is 0; expected an integer of at least 1"):
         kvsim.replay(make_trace(), kvsim.policy("tova"), budget=8, interval=0)
 
 
@@ -314,7 +314,7 @@ class Greedy(Odd):
 
 def test_a_policy_without_a_workable_budget_says_so():
     """The search for the smallest budget that works ends."""
-    with pytest.raises(BudgetError, match=r"no budget up to \d+ works"):
+    with pytest.raises(BudgetError, match="no budget works"):
         kvsim.replay(make_trace(), Policy("greedy", Greedy("plain")), budget=7)
 
 

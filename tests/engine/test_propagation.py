@@ -377,7 +377,7 @@ def test_remarks_tell_what_had_no_effect(trace):
     gem = kvsim.replay(trace, kvsim.policy("gemfilter"), 20, interval=5)
 
     assert "over 3 layers instead of 8, because layer 2 of 7 is the first" in asl.remark
-    assert "2048 rows of a prompt of 70 tokens go on, so all of them do" in whole.remark
+    assert "2048 rows of a prompt of 70 tokens propagate, so every layer" in whole.remark
     assert "nothing is evicted in decoding" in gem.remark
     assert not kvsim.replay(trace, kvsim.policy("asl", window=4), 100).remark
     fits = kvsim.replay(trace, kvsim.policy("fastkv", rows=20), 70)
@@ -416,27 +416,31 @@ def test_the_scorer_of_the_caches_shares_the_window():
     [
         ("gemfilter+snapkv", {}, "fills its caches by itself and takes no scorer inside"),
         ("snapkv+asl", {}, "scores by itself and takes no scorer inside"),
-        ("adakv+asl", {}, "asl says what deeper layers go on with and stands in front"),
+        ("adakv+asl", {}, "asl says which rows reach deeper layers and stands in front"),
         ("adakv+gemfilter", {}, "nothing stands around it"),
         ("asl+fastkv", {}, "stands in front of everything"),
         ("asl+cake", {}, "share one budget"),
         (
             "asl",
             {"protect": {"sink": 4}},
-            "expected nothing more to protect with a policy that drops rows",
+            "expected no further protection of a policy that drops rows",
         ),
-        ("asl", {"tau": -1.0}, "tau is -1.0; expected 0"),
-        ("asl", {"look_back": 0}, "look_back is 0; expected at least 1"),
-        ("asl", {"first_layer": -1}, "first_layer is -1"),
+        ("asl", {"tau": -1.0}, "tau is -1.0; expected a number of at least 0"),
+        ("asl", {"look_back": 0}, "look_back is 0; expected an integer of at least 1"),
+        (
+            "asl",
+            {"first_layer": -1},
+            "-1; expected an integer of at least 0, or None",
+        ),
         ("asl", {"kv_before": "some"}, "expected 'budget' or 'full'"),
-        ("asl", {"pool_kernel": 4}, "expected an odd width"),
-        ("fastkv", {"rows": 0}, "rows is 0; expected a number of tokens"),
-        ("fastkv", {"rows": 1.5}, "rows is 1.5; expected a number of tokens"),
+        ("asl", {"pool_kernel": 4}, "expected an odd integer of at least 1"),
+        ("fastkv", {"rows": 0}, "rows is 0; expected an integer of at least 1, a number above 0"),
+        ("fastkv", {"rows": 1.5}, "rows is 1.5; .* a number above 0 and at most 1, or None"),
         ("fastkv", {"layer": -2}, "layer is -2"),
         ("gemfilter", {"layer": -2}, "layer is -2"),
-        ("pyramidinfer", {"recent": 1.0}, "recent is 1.0; expected a share of the prompt below 1"),
-        ("pyramidinfer", {"ratio": 1.5}, "ratio is 1.5; expected a share of 0 to 1"),
-        ("pyramidinfer", {"sink": -1}, "sink is -1; expected 0 or more"),
+        ("pyramidinfer", {"recent": 1.0}, "recent is 1.0; .* of at least 0 and below 1"),
+        ("pyramidinfer", {"ratio": 1.5}, "ratio is 1.5; expected a number from 0 to 1"),
+        ("pyramidinfer", {"sink": -1}, "sink is -1; expected an integer of at least 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused(name, params, message):
@@ -453,7 +457,7 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
         kvsim.replay(trace, kvsim.policy("asl", first_layer=9, window=4), 20)
     with pytest.raises(BudgetError, match="the smallest budget that works is 32"):
         kvsim.replay(trace, kvsim.policy("asl_2pass"), 20)
-    with pytest.raises(PolicyError, match=r"7 rows go on \(rows=0.1 of a prompt of 70 tokens\)"):
+    with pytest.raises(PolicyError, match=r"7 rows propagate \(rows=0.1 of a prompt of 70 t"):
         kvsim.replay(trace, kvsim.policy("fastkv", rows=0.1), 20)
     deep = kvsim.Trace.from_arrays(
         trace.q, trace.k, trace.v, prompt_len=70, rope=trace.rope, layer_ids=range(3, 10)

@@ -551,13 +551,13 @@ def test_replay_with_any_parameters_equals_the_naive_replay():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"segment_mass": 0.0}, "segment_mass is 0.0; expected a share"),
-        ({"min_segment": 0}, "min_segment is 0; expected at least 1"),
+        ({"segment_mass": 0.0}, "segment_mass is 0.0; expected a number"),
+        ({"min_segment": 0}, "min_segment is 0; expected an integer of at least 1"),
         ({"min_segment": 9, "max_segment": 8}, "max_segment is 8; expected at least min_segment"),
-        ({"pool_kernel": 4}, "pool_kernel is 4; expected an odd width"),
-        ({"credit_decay": 1.5}, "credit_decay is 1.5; expected 0 to 1"),
+        ({"pool_kernel": 4}, "pool_kernel is 4; expected an odd integer of at least 1"),
+        ({"credit_decay": 1.5}, "credit_decay is 1.5; expected a number from 0 to 1"),
         ({"suffix_fill": "max"}, "suffix_fill is 'max'; expected 'head_max'"),
-        ({"min_quota": -1}, "min_quota is -1; expected at least 0"),
+        ({"min_quota": -1}, "min_quota is -1; expected an integer of at least 0"),
     ],
 )
 def test_what_cannot_be_is_refused(params, message):

@@ -306,11 +306,11 @@ def test_forms_and_mixtures_do_not_depend_on_what_is_held_at_once(held, monkeypa
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"n_future": 0}, "expected_attention: n_future is 0; expected at least 1 position"),
-        ({"sink": -1}, "sink is -1; expected at least 0"),
-        ({"epsilon": -0.1}, "epsilon is -0.1; expected 0 or more"),
+        ({"n_future": 0}, "expected_attention: n_future is 0; expected an integer of at least 1"),
+        ({"sink": -1}, "sink is -1; expected an integer of at least 0"),
+        ({"epsilon": -0.1}, "epsilon is -0.1; expected a finite number of at least 0"),
         ({"epsilon": math.nan}, "epsilon is nan"),
-        ({"query_buffer": 1}, "query_buffer is 1; expected at least 2 rows"),
+        ({"query_buffer": 1}, "query_buffer is 1; expected an integer of at least 2"),
         ({"value_norm": "k"}, "value_norm is 'k'; expected 'none', 'v' or 'wo_v'"),
         ({"rope": "none"}, "rope is 'none'; expected 'mean' or 'mixture'"),
         ({"origin": "here"}, "origin is 'here'; expected 'next' or 'buffer'"),

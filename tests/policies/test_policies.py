@@ -101,13 +101,25 @@ def test_parameters_replace_defaults_and_presets():
         ("tova", {"heads": "some"}, "tova: heads is 'some'; expected 'all' or 'group'"),
         ("tova", {"protect": 4}, "protect is 4; expected Protection"),
         ("tova", {"protect": {"sinks": 4}}, "protect is .*; expected Protection"),
-        ("tova", {"protect": {"sink": -1}}, "sink is -1; expected 0 or more"),
-        ("tova", {"protect": {"sink": 2.5}}, "sink is 2.5; expected 0 or more"),
-        ("pyramidkv", {"beta": float("nan")}, "pyramidkv: beta is nan; expected at least 1"),
-        ("ams", {"segment_mass": 1e-9}, "ams: segment_mass is 1e-09; expected a share"),
+        (
+            "tova",
+            {"protect": {"sink": -1}},
+            "protect: sink is -1; expected an integer of",
+        ),
+        ("tova", {"protect": {"sink": 2.5}}, "sink is 2.5; expected an integer"),
+        (
+            "pyramidkv",
+            {"beta": float("nan")},
+            "beta is nan; expected a number of at least 1",
+        ),
+        (
+            "ams",
+            {"segment_mass": 1e-9},
+            "segment_mass is 1e-09; .* at least 1e-05",
+        ),
         ("qfilter", {"calibration": "b@0123456789ab"}, "the name and digest of a trace"),
         ("builtins:dict", {"sink": 1}, "is a dict; expected a kvsim.Policy"),
-        ("math:sqrt", {"sink": 1}, "'math:sqrt' cannot be made of"),
+        ("math:sqrt", {"sink": 1}, "'math:sqrt' cannot be built from"),
         ("tova", {"scorer__heads": "all"}, "no parameter 'scorer__heads'"),
         ("adakv", {}, "not how they are scored; name a scorer too, such as adakv\\+tova"),
         ("global", {}, "not how they are scored"),
@@ -116,19 +128,23 @@ def test_parameters_replace_defaults_and_presets():
         ("global+adakv+tova", {}, "adakv is an allocator and global around it needs a scorer"),
         ("ams+full", {}, "full decides itself how many entries each head keeps"),
         ("global+global+tova", {}, "a global score already"),
-        ("adakv+tova", {"floor": 1.5}, "adakv: floor is 1.5; expected a share from 0 to 1"),
-        ("chunkkv+tova", {"chunk": 0}, "chunkkv: chunk is 0; expected at least 1"),
-        ("ams", {"pool_kernel": 4}, "ams: pool_kernel is 4; expected an odd width"),
-        ("ams", {"min_quota": -1}, "ams: min_quota is -1; expected at least 0"),
+        ("adakv+tova", {"floor": 1.5}, "adakv: floor is 1.5; expected a number from 0 to 1"),
+        ("chunkkv+tova", {"chunk": 0}, "chunkkv: chunk is 0; expected an integer of at least 1"),
+        ("ams", {"pool_kernel": 4}, "ams: pool_kernel is 4; expected an odd integer of at least 1"),
+        ("ams", {"min_quota": -1}, "ams: min_quota is -1; expected an integer of at least 0"),
         ("ams", {"max_segment": 8}, "ams: max_segment is 8; expected at least min_segment, 16"),
-        ("ams", {"segment_mass": 0.0}, "ams: segment_mass is 0.0; expected a share"),
-        ("ams", {"credit_decay": 1.1}, "ams: credit_decay is 1.1; expected 0 to 1"),
-        ("ams", {"mode": "loose"}, "ams: mode is 'loose'; expected 'strict', 'reference'"),
-        ("pyramidkv", {"beta": 0.5}, "pyramidkv: beta is 0.5; expected at least 1"),
+        ("ams", {"segment_mass": 0.0}, "ams: segment_mass is 0.0; expected a number"),
+        ("ams", {"credit_decay": 1.1}, "ams: credit_decay is 1.1; expected a number from 0 to 1"),
+        ("ams", {"mode": "loose"}, "ams: mode is 'loose'; expected 'strict' or 'reference'"),
+        ("pyramidkv", {"beta": 0.5}, "pyramidkv: beta is 0.5; expected a number of at least 1"),
         ("gkv", {"decay": 1.5}, "gkv: decay is 1.5"),
         ("gkv", {"pool": "max", "pool_kernel": 4}, "pool_kernel is 4; expected an odd"),
         ("rkv", {"mix_lambda": 2.0}, "mix_lambda is 2.0"),
-        ("expected_attention", {"query_buffer": 1}, "query_buffer is 1; expected at least 2"),
+        (
+            "expected_attention",
+            {"query_buffer": 1},
+            "query_buffer is 1; expected an integer of at least 2",
+        ),
         ("expected_attention", {"n_future": 0}, "n_future is 0"),
         ("qfilter", {}, "qfilter: calibration is missing; give calibration="),
         ("ams+triattention", {}, "triattention: calibration is missing"),
@@ -136,13 +152,13 @@ def test_parameters_replace_defaults_and_presets():
         ("qfilter", {"calibration": "no/such/trace"}, "qfilter: calibration is 'no/such/trace'"),
         ("oracle", {"by": "luck"}, "oracle: by is 'luck'"),
         ("criticalkv+tova", {"first_stage": 2.0}, "criticalkv: first_stage is 2.0"),
-        ("snapkv", {"window": 0}, "window is 0; expected at least 1"),
-        ("snapkv", {"window": "many"}, "window is 'many'; expected int"),
-        ("snapkv", {"window": 2.5}, "window is 2.5; expected int"),
-        ("snapkv", {"pool_kernel": 4}, "pool_kernel is 4; expected an odd width"),
+        ("snapkv", {"window": 0}, "snapkv: window is 0; expected an integer of at least 1"),
+        ("snapkv", {"window": "many"}, "window is 'many'; expected an integer"),
+        ("snapkv", {"window": 2.5}, "window is 2.5; expected an integer"),
+        ("snapkv", {"pool_kernel": 4}, "pool_kernel is 4; expected an odd integer"),
         ("snapkv", {"pool": "median"}, "pool is 'median'"),
-        ("streaming_llm", {"sink": -1}, "sink is -1; expected 0 or more"),
-        ("h2o", {"recent": -1}, "recent is -1"),
+        ("streaming_llm", {"sink": -1}, "sink is -1; expected an integer of at least 0"),
+        ("h2o", {"recent": -1}, "recent is -1; expected an integer of at least 0, or None"),
         ("no.such.module:NAME", {}, "cannot import 'no.such.module'"),
         ("math:no_such_policy", {}, "'math' has no 'no_such_policy'"),
         ("math:pi", {}, "is a float; expected a kvsim.Policy"),
@@ -173,6 +189,29 @@ def test_a_budget_below_what_is_protected_names_the_smallest_that_works(
     with pytest.raises(BudgetError, match=f"smallest budget that works is {smallest}"):
         policy.check_budget(budget)
     policy.check_budget(smallest)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("kept", [{}, {"sink": 3}, {"sink": 2, "recent": 9}, {"prompt": True}])
+def test_the_smallest_budget_that_works_is_the_first_of_all(name, kept):
+    """Each budget below it is refused and names it, for any policy and protection."""
+    try:
+        policy = make(name, protect=kept)
+    except PolicyError:
+        return  # it drops rows of the prompt, and protects nothing more
+
+    def refusal(budget):
+        try:
+            policy.check_budget(budget, prompt_len=21, n_layers=5, schedule=Schedule(16))
+        except BudgetError as error:
+            return str(error)
+        return ""
+
+    refused = [refusal(budget) for budget in range(1, 130)]
+    smallest = refused.index("") + 1
+    assert not any(refused[smallest - 1 :])
+    for message in refused[: smallest - 1]:
+        assert message.endswith(f"the smallest budget that works is {smallest}")
 
 
 @pytest.mark.parametrize("name", names())
@@ -310,7 +349,7 @@ def test_what_comes_late_is_refused_early():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"interval": 2.5}, "interval is 2.5; expected at least 1 row"),
+        ({"interval": 2.5}, "interval is 2.5; expected an integer of at least 1, or None"),
         ({"interval": "32"}, "interval is '32'"),
         ({"layers": []}, "expected some layers"),
         ({"layers": [1.0]}, "layer is 1.0; expected 0..0"),

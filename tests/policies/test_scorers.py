@@ -610,9 +610,9 @@ def test_criticalkv_needs_the_output_projection():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"epsilon": -1.0}, "criticalkv: epsilon is -1.0; expected 0 or more"),
+        ({"epsilon": -1.0}, "criticalkv: epsilon is -1.0; expected a finite number of at least 0"),
         ({"epsilon": math.inf}, "epsilon is inf"),
-        ({"first_stage": 1.5}, "first_stage is 1.5; expected a share of the budget"),
+        ({"first_stage": 1.5}, "first_stage is 1.5; expected a number from 0 to 1"),
     ],
 )
 def test_criticalkv_refuses_what_cannot_be(params, message):
@@ -623,7 +623,10 @@ def test_criticalkv_refuses_what_cannot_be(params, message):
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"sink": -1}, "lagkv: sink is -1; expected 0"), ({"lag": 0}, "lagkv: lag is 0; expected at")],
+    [
+        ({"sink": -1}, "lagkv: sink is -1; expected an integer"),
+        ({"lag": 0}, "lagkv: lag is 0; expected an"),
+    ],
 )
 def test_lagkv_refuses_what_cannot_be(params, message):
     """With what was expected."""

@@ -28,7 +28,7 @@ def operations(name, *, layers, heads, tokens):
     entry = CATALOGUE[name.partition("@")[0].partition("+")[0]]
     full = name if "+" in name or entry.innermost or entry.default else f"{name}+tova"
     params = dict(entry.required)
-    if "protect_prompt" in entry.known:
+    if "protect_prompt" in entry.parameters:
         params["protect_prompt"] = False
     policy = kvsim.policy(full, **params)
     case = make_case("normal", layers=layers, heads=heads, n=tokens + 1, dim=8, prompt_len=tokens)

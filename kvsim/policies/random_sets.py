@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
@@ -23,6 +24,7 @@ class Random(Scorer):
 
     seed: int = 0
 
+    label: ClassVar[str] = "random"
     per_row: ClassVar[bool] = True
 
     def score(self, view: View) -> Tensor:
@@ -32,6 +34,10 @@ class Random(Scorer):
         for part in (view.layers.view(-1, 1, 1), view.row, heads.view(1, -1, 1), view.pos):
             state = _splitmix(state) ^ part
         return _shift(_splitmix(state), 11).double() / 2.0**53
+
+    def flops(self, event: Event) -> Flops:
+        """One division for each entry; hashes are of integers."""
+        return Flops(0, event.model.n_heads * event.entries)
 
 
 def _splitmix(z: Tensor) -> Tensor:

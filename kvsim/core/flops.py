@@ -1,0 +1,97 @@
+"""FLOPs of scoring: what a piece of a policy computes at one event, in one layer.
+
+With H query heads, G KV heads, head dimension d, hidden size D, n entries of a head before the
+event and w rows of a window. `products` are multiply-adds of matrix products, 2 FLOPs each, and
+follow the formulas of the policies' files exactly; a test counts them while the real scorers run.
+`pointwise` is the rest to leading order: 3 per softmax weight, 1 per number that is added, compared
+or scaled, the kernel's width per pooled number, 2 per number of a norm. Comparisons that sort or
+select count nothing.
+
+Nothing is shared: attention weights that a scorer uses are computed anew, as they must be where a
+fused kernel returns none, and once for each piece that uses them. Calibration happens once per
+model and is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of matrix products, and of everything else."""
+
+    products: float = 0.0
+    pointwise: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.products + self.pointwise
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.products + other.products, self.pointwise + other.pointwise)
+
+    def __mul__(self, times: float) -> Flops:
+        return Flops(self.products * times, self.pointwise * times)
+
+
+class Shape(Protocol):
+    """The sizes of a model that formulas need; `kvsim.cost.Model` is one."""
+
+    @property
+    def n_qheads(self) -> int:
+        """H."""
+
+    @property
+    def n_heads(self) -> int:
+        """G."""
+
+    @property
+    def dim(self) -> int:
+        """d."""
+
+    @property
+    def hidden(self) -> int:
+        """D."""
+
+    def per_query_head(self) -> Shape:
+        """As a model in which every query head has keys and values of its own."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of one layer, as sizes.
+
+    entries: of a KV head, before the event. seen: tokens so far. since: rows since the last event
+    that acted, whose attention a score may add up. later: rows still to come, for the clairvoyant.
+    """
+
+    model: Shape
+    entries: float
+    seen: int
+    since: int
+    budget: int
+    prompt: bool = False
+    later: float = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, float]:
+        """H, G, d, n."""
+        return self.model.n_qheads, self.model.n_heads, self.model.dim, self.entries
+
+    def window(self, rows: int) -> int:
+        """So many recent rows, if there are."""
+        return min(rows, self.seen)
+
+    def attention(self, rows: float) -> Flops:
+        """Softmax attention of so many rows over all entries: 2 H w n d, and 3 H w n."""
+        h, _, d, n = self.sizes
+        return Flops(2 * h * rows * n * d, 3 * h * rows * n)
+
+    def received(self) -> Flops:
+        """Attention of the rows since the last event, each over what it saw, added up."""
+        h, _, d, n = self.sizes
+        pairs = self.since * (n - (self.since - 1) / 2)
+        return Flops(2 * h * pairs * d, 4 * h * pairs)

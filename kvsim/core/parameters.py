@@ -1,0 +1,249 @@
+"""Parameters of a piece: typed and bounded fields of a frozen dataclass, checked when it is built.
+
+    @dataclass(frozen=True)
+    class SnapKV(Scorer):
+        window: Annotated[int, AtLeast(1)] = 32
+        pool: Literal["max", "avg"] | None = "max"
+
+An annotation has the type of a value (an int passes for a float, a bool for neither), its bounds
+and its choices. Errors, `kvsim policies` and the documentation read them from there. A field whose
+annotation says nothing that can be checked takes any value.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvsim.errors import PolicyError
+
+# ------------------------------------------------------------------------------------- the bounds
+
+
+class Bound(ABC):
+    """A condition on a number, and its words in "an integer ..."."""
+
+    #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
+    before: ClassVar[bool] = False
+
+    @abstractmethod
+    def allows(self, value: float) -> bool:
+        """Whether a number is within the bound; False for NaN."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class _Limit(Bound):
+    limit: float
+
+    words: ClassVar[str]
+    compare: ClassVar[Callable[[float, float], bool]]
+
+    def allows(self, value: float) -> bool:
+        return type(self).compare(value, self.limit)
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.limit:g}"
+
+
+class AtLeast(_Limit):
+    """value >= limit, infinity included."""
+
+    words, compare = "of at least", operator.ge
+
+
+class AtMost(_Limit):
+    """value <= limit."""
+
+    words, compare = "at most", operator.le
+
+
+class Above(_Limit):
+    """value > limit, infinity included."""
+
+    words, compare = "above", operator.gt
+
+
+class Below(_Limit):
+    """value < limit."""
+
+    words, compare = "below", operator.lt
+
+
+@dataclass(frozen=True)
+class Between(Bound):
+    """least <= value <= most."""
+
+    least: float
+    most: float
+
+    def allows(self, value: float) -> bool:
+        """Both ends included."""
+        return self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"from {self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Finite(Bound):
+    """Neither infinite nor NaN."""
+
+    before: ClassVar[bool] = True
+
+    def allows(self, value: float) -> bool:
+        """Any real number."""
+        return math.isfinite(value)
+
+    def __str__(self) -> str:
+        return "finite"
+
+
+@dataclass(frozen=True)
+class Odd(Bound):
+    """An odd integer, such as the width of a pooling that is centred on an entry."""
+
+    before: ClassVar[bool] = True
+
+    def allows(self, value: float) -> bool:
+        """1, 3, 5, ..., negative ones included."""
+        return value % 2 == 1
+
+    def __str__(self) -> str:
+        return "odd"
+
+
+# --------------------------------------------------------------------------------- the parameters
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A field of a piece: its resolved annotation, and its default (MISSING for none)."""
+
+    name: str
+    hint: Any
+    default: Any
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words: `an integer of at least 1`, `'max', 'avg' or None`."""
+        *most, last = _phrases(self.hint)
+        comma = "," if any(" " in phrase for phrase in most) else ""
+        return f"{', '.join(most)}{comma} or {last}" if most else last
+
+    def value(self, given: object, label: str) -> Any:
+        """The value that is given, as a plain number where it is one of numpy's.
+
+        Raises PolicyError, which begins with `label`, where it does not fit.
+        """
+        fitted = _fitted(given, self.hint)
+        if fitted is _UNFIT:
+            raise PolicyError(f"{label}: {self.name} is {given!r}; expected {self.expected}")
+        return fitted
+
+
+def parameters(kind: type) -> dict[str, Parameter]:
+    """The parameters of a dataclass by name, in order; any other class has none."""
+    return _parameters(kind)
+
+
+@cache
+def _parameters(kind: type) -> dict[str, Parameter]:
+    if not is_dataclass(kind):
+        return {}
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError:  # a name that only a type checker sees, in a piece of a user's own
+        hints = {}
+    return {f.name: Parameter(f.name, hints.get(f.name, Any), f.default) for f in fields(kind)}
+
+
+def check_fields(piece: object, label: str) -> None:
+    """Raise PolicyError where a field of a dataclass holds what its annotation rules out."""
+    for name, parameter in parameters(type(piece)).items():
+        given = getattr(piece, name)
+        value = parameter.value(given, label)
+        if value is not given:
+            object.__setattr__(piece, name, value)
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is an integer of at least `least`; True and False are not."""
+    return _fitted(value, Annotated[int, AtLeast(least)]) is not _UNFIT
+
+
+_UNFIT = object()
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """The value if it fits the annotation, as a plain number where it is a number; else _UNFIT."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        fitted = _fitted(value, arguments[0])
+        bounded = fitted is not _UNFIT and fitted is not None
+        bounds = (bound for bound in arguments[1:] if bounded and isinstance(bound, Bound))
+        return fitted if all(bound.allows(fitted) for bound in bounds) else _UNFIT
+    if origin in (Union, UnionType):
+        fits = (_fitted(value, part) for part in arguments)
+        return next((fitted for fitted in fits if fitted is not _UNFIT), _UNFIT)
+    if origin is Literal:
+        same = (type(value) is type(choice) and value == choice for choice in arguments)
+        return value if any(same) else _UNFIT
+    if hint in (int, float):
+        return _number(value, whole=hint is int)
+    try:
+        return value if hint is Any or isinstance(value, hint) else _UNFIT
+    except TypeError:  # list[int], a protocol, ...: no class of which to be an instance
+        return value
+
+
+def _number(value: Any, *, whole: bool) -> Any:
+    """The plain number, for numpy's and others that behave as one; _UNFIT for anything else."""
+    if isinstance(value, bool):
+        return _UNFIT
+    try:
+        return operator.index(value)
+    except TypeError:
+        pass
+    if whole or not isinstance(value, numbers.Real):
+        return _UNFIT
+    return float(value)
+
+
+# -------------------------------------------------------------------------------------- the words
+
+_NOUNS = {int: "integer", float: "number"}
+_ALTERNATIVES: dict[Any, list[str]] = {
+    NoneType: ["None"],
+    bool: ["True", "False"],
+    str: ["text"],
+    Any: ["any value"],
+}
+
+
+def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
+    """What a value may be, one phrase for each alternative."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        inner = tuple(bound for bound in arguments[1:] if isinstance(bound, Bound))
+        return _phrases(arguments[0], (*bounds, *inner))
+    if origin in (Union, UnionType):
+        return [phrase for part in arguments for phrase in _phrases(part, bounds)]
+    if origin is Literal:
+        return [repr(choice) for choice in arguments]
+    if hint in _ALTERNATIVES:
+        return _ALTERNATIVES[hint]
+    noun = _NOUNS.get(hint) or str(getattr(hint, "__name__", hint))
+    words = [*(str(bound) for bound in bounds if bound.before), noun]
+    article = "an" if words[0][0] in "aeiouAEIOU" else "a"
+    behind = " and ".join(str(bound) for bound in bounds if not bound.before)
+    return [" ".join([article, *words, *([behind] if behind else [])])]

@@ -1,0 +1,362 @@
+"""The pieces of a policy: a scorer, an allocator, the budgets of layers, and what is protected.
+
+A piece is a frozen dataclass. Its fields are parameters (`kvsim.core.parameters`), checked when it
+is built, and it gives the FLOPs of its own rule, from which `kvsim cost` takes them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast, check_fields
+from kvsim.core.schedule import Schedule
+from kvsim.core.trace import Trace
+from kvsim.core.view import View
+
+
+class Piece:
+    """What all pieces have in common. A frozen dataclass whose fields are the parameters.
+
+    A subclass that checks how its parameters go together calls `super().__post_init__()` first.
+    """
+
+    #: name in errors; by default the file of a policy of kvsim, the class of a user's own
+    label: ClassVar[str] = ""
+    #: name of the method that `flops` counts
+    _rule: ClassVar[str]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give a name to errors, and forget FLOPs that are inherited without the rule."""
+        super().__init_subclass__(**options)
+        if not vars(cls).get("label"):
+            package, _, file = cls.__module__.rpartition(".")
+            cls.label = file if package == "kvsim.policies" else cls.__name__
+        if cls._rule in vars(cls) and "flops" not in vars(cls):
+            cls.flops = Piece.flops  # type: ignore[method-assign]  # those of another rule
+
+    def __post_init__(self) -> None:
+        """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
+        check_fields(self, self.label)
+
+    def flops(self, event: Event) -> Flops | None:
+        """FLOPs of the rule at an event, in one layer and without what is inside; None: unknown."""
+        return None
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Entries that are never evicted.
+
+    The `sink` first positions, the `recent` last ones; with `prompt`, every position of the prompt.
+    """
+
+    sink: Annotated[int, AtLeast(0)] = 0
+    recent: Annotated[int, AtLeast(0)] = 0
+    prompt: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "protect")
+
+    def __or__(self, other: Protection) -> Protection:
+        return Protection(
+            max(self.sink, other.sink), max(self.recent, other.recent), self.prompt or other.prompt
+        )
+
+    def size(self, prompt_len: int) -> int:
+        """Entries that it protects once that many exist."""
+        return max(self.sink, prompt_len if self.prompt else 0) + self.recent
+
+    def mask(self, pos: Tensor, row: int, prompt_len: int = 0) -> Tensor:
+        """bool, the shape of pos: protected right after row `row`. Pads (-1) never are."""
+        first = max(self.sink, prompt_len if self.prompt else 0)
+        return ((pos < first) | (pos > row - self.recent)) & (pos >= 0)
+
+
+def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
+    """Mask of the entries that are protected at this event, bool [L, H, n].
+
+    protection: of a budget, such as a scorer's; layers may have different budgets.
+    """
+    budgets = view.budget.flatten().tolist()
+    by_budget = {b: protection(b) for b in set(budgets)}
+    if len(set(by_budget.values())) == 1:
+        return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
+    masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}
+    return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])
+
+
+# ------------------------------------------------------------------------------------ the scorer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a scorer returns: values [L, H, n], higher = keep, and the new values of its columns."""
+
+    values: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(returned: Tensor | Scores) -> Scores:
+        """The scores of a scorer; a stateless one returns its values alone."""
+        return returned if isinstance(returned, Scores) else Scores(returned)
+
+
+class Scorer(Piece, ABC):
+    """Which entries matter.
+
+    Subclasses take these defaults and replace what differs; a scorer without parameters, state or
+    protection is one function, `score`.
+    """
+
+    _rule: ClassVar[str] = "score"
+    #: carried with each entry: name -> value of an entry that has no history
+    columns: ClassVar[Mapping[str, float]] = {}
+    #: scores an entry from the last row and its own columns alone, so that rows can be replayed in
+    #: blocks in which evicted entries remain as holes
+    per_row: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is read at once; memory budgets count what they take."""
+        return 1
+
+    @property
+    def signed(self) -> bool:
+        """Whether a score can be negative."""
+        return False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Arrays that a trace must hold beyond q, k and v."""
+        return frozenset()
+
+    @property
+    def clairvoyant(self) -> bool:
+        """Whether rows later than the event are read: a bound, and no policy to deploy."""
+        return False
+
+    @property
+    def least_rows(self) -> int:
+        """Fewest rows that must exist at an event that acts."""
+        return 1
+
+    def check(self, trace: Trace, schedule: Schedule) -> None:
+        """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
+
+    @abstractmethod
+    def score(self, view: View) -> Tensor | Scores:
+        """Scores of the view's entries, [L, H, n]."""
+
+    def protection(self, budget: int) -> Protection:
+        """What the scorer cannot score and therefore protects: its window, its sinks."""
+        return Protection()
+
+
+@dataclass(frozen=True)
+class Wrapper(Scorer):
+    """A scorer around another, whose needs, columns and protection it has.
+
+    Subclasses define `score` and add their own parameters.
+    """
+
+    scorer: Scorer
+
+    @property
+    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part
+        """The scorer's."""
+        return self.scorer.columns
+
+    @property
+    def rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.rows
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The scorer's."""
+        return self.scorer.needs
+
+    @property
+    def clairvoyant(self) -> bool:
+        """If the scorer is."""
+        return self.scorer.clairvoyant
+
+    @property
+    def least_rows(self) -> int:
+        """The scorer's."""
+        return self.scorer.least_rows
+
+    def check(self, trace: Trace, schedule: Schedule) -> None:
+        """As the scorer."""
+        self.scorer.check(trace, schedule)
+
+    def inner(self, view: View) -> Scores:
+        """The scores of the scorer inside."""
+        return Scores.of(self.scorer.score(view))
+
+    def protection(self, budget: int) -> Protection:
+        """The scorer's."""
+        return self.scorer.protection(budget)
+
+
+# --------------------------------------------------------------------------------- the allocator
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many entries stay at an event, and from where.
+
+    quotas: int [L, H], or [L, H, S] where each of S groups is chosen from by itself; groups then
+    says which one every entry belongs to, int [L, H, n]. eligible: bool [L, H, n], entries outside
+    leave unless they are protected. columns: new values of the allocator's columns. notes: what
+    figures may want to show, by name; [L, H, ...].
+    """
+
+    quotas: Tensor
+    groups: Tensor | None = None
+    eligible: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Allocator(Piece, ABC):
+    """How many entries stay, and from where."""
+
+    _rule: ClassVar[str] = "plan"
+    #: carried with each entry, as a scorer's
+    columns: ClassVar[Mapping[str, float]] = {}
+    #: names of what its plans note that metrics read: a few numbers for each head, not one for each
+    #: entry (`kvsim.analysis.kept.segments` says which)
+    notes: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is read at once."""
+        return 1
+
+    @property
+    def bounded(self) -> bool:
+        """False where no budget binds."""
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """False where what stays is near the budget and not equal to it."""
+        return True
+
+    @property
+    def binds(self) -> bool:
+        """False where protection only shows in the plan and is not enforced."""
+        return True
+
+    def protection(self, budget: int) -> Protection:
+        """What the allocator itself protects."""
+        return Protection()
+
+    def remark(self, budget: int) -> str:
+        """What a reader of results at this budget should know; empty for nothing."""
+        return ""
+
+    @abstractmethod
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """Quotas for scores [L, H, n]; together at least the head's protected entries."""
+
+
+@dataclass(frozen=True)
+class Uniform(Allocator):
+    """Every head keeps the budget of its layer."""
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """The same quota for every head."""
+        return Plan(view.budget.expand_as(view.count))
+
+    def flops(self, event: Event) -> Flops:
+        """Nothing is computed."""
+        return Flops()
+
+
+@dataclass(frozen=True)
+class Everything(Allocator):
+    """Every head keeps all it has: no budget binds."""
+
+    @property
+    def bounded(self) -> bool:
+        """Never."""
+        return False
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """The number of entries that each head holds."""
+        return Plan(view.count)
+
+    def flops(self, event: Event) -> Flops:
+        """Nothing is computed."""
+        return Flops()
+
+
+# ---------------------------------------------------------------------------- the layers' budgets
+
+
+class LayerBudgets(Piece, ABC):
+    """How much each layer gets, in entries per head."""
+
+    _rule: ClassVar[str] = "budgets"
+    #: the layers share one budget: an event acts on all of them together, or on none
+    across_layers: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is read at once."""
+        return 1
+
+    @property
+    def bounded(self) -> bool:
+        """False where the policy's budget does not bind."""
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """False where the layers together are near their budgets and not equal to them."""
+        return True
+
+    def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
+        """Budgets of the layers as far as they are fixed; a head holds at most `longest` entries.
+
+        One for each layer, one for all of them, or none.
+        """
+        return (budget,)
+
+    def unbounded_size(self, prompt_len: int, n_pos: int) -> int | None:
+        """Entries of a head after n_pos tokens, where the policy's budget plays no part in it.
+
+        None where it does, or where nobody can tell.
+        """
+        return None
+
+    @property
+    def remark(self) -> str:
+        """What a reader of costs should know; empty for nothing."""
+        return ""
+
+    @abstractmethod
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """The budget of each layer at an event, int [L]; `budget` is the policy's."""
+
+
+@dataclass(frozen=True)
+class Even(LayerBudgets):
+    """Every layer gets the budget."""
+
+    def budgets(self, view: View, budget: int) -> Tensor:
+        """The same for all."""
+        return torch.full_like(view.layers, budget)
+
+    def flops(self, event: Event) -> Flops:
+        """Nothing is computed."""
+        return Flops()
