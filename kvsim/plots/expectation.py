@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
 from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
-from kvsim.plots.panels import Panels, known, legend_outside
+from kvsim.plots.panels import Panels, legend_outside, trace_label
 from kvsim.plots.prompts import mean_line
 from kvsim.plots.style import COLOURS, caption, plain, series
 
@@ -160,7 +160,7 @@ def agreement_steps(
     panels.label("step (the last: Expected Attention)", label)
     caption(
         panels.figure,
-        f"{known(table['trace'])}: where expected attention leaves observed\n"
+        f"{trace_label(table['trace'])}: where expected attention leaves observed\n"
         "blue: query heads; black: their mean",
         table["fidelity"],
     )
@@ -209,8 +209,8 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     panels.legend(columns=4)
     caption(
         panels.figure,
-        f"{known(part['trace'])}: observed attention lost with keys removed in the order of a "
-        "score\nmean over query heads",
+        f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order of "
+        "a score\nmean over query heads",
         part["fidelity"],
     )
     return panels.figure
@@ -283,7 +283,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     legend_outside(figure, axis, columns=6)
     caption(
         figure,
-        f"{known(table['trace'])}: output of all heads where a policy evicts once, then "
+        f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
         f"{_counts(table['rows'])} rows",
         table["fidelity"],
     )

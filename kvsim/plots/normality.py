@@ -45,7 +45,7 @@ _GAP_BINS = 60
 
 def state_ridges(
     trace: Trace,
-    layer: int,
+    layer: int = 0,
     of: States = "query",
     *,
     dimensions: int = DIMENSIONS,
@@ -111,7 +111,7 @@ def state_ridges(
 
 def state_quantiles(
     trace: Trace,
-    layer: int,
+    layer: int = 0,
     of: States = "query",
     *,
     dimensions: int = DIMENSIONS,

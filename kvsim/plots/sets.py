@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.definition import mean_known
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
-from kvsim.analysis.summaries import averages
+from kvsim.analysis.summaries import averages, stages
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, suggest
@@ -89,7 +89,7 @@ def middle_coverage(
         plain(axis)
     axes[0].set_ylabel("share of the positions kept", fontsize=8)
     what = f"Where kept entries lie: {shown.text(traces[0])}, mean over {found.counted}"
-    _finish(figure, axes, f"{what}\nshaded: middle; dotted: no place preferred", found)
+    _finish(figure, axes, f"{what}\nshaded: middle third; dotted: no position preferred", found)
     return figure
 
 
@@ -102,16 +102,16 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
     Args:
         table: with the metric `retained_iou`.
         by: a column of it: domain, task, level, layer, or the stage that
-            `kvsim.analysis.summaries.stages` adds.
+            `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
+            the layers in the table.
 
     Raises:
         PolicyError: the table has no such column, or no IoU with a value in it.
     """
+    if by == "stage" and by not in table.columns:
+        table = stages(table)
     if by not in table.columns:
-        stage = (
-            "; kvsim.analysis.summaries.stages(table, n_layers) adds it" if by == "stage" else ""
-        )
-        raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}{stage}")
+        raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}")
     wanted = (pl.col("metric") == "retained_iou") & (pl.col("variant") == "")
     found = averages(table.filter(wanted & pl.col(by).is_not_null()), [by])
     found = found.filter(pl.col("mean").is_not_null())
