@@ -11,8 +11,6 @@ from typing import Any
 import polars as pl
 import streamlit as st
 
-import cached
-import chosen
 import kvsim
 from kvsim import Trace
 from kvsim.analysis.registry import METRICS
@@ -29,6 +27,8 @@ from kvsim.errors import KvsimError
 from kvsim.policies import CATALOGUE, names
 from kvsim.report import read_run
 from kvsim.sweeps.run import sweep
+
+from . import cache, controls
 
 #: In the list of runs: none of them, but the chosen trace, replayed.
 HERE = "the chosen trace, replayed here"
@@ -67,7 +67,7 @@ class Folder:
 class Replay:
     """A sweep over one trace."""
 
-    source: cached.Source
+    source: cache.Source
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     interval: int | None
@@ -103,7 +103,7 @@ def load(origin: Origin) -> Run:
     if isinstance(origin, Folder):
         saved = read_run(origin.path)
         return _run(origin, saved.path.name, saved.table, saved.parameters)
-    trace = cached.trace(origin.source)
+    trace = cache.trace(origin.source)
     made = sweep(
         [trace],
         [kvsim.policy(name) for name in origin.policies],
@@ -158,7 +158,7 @@ def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
 
 def run() -> Run:
     """The chosen run. Where there is none the page says how one is made, and ends there."""
-    folders = {HERE: None, **chosen.runs()}
+    folders = {HERE: None, **controls.runs()}
     listed = [*(name for name in folders if name != HERE), HERE]
     name = st.selectbox("Run", listed, key="run", bind="query-params")
     path = folders[name]
@@ -176,7 +176,7 @@ def run() -> Run:
             language="bash",
             wrap_lines=True,
         )
-    return _replayed(chosen.trace())
+    return _replayed(controls.trace())
 
 
 def read(path: Path) -> Run:
@@ -219,7 +219,7 @@ def _replayed(trace: Trace) -> Run:
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")
         st.stop()
-    origin = Replay(chosen.source(), tuple(policies), tuple(budgets), INTERVAL, regret)
+    origin = Replay(controls.source(), tuple(policies), tuple(budgets), INTERVAL, regret)
     asked: set[Origin] = st.session_state.setdefault("asked", set())
     if trace.n_pos * trace.n_layers > AT_ONCE and origin not in asked:
         st.caption(

@@ -16,7 +16,6 @@ from typing import Any
 
 import streamlit as st
 
-import cached
 from kvsim import Trace
 from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
@@ -24,6 +23,8 @@ from kvsim.policies import CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.store.listing import find_runs, find_traces
 from kvsim.tiny.sample import sample_trace
+
+from . import cache
 
 SAMPLE = "sample"
 
@@ -59,7 +60,7 @@ def sidebar() -> None:
             )
         # what cannot be read has no layers; the page says what is wrong
         with contextlib.suppress(KvsimError):
-            one = cached.trace(source())
+            one = cache.trace(source())
             layers, heads = (list(range(count)) for count in (one.n_layers, one.n_heads))
             st.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params")
             st.selectbox("KV head", heads, key="head", bind="query-params")
@@ -67,15 +68,15 @@ def sidebar() -> None:
         st.code(str(root()), language=None, wrap_lines=True)
 
 
-def source() -> cached.Source:
+def source() -> cache.Source:
     """The chosen trace's folder."""
-    return cached.Source.of(traces()[st.session_state["trace"]])
+    return cache.Source.of(traces()[st.session_state["trace"]])
 
 
 def trace() -> Trace:
     """The chosen trace. Where it cannot be read the page says why, and ends there."""
     try:
-        return cached.trace(source())
+        return cache.trace(source())
     except KvsimError as error:
         st.error("This trace cannot be read.", icon=":material/error:")
         st.text(str(error))

@@ -10,11 +10,11 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
-import cached
-import shown
 from kvsim.analysis.kept.segmentation import Segmented, thinned
 from kvsim.analysis.tiles import SIDE, STATES
 from kvsim.plots.style import COLOURS
+
+from . import cache, elements
 
 Ints = NDArray[np.int64]
 
@@ -33,12 +33,10 @@ _WORDS = 20_000
 _LABELLED = 24
 
 
-def retention(
-    one: cached.Retained, texts: Sequence[str] | None, row: int, height: int
-) -> go.Figure:
+def retention(one: cache.Retained, texts: Sequence[str] | None, row: int, height: int) -> go.Figure:
     """A line of cells for each event, the longest gap of each, and a frame around one event."""
     tile, gaps = one
-    positions = shown.token_names(texts, tile.positions)
+    positions = elements.token_names(texts, tile.positions)
     events = [f"row {event}" for event in tile.rows]
     edges = np.linspace(0, 1, len(_STATES) + 1)
     scale = [
@@ -326,7 +324,7 @@ def _ticks(
 
 def _tokens(pos: Ints, texts: Sequence[str] | None) -> list[str]:
     """What the pointer is told of positions, escaped."""
-    return [f"{at}" if texts is None else f"{at} {shown.shortened(texts[at])}" for at in pos]
+    return [f"{at}" if texts is None else f"{at} {elements.shortened(texts[at])}" for at in pos]
 
 
 def _key(label: str, colour: str, symbol: str) -> go.Scatter:

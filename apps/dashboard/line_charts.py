@@ -10,8 +10,9 @@ import polars as pl
 import streamlit as st
 from plotly.subplots import make_subplots
 
-import shown
 from kvsim.plots.style import COLOURS, asked_order, series
+
+from . import elements
 
 #: What of two styles plotly calls otherwise than matplotlib.
 _DASHES = {"-": "solid", "--": "dash", ":": "dot"}
@@ -83,7 +84,7 @@ def over_budgets(
     policies = found["policy"].unique(maintain_order=True).to_list()
     across = min(ACROSS, len(groups))
     down = -(-len(groups) // across)
-    titles = None if by is None else [f"{by} {shown.shortened(str(one), 18)}" for one in groups]
+    titles = None if by is None else [f"{by} {elements.shortened(str(one), 18)}" for one in groups]
     figure = make_subplots(
         down, across, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.02
     )
@@ -120,7 +121,7 @@ def _line(part: pl.DataFrame, x: list[float], policy: str, one: Style, *, legend
     return go.Scatter(
         x=x,
         y=mean.to_list(),
-        name=shown.shortened(policy, 48),
+        name=elements.shortened(policy, 48),
         legendgroup=policy,
         showlegend=legend,
         mode="lines+markers",
@@ -155,16 +156,16 @@ def _chance(part: pl.DataFrame, x: list[float], policy: str, one: Style) -> Any:
         mode="lines+markers",
         line={"color": one["color"], "dash": "dot", "width": 1},
         marker={"symbol": "line-ew-open", "size": 9},
-        hovertemplate=f"{shown.shortened(policy, 48)}: chance %{{y:.4g}}<extra></extra>",
+        hovertemplate=f"{elements.shortened(policy, 48)}: chance %{{y:.4g}}<extra></extra>",
     )
 
 
 def _told(row: Mapping[str, Any]) -> str:
     """A point in words, escaped."""
-    name = shown.shortened(row["policy"], 48)
-    lines = [f"<b>{name}</b>, budget {shown.shortened(str(row['asked']))}"]
+    name = elements.shortened(row["policy"], 48)
+    lines = [f"<b>{name}</b>, budget {elements.shortened(str(row['asked']))}"]
     if "base" in row:
-        lines[0] += f" minus {shown.shortened(row['base'], 48)}"
+        lines[0] += f" minus {elements.shortened(row['base'], 48)}"
     lines.append(f"{row['mean']:.4g}")
     if row["low"] is not None:
         lines[-1] += f" [{row['low']:.4g}, {row['high']:.4g}]"
@@ -255,7 +256,7 @@ LEVELS = {"exact": COLOURS[2], "closed": COLOURS[0], "semi": COLOURS[4], "open":
 def shares(found: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:
     """A bar for each value of a column, cut by the levels of fidelity; of `level_shares`."""
     figure = go.Figure()
-    names = {one: shown.shortened(one, 40) for one in order}
+    names = {one: elements.shortened(one, 40) for one in order}
     for level, colour in LEVELS.items():
         part = found.filter(pl.col("fidelity") == level)
         if part.height:
@@ -292,7 +293,7 @@ def between(found: pl.DataFrame, *, key: str) -> None:
         figure.add_scatter(
             x=places,
             y=part["mean"].to_list(),
-            name=shown.shortened(label, 60),
+            name=elements.shortened(label, 60),
             mode="lines+markers",
             line={"color": one["color"], "dash": one["dash"], "width": 1.6},
             marker={"symbol": one["symbol"], "size": 9},
