@@ -63,7 +63,7 @@ def dashboard(
 
 
 def app_file() -> Path:
-    """Return the file that streamlit runs: in the package in a wheel, under ``apps/`` in a checkout."""
+    """Return the file that streamlit runs: inside the package in a wheel, else under `apps/`."""
     places = (_PACKAGE / "_dashboard", _PACKAGE.parent / "apps" / "dashboard")
     app = next((place / "app.py" for place in places if (place / "app.py").is_file()), None)
     if app is None:
