@@ -48,8 +48,8 @@ def page() -> None:
         "Compare",
         "What policies lose at the same budget. Each point is a mean over prompts, each bar its "
         "95 % bootstrap interval: where bars of two policies overlap, look at the paired "
-        "differences below, which compare prompt by prompt. Dotted is what random sets of the same "
-        "sizes would reach.",
+        "differences below, which compare prompt by prompt. Dotted lines are chance: random sets "
+        "of the same sizes.",
     )
     run = runs.run()
     values = run.best.filter(pl.col("policy").is_not_null(), pl.col("value").is_not_null())
@@ -107,7 +107,7 @@ def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
         st.info("Choose at least one policy.")
         st.stop()
     base = bases.selectbox(
-        "Beside", policies, key="base", bind="query-params", help="what others are compared with"
+        "Compare with", policies, key="base", bind="query-params", help="for paired differences"
     )
     by = None if split == "nothing" else split
     return Comparison(run, policies, base, metric, variant, by, logarithmic)
@@ -146,18 +146,16 @@ def _over_budgets(comparison: Comparison) -> None:
     )
     fewest, most = (int(means["n"].sort()[end]) for end in (0, -1))
     if most == 1:
-        st.caption(
-            "One prompt: nothing is known of others, so there is no interval and no bar is drawn."
-        )
+        st.caption("One prompt, so there is no interval and no bar.")
     elif fewest == most:
         st.caption(f"{most} prompts.")
     else:
-        st.caption(f"{fewest} to {most} prompts; a point of one prompt alone has no bar.")
+        st.caption(f"{fewest} to {most} prompts; a point of a single prompt has no bar.")
     _fidelity(means)
     if run.best.height < run.table.height:
         st.caption(
-            "Some values of this run are there at several levels of fidelity; here the strongest "
-            "counts, and the page *Fidelity* compares them."
+            "This run has some values at several levels of fidelity; this page takes the strongest, "
+            "and the page *Fidelity* compares them."
         )
     downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
 
@@ -169,8 +167,8 @@ def _differences(comparison: Comparison) -> None:
         st.info("Choose a second policy to compare with.")
         return
     st.markdown(
-        "Each policy minus the one beside it, prompt by prompt at the same budget. An interval "
-        "without 0 is a difference that other prompts would likely show too."
+        "Each policy minus the policy that it is compared with, prompt by prompt at the same "
+        "budget. Other prompts would likely show a difference whose interval excludes 0."
     )
     run, metric, base = comparison.run, comparison.metric, comparison.base
     metrics = {metric: comparison.variant}
@@ -190,11 +188,10 @@ def _differences(comparison: Comparison) -> None:
 
 def _front(comparison: Comparison) -> None:
     """Show output error and wipe-out against the entries that rows see."""
-    st.subheader("What it costs", anchor=False)
+    st.subheader("Cost", anchor=False)
     st.markdown(
-        "Budgets bind policies differently, so here each is drawn against the entries that rows "
-        "really saw. Filled: no other one is better with as few entries; those are the ones to "
-        "choose from."
+        "Budgets bind policies differently, so this picture shows the entries that rows really "
+        "saw. Filled points are on the front: no other policy is better with as few entries."
     )
     names = ("entries_seen", "output_error", "wipeout")
     costs = comparison.means({name: METRICS[name].main for name in names})
@@ -202,10 +199,10 @@ def _front(comparison: Comparison) -> None:
     panels = {_label(name): part for name, part in points.items() if part.height}
     if not panels:
         st.info(
-            "This takes `entries_seen`, and `output_error` or `wipeout`, which were not measured."
+            "This needs `entries_seen`, and `output_error` or `wipeout`, which were not measured."
         )
         return
-    # wipe-out of the best ones is 0, which has no place on a logarithmic scale
+    # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
     scaled = [_label("output_error")] if comparison.logarithmic else []
     line_charts.against_entries(panels, comparison.styles, key="pareto", logarithmic=scaled)
     both = pl.concat(list(panels.values()))
@@ -218,13 +215,14 @@ def _regret(comparison: Comparison, *, measured: set[str]) -> None:
     st.subheader("Regret", anchor=False)
     if "regret" not in measured:
         st.info(
-            "This run has no regret. `kvsim replay ... --regret` replays a mass oracle beside each "
+            "This run has no regret. `kvsim replay ... --regret` replays a mass oracle with each "
             "policy; for the chosen trace there is a switch above."
         )
         return
     st.markdown(
-        "How much more attention a mass oracle retains on the same terms: it knows the future and "
-        "keeps what later rows attend to most. What is left of it a better policy could gain."
+        "How much more attention a mass oracle retains at the same budget and events. The oracle "
+        "knows the future and keeps the entries that later rows attend to most, so no policy can "
+        "gain more than the regret."
     )
     regret = comparison.means({"regret": METRICS["regret"].main}, comparison.by)
     if not regret.height:

@@ -12,20 +12,19 @@ from .. import controls, downloads, elements, line_charts, runs
 
 #: The levels, the strongest first.
 LEVELS = {
-    "exact": "A live run that is fed the recorded tokens would show this very number. So it is for "
-    "what the trace alone says, for the first layer, for a layer that was replayed alone, and for "
-    "sets that are decided once, at the end of the prompt: no eviction had touched what they are "
-    "decided from.",
+    "exact": "A live run that is fed the recorded tokens would show this very number. This holds for "
+    "numbers of the trace alone, for the first layer, for a layer that was replayed alone, and for "
+    "sets that are decided once, at the end of the prompt, before any eviction.",
     "closed": "Measured in a live run in which the policy evicts: errors add up over layers, "
     "queries and keys drift, and the model may write other tokens.",
-    "semi": "Policies that drop rows of the prompt on the way down: the layers behind the "
-    "selection were computed again from the recorded residual stream with the model's weights, "
-    "which is what a live prefill computes. Decoding is not part of it.",
+    "semi": "For policies that do not propagate all rows of the prompt: the layers behind the "
+    "selection were computed again from the recorded residual stream with the model's weights, as "
+    "a live prefill computes them. Decoding is not part of it.",
     "open": "Open loop: computed from recorded queries, keys and values, as if the layers below "
-    "had not evicted. What a live run adds is left out: errors that compound over layers, and "
+    "had not evicted. It leaves out what a live run adds: errors that compound over layers, and "
     "other tokens.",
 }
-#: How a run of semi values is made, beside one of `kvsim replay`.
+#: How to make a run of semi values, and an open one to compare it with.
 AGAIN = """\
 # kvsim capture --model tiny --residual --prompts prompts.jsonl --out traces
 # kvsim replay traces/walk.zarr --policy fastkv --set layer=0 --set rows=100 \\
@@ -40,7 +39,7 @@ policy = kvsim.policy("fastkv", layer=0, rows=100)
 found = kvsim.recompute(trace, policy, 64, model)
 Run((found.record,), kvsim.measure(trace, found.record), (), {}).save("runs/semi")
 """
-#: In the list of runs beside this one: none.
+#: The option for no other run.
 NOTHING = "no other run"
 
 
@@ -48,9 +47,9 @@ def page() -> None:
     """Show the levels of a run's values, and the same values at two levels."""
     elements.title(
         "Fidelity",
-        "Replay says what a policy would have kept and lost. How far that is what a live run would "
-        "show differs from number to number: each bar says which share of the values behind it has "
-        "which level.",
+        "Replay computes what a policy would have kept and lost. Some of these numbers are exactly "
+        "those of a live run, others are approximations. Each bar shows the share of values at "
+        "each level of fidelity.",
     )
     run = runs.run()
     counted = runs.shares(run.origin, ("metric", "layer"))
@@ -110,7 +109,7 @@ def _two_levels(run: runs.Run) -> None:
     others = {name: path for name, path in folders if runs.Folder.of(path) != run.origin}
     left, _ = st.columns([1, 2])
     other = left.selectbox(
-        "Beside",
+        "Compare with",
         [NOTHING, *others],
         key="beside",
         bind="query-params",
@@ -129,8 +128,8 @@ def _two_levels(run: runs.Run) -> None:
         _differences(run, tuple(origins), differences)
         return
     st.info(
-        "No value is there at two levels. Two kinds of runs would fill this: a prefill that was "
-        "computed again (semi) beside its replay (open), as below, and live runs (closed), which "
+        "No value is there at two levels. Two kinds of runs have such values: a prefill that was "
+        "computed again (semi) with its replay (open), as below, and live runs (closed), which "
         "kvsim does not make yet."
     )
     st.code(AGAIN, language="python")
@@ -142,7 +141,7 @@ def _differences(
     """Show the differences between levels of one metric."""
     st.markdown(
         "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
-        "schedule, metric, layer and head. It is what the weaker level left out."
+        "schedule, metric, layer and head. The difference is what the weaker level left out."
     )
     metrics, variants, _ = st.columns(3)
     metric = metrics.selectbox(

@@ -33,10 +33,9 @@ def page() -> None:
     trace, source = controls.trace(), controls.source()
     elements.title(
         "Layers",
-        "ASL drops tokens of the prompt behind the first layer where their ranking has settled: "
+        "ASL drops tokens of the prompt after the first layer where their ranking has settled: "
         "where the variance of ranks over neighbouring layers, relative to that of the first layer "
-        "tested, falls below tau. All of this is a property of full attention, as if no layer had "
-        "selected.",
+        "tested, falls below tau. All numbers are of full attention, as if no layer had selected.",
     )
     if trace.prompt_len < 2:
         st.info("The prompt of this trace has one token, so there is nothing to rank.")
@@ -80,7 +79,7 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
         max(1, ranking.ranked // 4),
         key="k",
         bind="query-params",
-        help="tokens that go on beside the window; the budget is both together",
+        help="tokens that are propagated besides the window; the budget is their sum",
     )
     first = knobs[2].selectbox(
         "First layer",
@@ -223,7 +222,7 @@ def _pattern(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Di
         rankings.draw(pattern, ranking.ranked, trace.token_text, diagnosis.layer)
         elements.fidelity(["exact"])
     else:
-        st.info("The window alone goes on, so no token has a rank to show; give a larger k.")
+        st.info("Only the window is propagated, so no token has a rank; give a larger k.")
 
 
 def _overlap(trace: Trace, source: cache.Source) -> None:
@@ -235,7 +234,7 @@ def _overlap(trace: Trace, source: cache.Source) -> None:
         "mattered before matters again."
     )
     layer = controls.layer()
-    st.caption(f"Layer {layer}; another one is chosen on the left.")
+    st.caption(f"Layer {layer}; choose another layer on the left.")
     where, _ = st.columns([1, 3])
     longest = (trace.n_pos - 1) // 4
     if longest < 1:

@@ -72,10 +72,10 @@ def page() -> None:
     trace, names = settings.trace, settings.policies
     elements.title(
         "Retention",
-        "What one KV head still holds of every position. Each line is the cache as an event leaves "
-        "it: a column that turns grey has lost its token for good. Dark blue are regions of "
-        f"{REGION} positions of which nothing is left; the bar is the longest run of neighbours "
-        "that are gone. The frame is the event that the numbers and the text are of.",
+        "Positions that one KV head still holds. Each line is the cache after an event: a column "
+        "that turns grey has lost its token for good. Regions of "
+        f"{REGION} positions of which nothing is left are dark blue; the bar is the longest dropped "
+        "run. A frame marks the event of the numbers and the text.",
     )
     results = [_replayed(settings, name) for name in names]
     replays = [result for result in results if isinstance(result, Replayed)]
@@ -98,7 +98,7 @@ def page() -> None:
                 _map(number, result, row, height)
             else:
                 st.warning(
-                    "This policy cannot be replayed on these terms.", icon=":material/block:"
+                    "This policy cannot be replayed with these settings.", icon=":material/block:"
                 )
                 st.text(result)
     if replays:
@@ -113,7 +113,7 @@ def _settings() -> Settings:
     st.sidebar.divider()
     policies = [
         controls.policy("Policy", "policy", "tova"),
-        controls.policy("Beside it", "beside", "ams", optional=True),
+        controls.policy("Second policy", "beside", "ams", optional=True),
     ]
     names = [name for name in policies if name is not None]
     budget, interval = controls.budget(trace), controls.interval(trace)

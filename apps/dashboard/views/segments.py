@@ -56,12 +56,12 @@ def page() -> None:
     elements.title(
         "Segments",
         "AMS adds up the attention mass of the cache from left to right and begins a segment where "
-        "the sum passes the next multiple of *segment mass*. Each segment keeps its quota, the "
-        "best of it by the scorer. Beside it, the scorer alone with the same budget and events: in "
-        "the numbers, and as the last line of ticks.",
+        "the sum passes the next multiple of *segment mass*. Each segment keeps as many entries as "
+        "its quota, the best by the scorer. For comparison, the numbers and the last line of ticks "
+        "show the scorer alone with the same budget and events.",
     )
     if interval is not None and controls.entries(trace, budget, interval) > MOST:
-        st.warning("Too many events to keep what each of them decided; give a longer interval.")
+        st.warning("Too many events to keep the decisions of each; give a longer interval.")
         st.stop()
     replays = _replays(trace, scorer, budget, interval, params)
     if replays.ams.remark:
@@ -100,7 +100,7 @@ def _replays(
         other = cache.record(source, alone, layer)
         events = segmented(record, layer, head) if record.events else []
     except KvsimError as error:
-        st.warning("There are no segments on these terms.", icon=":material/block:")
+        st.warning("There are no segments with these settings.", icon=":material/block:")
         st.text(str(error))
         st.stop()
     return Replays(trace, layer, head, name, scorer, record, other, events)
@@ -159,7 +159,7 @@ def _cut(replays: Replays, row: int) -> None:
         "and their mean length",
         f"mean distance from the nearest boundary of the event before; F1 within {NEAR} positions",
         "sum of the credit that the entries carry",
-        "share of the mass on the window's own rows, which most of it cannot see",
+        "share of the mass on the window's own rows, which most of its rows cannot see",
     )
     for column, (label, value, below), text in zip(st.columns(4), cells, helps, strict=True):
         column.metric(label, value, below, delta_color="off", delta_arrow="off", help=text)

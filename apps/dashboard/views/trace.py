@@ -18,9 +18,9 @@ def page() -> None:
     trace = controls.trace()
     elements.title(
         "Trace",
-        "What the model read and wrote, and where its attention went. Each row of the map is a "
-        "token that was read; it looks back at the positions on its left. Narrow the windows to "
-        "come down to single tokens.",
+        "The tokens of prompt and response, and the attention between them. Each row of the map is "
+        "a query; its columns are the positions that it attends to. Narrow the windows to see "
+        "single tokens.",
     )
     st.caption(
         f"{trace.n_pos:,} tokens, {trace.prompt_len:,} of them prompt; "
@@ -85,4 +85,6 @@ def _text(trace: Trace, texts: Sequence[str], first: int, stop: int) -> None:
         for position in range(first, stop)
     )
     st.caption(f"Positions {first} to {stop - 1}; the response is bold. Hover shows the position.")
-    st.html(f'<div style="line-height:1.9;white-space:pre-wrap">{spans}</div>')
+    st.html(
+        f'<div style="line-height:1.9;white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+    )
