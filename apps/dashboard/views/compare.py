@@ -221,8 +221,8 @@ def _regret(comparison: Comparison, *, measured: set[str]) -> None:
         return
     st.markdown(
         "How much more attention a mass oracle retains at the same budget and events. The oracle "
-        "knows the future and keeps the entries that later rows attend to most, so no policy can "
-        "gain more than the regret."
+        "knows the future and keeps the entries that later rows attend to most, so the "
+        "regret is what a better policy could gain."
     )
     regret = comparison.means({"regret": METRICS["regret"].main}, comparison.by)
     if not regret.height:

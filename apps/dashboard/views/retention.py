@@ -73,9 +73,9 @@ def page() -> None:
     elements.title(
         "Retention",
         "Positions that one KV head still holds. Each line is the cache after an event: a column "
-        "that turns grey has lost its token for good. Regions of "
-        f"{REGION} positions of which nothing is left are dark blue; the bar is the longest dropped "
-        "run. A frame marks the event of the numbers and the text.",
+        f"that turns grey has lost its token for good. Regions of {REGION} positions of which "
+        "nothing is left are dark blue; the bar is the longest dropped run. A frame "
+        "marks the event of the numbers and the text.",
     )
     results = [_replayed(settings, name) for name in names]
     replays = [result for result in results if isinstance(result, Replayed)]
