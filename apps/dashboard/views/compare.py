@@ -154,8 +154,8 @@ def _over_budgets(comparison: Comparison) -> None:
     _fidelity(means)
     if run.best.height < run.table.height:
         st.caption(
-            "This run has some values at several levels of fidelity; this page takes the strongest, "
-            "and the page *Fidelity* compares them."
+            "This run has some values at several levels of fidelity; this page takes the strongest "
+            "one, and the page *Fidelity* compares them."
         )
     downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
 

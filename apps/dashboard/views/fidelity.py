@@ -13,8 +13,8 @@ from .. import controls, downloads, elements, line_charts, runs
 #: The levels, the strongest first.
 LEVELS = {
     "exact": "A live run that is fed the recorded tokens would show this very number. This holds "
-    "for numbers of the trace alone, for the first layer, for a layer that was replayed alone, and for "
-    "sets that are decided once, at the end of the prompt, before any eviction.",
+    "for numbers of the trace alone, for the first layer, for a layer that was replayed alone, and "
+    "for sets that are decided once, at the end of the prompt, before any eviction.",
     "closed": "Measured in a live run in which the policy evicts: errors add up over layers, "
     "queries and keys drift, and the model may write other tokens.",
     "semi": "For policies that do not propagate all rows of the prompt: the layers behind the "
