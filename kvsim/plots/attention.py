@@ -39,12 +39,12 @@ def overlap_curves(
     window: int | None = None,
     tops: Sequence[float] = TOPS,
 ) -> Figure:
-    """Share of the last window's top keys that earlier windows had, against the share that is top.
+    """Share of the last window's top keys that earlier windows had, over the share that is top.
 
     G-KV (arXiv 2512.00504), Fig. 1: four windows of rows at the end of each trace. Each of the
-    three earlier windows alone, their union, and as many keys as one top set has by the largest of
-    their scores, which a policy of that budget could keep. Dotted is chance, for a set of that size
-    and for the union of three.
+    three earlier windows alone; their union; and an equal budget, as many keys as one top set has
+    by the largest of the three scores, which a policy could keep. Dotted is chance, for one set and
+    for the union of three.
 
     Args:
         traces: the mean is over them, with the 95 % interval; of equally many layers.
