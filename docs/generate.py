@@ -125,6 +125,18 @@ def _metrics(entries: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def figures() -> str:
+    """The table of the figures of `kvsim plot`."""
+    from kvsim.plots.registry import FIGURES, PLOTTED  # noqa: PLC0415 - as policies()
+
+    lines = ["| name | shows | options | needs | source |", "| --- " * 5 + "|"]
+    for name, one in ((name, FIGURES[name]) for name in PLOTTED):
+        options = ", ".join(f"`--{flag}`" for flag in one.flags)
+        cells = (f"`{name}`", one.summary.rstrip("."), options, one.needs, one.source)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def commands() -> str:
     """What `--help` prints for each command, 80 columns wide."""
     command = typer.main.get_command(app)
@@ -155,6 +167,7 @@ def _help(command: Any, path: list[str]) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
+    "figures": figures,
     "metrics": metrics,
     "policies": policies,
     "policy_names": policy_names,

@@ -1,4 +1,4 @@
-"""The dashboard: widgets and layout; everything that is shown comes from kvsim.
+"""The file that streamlit runs.
 
 `kvsim dashboard DIR` runs it on the traces and runs of a folder; so does
 `streamlit run apps/dashboard/app.py -- DIR`, but then on every network interface.
@@ -6,25 +6,12 @@
 
 from __future__ import annotations
 
-import streamlit as st
+import sys
+from importlib import import_module
+from pathlib import Path
 
-import chosen
-
-PAGES = {
-    "trace": "Trace",
-    "retention": "Retention",
-    "segments": "Segments",
-    "compare": "Compare",
-    "layers": "Layers",
-    "fidelity": "Fidelity",
-}
-
-st.set_page_config(page_title="kvsim", layout="wide")
-# no icons: the browser would fetch them from elsewhere
-pages = [
-    st.Page(f"views/{name}.py", title=title, url_path=name, default=name == "trace")
-    for name, title in PAGES.items()
-]
-page = st.navigation(pages, position="top")
-chosen.sidebar()
-page.run()
+# streamlit knows this file by its path alone; its package is apps.dashboard or kvsim._dashboard
+PACKAGE = Path(__file__).resolve().parent
+if str(PACKAGE.parents[1]) not in sys.path:
+    sys.path.append(str(PACKAGE.parents[1]))
+import_module(f"{PACKAGE.parent.name}.{PACKAGE.name}.navigation").run()

@@ -1,4 +1,4 @@
-"""Runs: those of the folder, and a small one of the chosen trace that is made here."""
+"""Runs of the folder, and a small sweep over the chosen trace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import polars as pl
 import streamlit as st
 
-import cached
-import chosen
 import kvsim
 from kvsim import Trace
 from kvsim.analysis.registry import METRICS
@@ -30,35 +28,37 @@ from kvsim.policies import CATALOGUE, names
 from kvsim.report import read_run
 from kvsim.sweeps.run import sweep
 
-#: In the list of runs: none of them, but the chosen trace, replayed.
+from . import cache, controls
+
+#: The option for a sweep over the chosen trace instead of a run.
 HERE = "the chosen trace, replayed here"
 
-#: What a variant without a name is called.
+#: The label of a variant without a name.
 PLAIN = "main"
-#: What is replayed where nothing else is asked for.
+#: Replayed by default.
 POLICIES = ("streaming_llm", "snapkv", "tova", "ams+tova")
 BUDGETS = ("64", "128")
-#: For traces from so many tokens on.
+#: Budgets for traces of at least so many tokens.
 LONG, SHARES = 2048, ("10%", "25%")
 INTERVAL = 32
 MEASURED = (
     *("output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
     *("burst_share", "entries_seen"),
 )
-#: Tokens times layers up to which a trace is replayed without being asked to.
+#: Tokens times layers up to which a trace is replayed without a click.
 AT_ONCE = 3000
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A run folder as it was when its values were written."""
+    """A run folder and when its values were written."""
 
     path: str
     written: float
 
     @classmethod
     def of(cls, path: Path) -> Folder:
-        """The folder as it is now."""
+        """Build it from a folder."""
         values = path / "results.parquet"
         return cls(str(path), values.stat().st_mtime if values.exists() else 0.0)
 
@@ -67,7 +67,7 @@ class Folder:
 class Replay:
     """A sweep over one trace."""
 
-    source: cached.Source
+    source: cache.Source
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     interval: int | None
@@ -81,8 +81,8 @@ Origin = Folder | Replay
 class Run:
     """A run as pages show it.
 
-    name: of the folder or the trace. table: results are called by what tells them apart. best: of
-    values that are there at several levels of fidelity the strongest.
+    name: of the folder or the trace. table: the label of a policy names the parameters that
+    distinguish it. best: the table with each value at its strongest level of fidelity alone.
     """
 
     origin: Origin
@@ -93,18 +93,18 @@ class Run:
 
     @property
     def policies(self) -> list[str]:
-        """What the results are called, in their order."""
+        """Labels of the policies, in their order."""
         return self.table["policy"].drop_nulls().unique(maintain_order=True).to_list()
 
 
 @st.cache_resource(max_entries=6, show_spinner="reading the run")
 def load(origin: Origin) -> Run:
-    """The run of a folder, or one that is made now."""
+    """Read the run of a folder, or replay one."""
     if isinstance(origin, Folder):
         saved = read_run(origin.path)
         return _run(origin, saved.path.name, saved.table, saved.parameters)
-    trace = cached.trace(origin.source)
-    made = sweep(
+    trace = cache.trace(origin.source)
+    swept = sweep(
         [trace],
         [kvsim.policy(name) for name in origin.policies],
         list(origin.budgets),
@@ -112,12 +112,12 @@ def load(origin: Origin) -> Run:
         metrics=MEASURED,
         regret=origin.regret,
     )
-    return _run(origin, trace.name, made.table, made.describe())
+    return _run(origin, trace.name, swept.table, swept.describe())
 
 
 def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str, Any]) -> Run:
-    called = labelled(table)
-    return Run(origin, name, called, strongest(called), parameters)
+    labels = labelled(table)
+    return Run(origin, name, labels, strongest(labels), parameters)
 
 
 @st.cache_data(max_entries=128, show_spinner="averaging")
@@ -128,7 +128,7 @@ def means(
     by: str | None = None,
     base: str | None = None,
 ) -> pl.DataFrame:
-    """Averages of one variant of each metric over prompts; beside a base the paired differences."""
+    """Average one variant of each metric over prompts; with a base, the paired differences."""
     wanted = [
         (pl.col("metric") == name) & (pl.col("variant") == variant)
         for name, variant in metrics.items()
@@ -140,25 +140,25 @@ def means(
         table = stages(table)
     of = [] if by is None else [by]
     table = table.drop_nulls(of) if of else table
-    found = averages(table, of) if base is None else compare(table, base, of)
-    return found.filter(pl.col("mean").is_not_null())
+    result = averages(table, of) if base is None else compare(table, base, of)
+    return result.filter(pl.col("mean").is_not_null())
 
 
 @st.cache_data(max_entries=32, show_spinner="counting")
 def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
-    """How many values of a run have which fidelity."""
+    """Count the values of a run at each level of fidelity."""
     return level_shares(load(origin).table, by)
 
 
 @st.cache_data(max_entries=32, show_spinner="comparing levels")
 def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
-    """The same values of some runs at two levels."""
-    return between_levels(pl.concat([load(one).table for one in origins]), by)
+    """Compare values of runs that are there at two levels."""
+    return between_levels(pl.concat([load(origin).table for origin in origins]), by)
 
 
 def run() -> Run:
-    """The chosen run. Where there is none the page says how one is made, and ends there."""
-    folders = {HERE: None, **chosen.runs()}
+    """Choose a run. Without a run folder the page replays the chosen trace."""
+    folders = {HERE: None, **controls.runs()}
     listed = [*(name for name in folders if name != HERE), HERE]
     name = st.selectbox("Run", listed, key="run", bind="query-params")
     path = folders[name]
@@ -176,11 +176,11 @@ def run() -> Run:
             language="bash",
             wrap_lines=True,
         )
-    return _replayed(chosen.trace())
+    return _replayed(controls.trace())
 
 
 def read(path: Path) -> Run:
-    """The run of a folder. Where it cannot be read the page says why, and ends there."""
+    """Read the run of a folder. Where it cannot be read the page says why, and ends."""
     return _loaded(Folder.of(path), "This run cannot be read.", "Choose another one.")
 
 
@@ -195,7 +195,7 @@ def _loaded(origin: Origin, what: str, advice: str) -> Run:
 
 
 def _replayed(trace: Trace) -> Run:
-    """A few policies on one trace: at once if it is short, else at a button's click."""
+    """Replay a few policies on one trace: at once if it is short, else after a click."""
     left, middle, right = st.columns([6, 4, 2], vertical_alignment="bottom")
     policies = left.multiselect(
         "Replay", _offered(), list(POLICIES), key="replay", bind="query-params"
@@ -219,16 +219,16 @@ def _replayed(trace: Trace) -> Run:
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")
         st.stop()
-    origin = Replay(chosen.source(), tuple(policies), tuple(budgets), INTERVAL, regret)
-    asked: set[Origin] = st.session_state.setdefault("asked", set())
-    if trace.n_pos * trace.n_layers > AT_ONCE and origin not in asked:
+    origin = Replay(controls.source(), tuple(policies), tuple(budgets), INTERVAL, regret)
+    requested: set[Origin] = st.session_state.setdefault("requested", set())
+    if trace.n_pos * trace.n_layers > AT_ONCE and origin not in requested:
         st.caption(
             f"{trace.n_pos:,} tokens and {trace.n_layers} layers take more than a moment, so the "
             "replay waits for you."
         )
         if not st.button("Replay", type="primary"):
             st.stop()
-        asked.add(origin)
+        requested.add(origin)
     return _loaded(origin, "These policies cannot be replayed.", "Choose others, or other budgets.")
 
 
@@ -236,14 +236,14 @@ _SHARES = ("5%", "10%", "25%", "50%")
 
 
 def _offered() -> list[str]:
-    """The policies of the catalogue that need no parameters, each as it can be replayed."""
-    found = []
+    """Return the policies of the catalogue that need no parameters."""
+    offered = []
     for name in names():
         base, _, preset = name.partition("@")
         entry = CATALOGUE[base].preset(preset)
         if not entry.required:
-            found.append(name if entry.innermost else f"{name}+{entry.default or 'tova'}")
-    return found
+            offered.append(name if entry.innermost else f"{name}+{entry.default or 'tova'}")
+    return offered
 
 
 def variant(
@@ -253,24 +253,24 @@ def variant(
     *,
     key: str = "variant",
 ) -> str:
-    """A variant of a metric's values; the one that stands for the others by default."""
+    """Choose a variant of a metric, the main one by default."""
     main = METRICS[metric].main if metric in METRICS else ""
     listed = sorted(
-        values["variant"].unique(maintain_order=True).to_list(), key=lambda one: one != main
+        values["variant"].unique(maintain_order=True).to_list(), key=lambda name: name != main
     )
-    found = where.selectbox(
-        "Variant", [one or PLAIN for one in listed], key=key, bind="query-params"
+    label = where.selectbox(
+        "Variant", [name or PLAIN for name in listed], key=key, bind="query-params"
     )
-    return "" if found == PLAIN else str(found)
+    return "" if label == PLAIN else str(label)
 
 
-def provenance(one: Run) -> None:
-    """Failures, and the parameters as they were written."""
-    failures = one.parameters.get("failures")
+def provenance(run: Run) -> None:
+    """Show failures, and the parameters of the run folder."""
+    failures = run.parameters.get("failures")
     if isinstance(failures, list) and failures:
         st.warning(f"{len(failures)} cells of this run failed; the others are shown.")
         st.code(json.dumps(failures[:20], indent=2), language="json")
-    if one.parameters.get("interrupted"):
+    if run.parameters.get("interrupted"):
         st.warning("This run was interrupted; what was done until then is shown.")
     with st.expander("Parameters of the run"):
-        st.code(json.dumps(one.parameters, indent=2), language="json")
+        st.code(json.dumps(run.parameters, indent=2), language="json")

@@ -1,8 +1,8 @@
-"""Large arrays as pictures of bounded size: pooled attention, and what each event left.
+"""Large arrays as pictures of bounded size: attention, and retention after each event.
 
-A tile has at most `SIDE` cells to a side whatever the length of the trace, so that what a browser
-is sent does not grow with it. Where several rows or positions share a cell it shows their maximum:
-a single large weight or a single entry that stays is not averaged away.
+A tile has at most `SIDE` cells to a side, so the data sent to a browser does not grow with the
+trace. A cell that covers several rows or positions shows their maximum, so that a single large
+weight or a single retained entry stays visible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tile:
     """A picture of rows and positions.
 
     values: [cell row, cell column]. rows, positions: the first row or position of each cell, and
-    one more number, where the last one ends.
+    the end of the last cell.
     """
 
     values: NDArray[np.float32] | NDArray[np.uint8]
@@ -39,18 +39,18 @@ class Tile:
 
     @property
     def pooled(self) -> bool:
-        """Whether a cell stands for more than one row and one position."""
+        """Whether a cell covers more than one row or position."""
         return self.values.shape != (len(_span(self.rows)), len(_span(self.positions)))
 
 
 def attention_tile(
     trace: Trace, layer: int, qhead: int, rows: range, positions: range, side: int = SIDE
 ) -> Tile:
-    """Full attention of one query head, the maximum in each cell; float32.
+    """Return full attention of one query head, the maximum in each cell; float32.
 
     Args:
         trace: any.
-        layer: place of the layer in the trace.
+        layer: index in the trace.
         qhead: query head.
         rows: a window of rows, without gaps.
         positions: a window of positions, without gaps.
@@ -65,25 +65,25 @@ def attention_tile(
                 f"{name} are {window.start} to {window.stop}; expected a window within 0 to "
                 f"{trace.n_pos}"
             )
-    one, head = slice(layer, layer + 1), qhead // trace.group
+    only, head = slice(layer, layer + 1), qhead // trace.group
     formula = trace.formulas[layer]
-    keys = trace.read("k", one, slice(positions.start, positions.stop))[0, head].float()
-    lse = _lse(trace, one)[qhead, rows.start : rows.stop].float()
+    keys = trace.read("k", only, slice(positions.start, positions.stop))[0, head].float()
+    lse = _lse(trace, only)[qhead, rows.start : rows.stop].float()
     down, across = (math.ceil(len(window) / side) for window in (rows, positions))
-    at = torch.arange(positions.start, positions.stop)
+    pos = torch.arange(positions.start, positions.stop)
     cells = []
     step = max(down, _BLOCK // down * down)
     for first in range(0, len(rows), step):
-        chosen = slice(rows.start + first, min(rows.start + first + step, rows.stop))
-        q = trace.read("q", one, chosen)[0, qhead].float() * formula.scale
-        here = torch.arange(chosen.start, chosen.stop)
+        block = slice(rows.start + first, min(rows.start + first + step, rows.stop))
+        q = trace.read("q", only, block)[0, qhead].float() * formula.scale
+        row = torch.arange(block.start, block.stop)
         z = formula.capped(q @ keys.mT).sub_(lse[first : first + len(q), None])
-        weights = z.exp_().masked_fill_(~sees(here, at, formula.window), 0.0)
+        weights = z.exp_().masked_fill_(~sees(row, pos, formula.window), 0.0)
         cells.append(_pool(weights, down, across))
     return Tile(torch.cat(cells).numpy(), _edges(rows, down), _edges(positions, across))
 
 
-#: What an entry can be in a tile of retention; the order of the codes.
+#: States of an entry in a tile of retention; the order of the codes.
 STATES = ("not yet there", "retained", "dropped", "in a region of which nothing is left")
 _FUTURE, _HELD, _DROPPED, _WIPED = range(4)
 # Which code stands for several, ascending: an entry that stays must not vanish among dropped ones.
@@ -93,16 +93,16 @@ _STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _HELD], dtype=np.uint8)
 def retention_tile(
     record: Record, layer: int, head: int, region: int = 32, side: int = SIDE
 ) -> Tile:
-    """What a head holds of every position after each event; uint8 codes of `STATES`.
+    """Return the state of every position in a head after each event; uint8 codes of `STATES`.
 
     Args:
         record: of any policy.
-        layer: place of the layer among the record's layers.
+        layer: index among the record's layers.
         head: on the record's head axis.
-        region: positions of a region; which regions count is as in the metric `wipeout`.
-        side: cells to a side, at most. Of events that share a cell row the last one is shown.
+        region: positions of a region, counted as in the metric `wipeout`.
+        side: cells to a side, at most. Of events that share a row of cells, the last is shown.
 
-    `rows` are events, the rows after which something leaves the layer, without an end.
+    `rows` of the tile are events, the rows after which something leaves the layer, without an end.
     """
     gone = record.gone_after[layer]
     events = event_rows(gone)
@@ -123,14 +123,14 @@ def retention_tile(
 
 
 def _lse(trace: Trace, layer: slice) -> torch.Tensor:
-    """Log-sum-exp [qhead, pos] of full attention."""
+    """Return the log-sum-exp [qhead, pos] of full attention."""
     if trace.has("lse"):
         return trace.read("lse", layer)[0]
     return trace.full(layer)[1][0]
 
 
 def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:
-    """The maximum of blocks of `down` rows and `across` columns; values are not negative."""
+    """Return the maximum of blocks of `down` rows and `across` columns of values of at least 0."""
     if (down, across) == (1, 1):
         return values
     rows, columns = values.shape

@@ -3,7 +3,7 @@
     values      values of options and arguments
     options     options of a command, generated from a dataclass
     show        tables, JSON and progress
-    figures     the figures of `plot`
+    figures     data that `plot` draws figures from
     sharing     pack and unpack, of `trace`; outputs that are URLs
 
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
@@ -73,11 +73,13 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "demo": demo.run,
     "trace": tracing.app,
 }
+#: Text below the options in the help of a command.
+EPILOGS = {"plot": plotting.listing()}
 for name, command in COMMANDS.items():
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:
-        app.command(name=name)(command)
+        app.command(name=name, epilog=EPILOGS.get(name))(command)
 
 # click's class of usage errors, or typer's own copy of it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

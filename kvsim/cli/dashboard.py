@@ -63,12 +63,12 @@ def dashboard(
 
 
 def app_file() -> Path:
-    """The app's first file: inside the package in a wheel, under ``apps/`` in a checkout."""
+    """Return the file that streamlit runs: inside the package in a wheel, else under `apps/`."""
     places = (_PACKAGE / "_dashboard", _PACKAGE.parent / "apps" / "dashboard")
-    found = next((place / "app.py" for place in places if (place / "app.py").is_file()), None)
-    if found is None:
+    app = next((place / "app.py" for place in places if (place / "app.py").is_file()), None)
+    if app is None:
         raise Stop(
             f"error: the dashboard is at neither {places[0]} nor {places[1]}; install kvsim again",
             2,
         )
-    return found
+    return app

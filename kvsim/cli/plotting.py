@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.figures import FIGURES, Case, Drawing
+from kvsim.cli.figures import Data
 from kvsim.cli.show import bar, echo_text
 from kvsim.cli.values import (
     OptionError,
@@ -21,33 +22,39 @@ from kvsim.cli.values import (
     split,
 )
 from kvsim.errors import OutputError, suggest
+from kvsim.plots.registry import FIGURES, PLOTTED, Figure
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from kvsim.core.policy import Policy
-    from kvsim.core.record import Record
     from kvsim.core.trace import Trace
 
 _FORMATS = (".pdf", ".png", ".svg")
-#: Figures that `kvsim layers --figures` draws, by the names of their functions.
-_LAYERS = (
-    *("gold_recall", "layer_attention", "layer_overlap", "rank_bumps", "rank_pattern"),
-    *("selection_grid", "selection_histogram", "variance_curves"),
-)
+_RUNS = tuple(name for name in PLOTTED if FIGURES[name].runs)
+_BY = ("stage", "task", "domain", "level")
+
+
+def listing() -> str:
+    """The figures of `kvsim plot` with their summaries, as lines of its help."""
+    wide = 2 + max(map(len, PLOTTED))
+    lines = [
+        textwrap.fill(f"{name:{wide}}{FIGURES[name].summary}", 78, subsequent_indent=" " * wide)
+        for name in PLOTTED
+    ]
+    return "\b\nFigures:\n" + "\n".join(lines)
 
 
 def plot(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help=f"The figure: {', '.join(FIGURES)}."),
+        typer.Argument(metavar="NAME", help="The figure; all of them are listed below."),
     ],
     sources: Annotated[
         list[str],
         typer.Argument(
             metavar="TRACE|RUN",
-            help="Recorded traces, or 'sample' for the one shipped; for over_budgets, pareto, "
-            "iou_by and sparsity_by_layer also folders that `kvsim replay --out` wrote.",
+            help="Recorded traces, or 'sample' for the one shipped; for "
+            f"{', '.join(_RUNS[:-1])} and {_RUNS[-1]} also folders that "
+            "`kvsim replay --out` wrote.",
         ),
     ],
     out: Annotated[
@@ -119,7 +126,7 @@ def plot(
     by: Annotated[
         str | None,
         typer.Option(
-            metavar="stage|task|domain|level",
+            metavar="|".join(_BY),
             help="What iou_by compares: stages of the model, or labels of prompts. "
             "[default: stage]",
         ),
@@ -129,30 +136,29 @@ def plot(
 
     docs/figures.md shows the figures and says what each needs.
     """
-    drawing = _drawing(name)
+    figure = _figure(name)
     _check_out(out)
-    own = {"layer": layer, "head": head, "by": by, "metric": metric, "ratio": ratio, "zoom": zoom}
-    for option, given in own.items():
-        if given is not None and option not in drawing.takes:
+    typed = {"layer": layer, "head": head, "by": by, "metric": metric, "ratio": ratio, "zoom": zoom}
+    for option, given in typed.items():
+        if given is not None and option not in figure.flags:
             raise OptionError(f"--{option} was given, but {name} has none; leave it out")
-    if by not in (None, "stage", "task", "domain", "level"):
-        raise OptionError(f"--by is {by!r}; expected stage, task, domain or level")
-    chosen = None if metric is None else _metrics(metric)
-    near = None if zoom is None else _positions(zoom)
+    if by not in (None, *_BY):
+        raise OptionError(f"--by is {by!r}; expected {', '.join(_BY[:-1])} or {_BY[-1]}")
+    metrics = None if metric is None else _metrics(metric)
+    span = None if zoom is None else _positions(zoom)
 
     from kvsim.analysis.summaries import layers_of, uneven
 
-    finished = [source for source in sources if _is_run(source)]
-    replaying = {"interval": interval, "prefill": prefill, "set": settings}
-    if finished:
-        _check_runs(name, drawing, sources, finished, replaying)
-        table = _read(finished, policy, budget)
-        case = Case([], [], table, by=by, metric=chosen)
-        known: Mapping[str, Sequence[int]] = layers_of(table)
+    runs = [source for source in sources if _is_run(source)]
+    schedule = {"interval": interval, "prefill": prefill}
+    if runs:
+        _check_runs(name, figure, sources, runs, {**schedule, "set": settings})
+        data = _read(runs, policy, budget)
+        layers: Mapping[str, Sequence[int]] = layers_of(data.table)
     else:
-        names, sizes = _asked(name, drawing, policy, budget, replaying)
-        ratios = None if ratio is None else [_share(one) for one in split(ratio, "--ratio")]
-        _check_single(name, drawing, len(sources), len(names), len(sizes))
+        names, budgets = _requested(name, figure, policy, budget, {**schedule, "set": settings})
+        ratios = None if ratio is None else [_share(text) for text in split(ratio, "--ratio")]
+        _check_single(name, figure, len(sources), len(names), len(budgets))
 
         from kvsim.analysis.results import check_distinct
         from kvsim.core.trace import open_trace
@@ -162,44 +168,51 @@ def plot(
         check_distinct(traces)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))
-        if layer is None and drawing.single and policies and traces[0].windowed:
-            layer = _seeing(traces[0])  # the figure's own default may have a window
-        schedule = {"interval": interval, "prefill": prefill}
-        if drawing.replay == "once":
-            records: Sequence[Record] = []
-            table = _errors(traces, policies, ratios)
-        elif drawing.replay == "plans":
-            records, table = _planned(traces[0], policies[0], sizes[0], schedule)
+        if layer is None and figure.single and policies and traces[0].windowed:
+            layer = _unwindowed(traces[0])  # the figure's own default may have a window
+        if figure.replay is None:
+            data = Data(traces)
+        elif figure.replay == "once":
+            data = _evicted_once(traces, policies, ratios)
+        elif figure.replay == "plans":
+            data = _planned(traces[0], policies[0], budgets[0], schedule)
         else:
-            needed = drawing.metrics if chosen is None else (*chosen, "entries_seen")
-            records, table = _swept(traces, policies, sizes, schedule, needed)
-        case = Case(traces, records, table, layer, head, by, chosen, near)
-        known = {one.trace: one.layers for one in records} if layer is None else {}
+            measured = figure.metrics if metrics is None else (*metrics, "entries_seen")
+            data = _swept(traces, policies, budgets, schedule, measured)
+        layers = {one.trace: one.layers for one in data.records} if layer is None else {}
 
-    from kvsim.plots import save
+    from kvsim import plots
 
-    figure = drawing.draw(case)
+    values: dict[str, Any] = {
+        "layer": layer,
+        "layers": None if layer is None else [layer],
+        "head": head,
+        "by": by,
+        "metrics": metrics,
+        "zoom": span,
+    }
+    keywords = {key: values[key] for key in figure.options if values[key] is not None}
+    drawing = getattr(plots, name)(*data.arguments(figure), **keywords)
     out.parent.mkdir(parents=True, exist_ok=True)
-    typer.echo(f"Written to {save(figure, out)}.")
-    differing = uneven(known)
-    if differing:
-        echo_text(f"Note: {differing}.")
+    typer.echo(f"Written to {plots.save(drawing, out)}.")
+    for remark in dict.fromkeys(filter(None, (*data.remarks, uneven(layers)))):
+        echo_text(f"Note: {remark}.", err=True)
 
 
-# --------------------------------------------------------------------------------- what was asked
+# ------------------------------------------------------------------------------- the request
 
 
-def _drawing(name: str) -> Drawing:
-    if name in _LAYERS:
+def _figure(name: str) -> Figure:
+    if name in PLOTTED:
+        return FIGURES[name]
+    if name in FIGURES:
         raise OptionError(
             f"{name} is drawn by `kvsim layers TRACE --budget N --figures DIR`, with all figures "
             "of layers"
         )
-    if name not in FIGURES:
-        raise OptionError(
-            f"no figure is called {name!r}{suggest(name, FIGURES)}; figures: {', '.join(FIGURES)}"
-        )
-    return FIGURES[name]
+    raise OptionError(
+        f"no figure is called {name!r}{suggest(name, PLOTTED)}; figures: {', '.join(PLOTTED)}"
+    )
 
 
 def _check_out(out: Path) -> None:
@@ -215,7 +228,7 @@ def _is_run(source: str) -> bool:
 
 
 def _metrics(given: Sequence[str]) -> list[str]:
-    """Metrics by name that say something of policies."""
+    """Metrics by name that differ between policies."""
     from kvsim.analysis.registry import metric
 
     names = split(given, "--metric")
@@ -223,23 +236,23 @@ def _metrics(given: Sequence[str]) -> list[str]:
         if metric(name).kind == "trace":
             raise OptionError(
                 f"--metric {name} is about traces and the same for every policy; expected one that "
-                "tells policies apart, see `kvsim metrics`"
+                "differs between policies, see `kvsim metrics`"
             )
     return names
 
 
 def _positions(text: str) -> tuple[int, int]:
     """`120-180` as two positions."""
-    found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
-    if found is None or int(found[1]) >= int(found[2]):
+    match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
+    if match is None or int(match[1]) >= int(match[2]):
         raise OptionError(f"--zoom is {text!r}; expected two positions such as 120-180")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _share(text: str) -> float:
     """`25%` as a share below 1."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
-    share = 1.0 if found is None else float(found[1]) / 100
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    share = 1.0 if match is None else float(match[1]) / 100
     if not 0 < share < 1:
         raise OptionError(f"--ratio is {text!r}; expected a share of the entries such as 25%")
     return share
@@ -250,20 +263,20 @@ def _given(options: Mapping[str, Any]) -> str:
     return ", ".join(f"--{name}" for name, value in options.items() if value not in (None, []))
 
 
-def _asked(
+def _requested(
     name: str,
-    drawing: Drawing,
+    figure: Figure,
     policy: Sequence[str] | None,
     budget: Sequence[str] | None,
     replaying: Mapping[str, Any],
 ) -> tuple[list[str], list[str]]:
-    """The policies and budgets to replay, as far as the figure shows any."""
-    if drawing.replay is None:
+    """Return the policies and budgets to replay, none where the figure shows none."""
+    if figure.replay is None:
         surplus = _given({"policy": policy, "budget": budget, **replaying})
         if surplus:
             raise OptionError(f"{name} shows no policies; leave {surplus} out")
         return [], []
-    once = drawing.replay == "once"
+    once = figure.replay == "once"
     needed = {"--policy NAME (as `kvsim policies` lists them)": policy}
     if not once:
         needed["--budget N"] = budget
@@ -281,18 +294,18 @@ def _asked(
     return names, split(budget or [], "--budget")
 
 
-def _check_single(name: str, drawing: Drawing, traces: int, policies: int, budgets: int) -> None:
-    if drawing.single and traces > 1:
+def _check_single(name: str, figure: Figure, traces: int, policies: int, budgets: int) -> None:
+    if figure.single and traces > 1:
         raise OptionError(f"{name} shows one trace, but {traces} were given")
-    if drawing.single == "record" and (policies, budgets) != (1, 1):
+    if figure.single == "record" and (policies, budgets) != (1, 1):
         raise OptionError(
             f"{name} shows one policy at one budget, but {policies} policies and {budgets} "
             "budgets were given"
         )
 
 
-def _seeing(trace: Trace) -> int | None:
-    """The first layer that sees the whole text; replaying says so where there is none."""
+def _unwindowed(trace: Trace) -> int | None:
+    """Return the first layer without a sliding window; replaying fails where there is none."""
     return next((layer for layer in range(trace.n_layers) if layer not in trace.windowed), None)
 
 
@@ -301,96 +314,95 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
     for option, (given, count) in places.items():
         if given is not None and given >= count:
             raise OptionError(f"--{option} is {given}; {trace.name} has 0 to {count - 1}")
-    seeing = _seeing(trace)
-    if replays and layer in trace.windowed and seeing is not None:
+    unwindowed = _unwindowed(trace)
+    if replays and layer in trace.windowed and unwindowed is not None:
         raise OptionError(
             f"--layer {layer} of {trace.name} has a sliding window, so no policy is replayed "
-            f"there; expected one that sees the whole text, as {seeing}"
+            f"there; expected one that sees the whole text, as {unwindowed}"
         )
 
 
 def _check_runs(
     name: str,
-    drawing: Drawing,
+    figure: Figure,
     sources: Sequence[str],
-    finished: Sequence[str],
+    runs: Sequence[str],
     replaying: Mapping[str, Any],
 ) -> None:
-    if not drawing.runs:
-        able = ", ".join(one for one, drawn in FIGURES.items() if drawn.runs)
+    if not figure.runs:
         raise OptionError(
-            f"{name} is drawn from traces, but {finished[0]} is a run; give the traces that it "
-            f"replayed. Drawn from runs: {able}"
+            f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
+            f"replayed. Drawn from runs: {', '.join(_RUNS)}"
         )
-    if len(finished) < len(sources):
-        other = next(source for source in sources if source not in finished)
-        raise OptionError(f"{finished[0]} is a run and {other} is none; give either runs or traces")
+    if len(runs) < len(sources):
+        other = next(source for source in sources if source not in runs)
+        raise OptionError(f"{runs[0]} is a run and {other} is none; give either runs or traces")
     surplus = _given(replaying)
     if surplus:
-        raise OptionError(f"{finished[0]} is replayed already; leave {surplus} out")
+        raise OptionError(f"{runs[0]} is replayed already; leave {surplus} out")
 
 
-# ------------------------------------------------------------------------------ what is drawn from
+# ------------------------------------------------------------------------------------ the data
 
 
-def _read(
-    runs: Sequence[str], policy: Sequence[str] | None, budget: Sequence[str] | None
-) -> pl.DataFrame:
-    """The Table of runs; of the policies and budgets that were asked for, else of all."""
+def _read(runs: Sequence[str], policy: Sequence[str] | None, budget: Sequence[str] | None) -> Data:
+    """Return the Table of runs, of the requested policies and budgets or of all."""
     import polars as pl
 
     from kvsim.analysis.results import labelled
     from kvsim.report import joined, read_run
 
-    table = labelled(joined([read_run(run) for run in runs]))
-    asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
+    saved = [read_run(run) for run in runs]
+    table = labelled(joined(saved))
+    requested = pl.coalesce("share", pl.col("budget").cast(pl.String))
     for option, given, column in (
         ("--policy", policy, pl.col("policy")),
-        ("--budget", budget, asked),
+        ("--budget", budget, requested),
     ):
         if given is None:
             continue
         wanted = split(given, option)
-        known = table.select(column.alias("one")).drop_nulls()["one"].unique(maintain_order=True)
-        missing = [one for one in wanted if one not in set(known)]
+        present = (
+            table.select(column.alias("name")).drop_nulls()["name"].unique(maintain_order=True)
+        )
+        missing = [name for name in wanted if name not in set(present)]
         if missing:
             raise OptionError(
-                f"{option} {missing[0]}: the run has none{suggest(missing[0], known)}; it has "
-                f"{', '.join(known) or 'no policies'}"
+                f"{option} {missing[0]}: the run has none{suggest(missing[0], present)}; it has "
+                f"{', '.join(present) or 'no policies'}"
             )
         # what belongs to no policy stays, such as the sparsity of the full cache
         table = table.filter(column.is_in(wanted) | pl.col("policy").is_null())
-    return table
+    remarks = [remark for run in saved for remark in run.parameters.get("remarks", ())]
+    return Data(table=table, remarks=remarks)
 
 
-def _planned(
-    trace: Trace, policy: Policy, asked: str, schedule: Mapping[str, Any]
-) -> tuple[Sequence[Record], pl.DataFrame]:
-    """One record with its Plans, and an empty Table."""
-    import polars as pl
-
-    from kvsim.analysis.table import COLUMNS
+def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
+    """Return one record with its Plans."""
     from kvsim.engine import replay
     from kvsim.sweeps.run import resolve_budget
 
-    size = resolve_budget(asked, trace.n_pos)
-    record = replay(trace, policy, size, internals=True, **schedule)
-    return [record], pl.DataFrame(schema=COLUMNS)
+    budget = resolve_budget(size, trace.n_pos)
+    record = replay(trace, policy, budget, internals=True, **schedule)
+    return Data([trace], [record], remarks=[record.remark])
 
 
-def _errors(
+def _evicted_once(
     traces: Sequence[Trace], policies: Sequence[Policy], ratios: Sequence[float] | None
-) -> pl.DataFrame:
-    """The error of one eviction by each policy at each ratio."""
+) -> Data:
+    """Return the errors of one eviction by each policy at each ratio."""
     import polars as pl
 
     from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
 
     shares = sorted(set(ratios or RATIOS))
     with bar("cells") as report:
-        return pl.concat(
+        table = pl.concat(
             reconstruction_table(trace, policies, shares, progress=report) for trace in traces
         )
+    budgets = table["budget"].unique().sort(descending=True)
+    remarks = [policy.remark(budget) for policy in policies for budget in budgets]
+    return Data(traces, table=table, remarks=remarks)
 
 
 def _swept(
@@ -399,8 +411,8 @@ def _swept(
     budgets: Sequence[str],
     schedule: Mapping[str, Any],
     metrics: Sequence[str],
-) -> tuple[Sequence[Record], pl.DataFrame]:
-    """Records of every policy at every budget over every trace, and what the figure measures."""
+) -> Data:
+    """Return records of every policy at every budget over every trace, and their metrics."""
     from kvsim.sweeps.run import sweep
 
     with bar("cells") as report:
@@ -422,4 +434,4 @@ def _swept(
             "was written",
             2,
         )
-    return run.records, run.table
+    return Data(traces, run.records, run.table, [record.remark for record in run.records])

@@ -1,81 +1,57 @@
-"""Figures. The only place that knows matplotlib.
+# ruff: noqa: F403 - type checkers read the figures from their modules
+"""Figures. The only room that imports matplotlib.
 
-    records   what was kept, what was lost, how far the output moved
-    layers    how the layers rank the tokens of a prompt, and where ASL selects
-    summary   policies against each other over budgets
-    attention whether attention comes back to its keys, and how sparse it is
-    strips    what is held after an event, and the long runs that were dropped
-    segments  how attention mass cuts the cache, and what each piece may keep
-    sets      where in the text kept entries lie, and how much of them stays
-    expectation  what Expected Attention expects beside what happens, and what its errors cost
-    text      the text by what became of its tokens, and which tokens are kept
-    normality    how queries are distributed, beside the normal distribution that fits them
+    registry     every figure by name: summary, source, inputs, options
+    summary      policies against each other over budgets
+    records      retained, evicted and missed positions of records; output error by row
+    strips       positions that policies keep after an event, and dropped bursts
+    sets         positions of kept entries, and how much of the kept set stays
+    segments     segments of attention mass and their quotas
+    text         the text by what became of its tokens
+    attention    overlap of top keys, sparsity
+    expectation  Expected Attention: expected against observed attention, reconstruction error
+    normality    queries next to the normal distributions that fit them
+    layers       selection layers of ASL, and curves by layer
+    ranks        how layers rank the tokens of a prompt
+    style, panels, prompts   colours, captions and legends; grids of panels; means over prompts
+    saving       figures as files
 
-Every function returns a matplotlib Figure and touches no global state; `save` writes it.
+Every figure is a function that returns a matplotlib Figure and touches no global state; `save`
+writes it. The functions are imported on first use: `kvsim plot --help` does not load matplotlib.
 """
 
-from kvsim.plots.attention import overlap_curves, sparsity_by_layer
-from kvsim.plots.expectation import (
-    agreement_steps,
-    attention_loss,
-    expected_observed,
-    reconstruction_error,
-)
-from kvsim.plots.layers import (
-    gold_recall,
-    layer_attention,
-    layer_overlap,
-    rank_bumps,
-    rank_pattern,
-    selection_grid,
-    selection_histogram,
-    variance_curves,
-)
-from kvsim.plots.normality import (
-    normal_distance,
-    projection_gap,
-    state_quantiles,
-    state_ridges,
-)
-from kvsim.plots.records import NEEDED, error_over_rows, retention_map
-from kvsim.plots.saving import save
-from kvsim.plots.segments import mass_curve
-from kvsim.plots.sets import iou_by, middle_coverage, position_density
-from kvsim.plots.strips import bursts
-from kvsim.plots.summary import over_budgets, pareto
-from kvsim.plots.text import lift_bars, token_html, token_text
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "NEEDED",
-    "agreement_steps",
-    "attention_loss",
-    "bursts",
-    "error_over_rows",
-    "expected_observed",
-    "gold_recall",
-    "iou_by",
-    "layer_attention",
-    "layer_overlap",
-    "lift_bars",
-    "mass_curve",
-    "middle_coverage",
-    "normal_distance",
-    "over_budgets",
-    "overlap_curves",
-    "pareto",
-    "position_density",
-    "projection_gap",
-    "rank_bumps",
-    "rank_pattern",
-    "reconstruction_error",
-    "retention_map",
-    "save",
-    "selection_grid",
-    "selection_histogram",
-    "sparsity_by_layer",
-    "state_quantiles",
-    "state_ridges",
-    "token_html",
-    "token_text",
-    "variance_curves",
-]
+from kvsim.plots.registry import FIGURES
+
+if TYPE_CHECKING:
+    from kvsim.plots.attention import *
+    from kvsim.plots.expectation import *
+    from kvsim.plots.layers import *
+    from kvsim.plots.normality import *
+    from kvsim.plots.ranks import *
+    from kvsim.plots.records import *
+    from kvsim.plots.saving import *
+    from kvsim.plots.segments import *
+    from kvsim.plots.sets import *
+    from kvsim.plots.strips import *
+    from kvsim.plots.summary import *
+    from kvsim.plots.text import *
+
+_HOME = {name: figure.module for name, figure in FIGURES.items()}
+_HOME |= {"NEEDED": "records", "save": "saving", "token_html": "text"}
+
+__all__ = [*_HOME]  # noqa: PLE0604 - the names of the registry, once
+
+
+def __getattr__(name: str) -> Any:
+    """Import a figure on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,22 +1,25 @@
-"""Figures of attention itself: whether it comes back to its keys, and how sparse it is."""
+"""Figures of attention itself: overlap of the top keys of windows, and sparsity."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import polars as pl
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from kvsim.analysis.attention.overlap import default_window, window_overlap
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
+from kvsim.plots.panels import legend_outside
 from kvsim.plots.prompts import counted, mean_line
-from kvsim.plots.style import LINES, asked_order, caption, legend_below, plain, series
+from kvsim.plots.style import caption, legend_below, plain, series
 
 Floats = NDArray[np.float64]
 
@@ -24,7 +27,9 @@ Floats = NDArray[np.float64]
 TOPS = tuple(place / 20 for place in range(1, 21))
 
 _BLOCKS = ("oldest window", "second window", "third window", "union of the three", "equal budget")
-_MAXIMA = {"sequence": "over all keys before the window", "behind_sink": "behind the sink"}
+_MAXIMA = {"sequence": "all keys", "behind_sink": "all keys but the sink"}
+#: Layers up to which each has an entry in the legend.
+_NAMED = 9
 
 
 def overlap_curves(
@@ -34,12 +39,12 @@ def overlap_curves(
     window: int | None = None,
     tops: Sequence[float] = TOPS,
 ) -> Figure:
-    """Share of the last window's top keys that earlier windows had, against the share that is top.
+    """Share of the last window's top keys that earlier windows had, over the share that is top.
 
     G-KV (arXiv 2512.00504), Fig. 1: four windows of rows at the end of each trace. Each of the
-    three earlier windows alone, their union, and as many keys as one top set has by the largest of
-    their scores, which a policy of that budget could keep. Dotted is chance, for a set of that size
-    and for the union of three.
+    three earlier windows alone; their union; and an equal budget, as many keys as one top set has
+    by the largest of the three scores, which a policy could keep. Dotted is chance, for one set and
+    for the union of three.
 
     Args:
         traces: the mean is over them, with the 95 % interval; of equally many layers.
@@ -90,64 +95,73 @@ def _overlaps(
     return out
 
 
-def _by_policy(found: pl.DataFrame) -> dict[str, Mapping[str, Any]]:
-    """A colour and a marker for each policy, a line for each of its budgets; by label."""
-    known = found.filter(pl.col("policy").is_not_null()).select("policy", "asked", "label")
-    colours = series(known["policy"].unique(maintain_order=True))
-    budgets = asked_order(known["asked"].to_list())
-    return {
-        label: {**colours[policy], "linestyle": LINES[budgets.index(asked) % len(LINES)]}
-        for policy, asked, label in known.unique(maintain_order=True).iter_rows()
-    }
+def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None) -> Figure:
+    """Share of the keys that score below p times the maximum, over p; full and compressed caches.
 
-
-def sparsity_by_layer(table: pl.DataFrame, shares: Sequence[float] = (0.01, 0.05)) -> Figure:
-    """Share of the keys below p times the maximum by layer, of the full and of compressed caches.
-
-    G-KV (arXiv 2512.00504), Fig. 9. Mean over heads and prompts with the 95 % interval; a row of
-    panels per p, a column for the keys of which the maximum is taken, because a sink that holds the
-    maximum makes any cache look sparse.
+    G-KV (arXiv 2512.00504), Fig. 9. A row of panels for the full cache and for each policy, a line
+    per layer, black their mean with the 95 % interval over prompts. The two columns differ in the
+    keys of which the maximum is taken: a sink that holds it makes any cache look sparse.
 
     Args:
         table: with the metrics `sparsity` and, for compressed caches, `sparsity_compressed`.
-        shares: p, those of which the table has values.
+        layers: indices in the trace, all by default.
 
     Raises:
-        PolicyError: the table has neither metric at these shares.
+        PolicyError: the table has neither metric, or no row of these layers.
     """
-    names = {f"p={p:g},max={peak}": (p, peak) for p in shares for peak in _MAXIMA}
-    wanted = pl.col("metric").str.starts_with("sparsity") & pl.col("variant").is_in(list(names))
-    found = averages(table.filter(wanted), ["layer"]).filter(pl.col("mean").is_not_null())
-    if not found.height:
+    table = table.filter(pl.col("metric").is_in(["sparsity", "sparsity_compressed"]))
+    if layers is not None:
+        table = table.filter(pl.col("layer").is_in(list(layers)))
+    by_layer, means = (_sparsity_means(table, by) for by in (["layer"], []))
+    if not by_layer.height:
+        where = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         raise PolicyError(
-            f"the table has no sparsity at p of {', '.join(f'{p:g}' for p in shares)}; measure "
-            "sparsity and sparsity_compressed"
+            f"the table has no sparsity{where}; measure sparsity and sparsity_compressed"
         )
-    budgets = found["asked"].drop_nulls().n_unique()
-    asked = pl.format("{}, budget {}", "policy", "asked") if budgets > 1 else pl.col("policy")
-    found = found.with_columns(label=asked)
-    styles = _by_policy(found)
-    full = {"color": "black", "linestyle": "-", "marker": "."}
-    figure = Figure(figsize=(7.6, 2.5 * len(shares) + 0.9), dpi=150)
-    grid = figure.subplots(len(shares), 2, squeeze=False, sharex=True, sharey=True)
-    for (variant, (p, peak)), axis in zip(names.items(), grid.flat, strict=True):
-        of_panel = found.filter(variant=variant)
-        for label, style in [(None, full), *styles.items()]:
-            part = of_panel.filter(pl.col("label").eq_missing(label)).sort("layer")
-            low, mean, high = part.select("low", "mean", "high").to_numpy().astype(np.float64).T
-            at = part["layer"].to_numpy()
-            axis.plot(at, mean, label=label or "full cache", lw=1.3, ms=4, **style)
-            axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
-        axis.set_title(f"p = {p:g}, maximum {_MAXIMA[peak]}", fontsize=8)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        plain(axis)
-        axis.set_ylim(0, 1.02)
-    for axis in grid[:, 0]:
-        axis.set_ylabel("share of keys below p x maximum", fontsize=8)
+    caches = by_layer["cache"].unique(maintain_order=True).to_list()
+    shown = sorted(by_layer["layer"].unique())
+    shades = dict(
+        zip(shown, mpl.colormaps["viridis"](np.linspace(0, 0.9, len(shown))), strict=True)
+    )
+    figure = Figure(figsize=(7.6, 1.9 * len(caches) + 1.2), dpi=150, layout="constrained")
+    grid = figure.subplots(len(caches), 2, squeeze=False, sharex=True, sharey=True)
+    for row, cache in zip(grid, caches, strict=True):
+        for axis, (peak, keys) in zip(row, _MAXIMA.items(), strict=True):
+            lines = by_layer.filter(cache=cache, peak=peak).sort("p")
+            for (layer,), line in lines.group_by("layer", maintain_order=True):
+                look: dict[str, Any] = {"color": shades[layer], "lw": 1.0, "ms": 3}
+                axis.plot(line["p"], line["mean"], ".-", label=f"layer {layer}", **look)
+            mean = means.filter(cache=cache, peak=peak).sort("p")
+            if len(shown) > 1:
+                axis.plot(mean["p"], mean["mean"], "--", color="black", lw=1.4, label="mean")
+            low, high = mean.select("low", "high").to_numpy().astype(np.float64).T
+            axis.fill_between(mean["p"].to_numpy(), low, high, color="black", alpha=0.15, lw=0)
+            axis.set(xscale="log", ylim=(0, 1.02))
+            axis.set_title(f"{cache}: {keys}", fontsize=8)
+            plain(axis)
+        row[0].set_ylabel("share of keys", fontsize=8)
     for axis in grid[-1]:
-        axis.set_xlabel("layer", fontsize=8)
-    what = f"How sparse the last rows' attention is, mean over {counted(found['n'])}"
-    caption(figure, what, found["fidelity"])
-    height = legend_below(figure, grid[0, 0], columns=5)
-    figure.tight_layout(rect=(0, height, 1, 1))
+        axis.set_xlabel("p, share of the maximum", fontsize=8)
+    if len(shown) <= _NAMED:
+        legend_outside(figure, grid[0, 0], columns=5)
+    else:
+        colours = ListedColormap(list(shades.values()))
+        scale = ScalarMappable(Normalize(shown[0], shown[-1]), colours)
+        bar = figure.colorbar(scale, ax=list(grid.flat), pad=0.01, aspect=40)
+        bar.set_label("layer (dashed: mean)", fontsize=7.5)
+        bar.ax.tick_params(labelsize=7)
+    what = "Keys of the last rows that score below p x maximum"
+    caption(figure, f"{what}\nmean over heads and {counted(means['n'])}", means["fidelity"])
     return figure
+
+
+def _sparsity_means(table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
+    """Averages with columns p, peak (the keys of the maximum) and cache (full, or a policy)."""
+    means = averages(table, by).filter(pl.col("mean").is_not_null())
+    budgets = means["asked"].drop_nulls().n_unique()
+    policy = pl.format("{}, budget {}", "policy", "asked") if budgets > 1 else pl.col("policy")
+    return means.with_columns(
+        p=pl.col("variant").str.extract(r"p=([^,]+)").cast(pl.Float64),
+        peak=pl.col("variant").str.extract(r"max=(\w+)"),
+        cache=pl.coalesce(policy, pl.lit("full cache")),
+    )

@@ -1,7 +1,7 @@
-"""Figures of Expected Attention: what it expects beside what happens, and what its errors cost.
+"""Figures of Expected Attention: expected against observed attention, and reconstruction error.
 
 All numbers come from `kvsim.analysis`. Those of expected and observed attention are `exact`, the
-error of a layer's output is open loop behind the first layer.
+error of a layer's output is open loop after the first layer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
 from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
-from kvsim.plots.panels import Panels, known, legend_outside
+from kvsim.plots.panels import Panels, legend_outside, trace_label
 from kvsim.plots.prompts import mean_line
 from kvsim.plots.style import COLOURS, caption, plain, series
 
 Floats = NDArray[np.float64]
 
-#: Attention below this is drawn as if it were this much: logits of some heads go down by hundreds.
+#: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
 FLOOR: Final = 1e-12
 
 _STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
@@ -47,7 +47,7 @@ _MEASURES = {
 def expected_observed(
     found: Expectation, *, layers: Sequence[int] | None = None, qhead: int | None = None
 ) -> Figure:
-    """Expected against observed attention on each key, of one query head: a panel per layer, step.
+    """Expected against observed attention on each key of a query head, by layer and step.
 
     arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
     expected attention sums to 1 over the keys, observed attention to the share that they get.
@@ -55,8 +55,8 @@ def expected_observed(
     Args:
         found: of one trace.
         layers: indices in the trace, all by default.
-        qhead: by default in each layer the head that is in the middle by the Spearman correlation
-            of the last step, of an even number the lower one.
+        qhead: by default the head of each layer with the median Spearman correlation of the last
+            step, the lower one of two.
 
     Raises:
         PolicyError: a layer or head that the trace does not have.
@@ -66,7 +66,7 @@ def expected_observed(
     wrong = [one for one in shown if not 0 <= one < count]
     if wrong or (qhead is not None and not 0 <= qhead < heads):
         raise PolicyError(
-            f"layers {wrong} and query head {qhead} were asked for; {found.trace} has layers 0 to "
+            f"layers {wrong} and query head {qhead} were requested; {found.trace} has layers 0 to "
             f"{count - 1} and query heads 0 to {heads - 1}"
         )
     grid = Panels(len(shown) * len(STEPS), columns=len(STEPS), size=(2.1, 2.0), share="row")
@@ -124,7 +124,7 @@ def expected_observed(
 def agreement_steps(
     table: pl.DataFrame, *, measure: str = "spearman", layers: Sequence[int] | None = None
 ) -> Figure:
-    """Where expected and observed attention part: agreement by step, a panel per layer.
+    """Agreement of expected and observed attention after each step, a panel per layer.
 
     A point and a thin line per trace and query head, black their mean.
 
@@ -147,7 +147,7 @@ def agreement_steps(
     for axis, layer in zip(panels.axes, shown, strict=True):
         part = table.filter(pl.col("layer") == layer)
         values = _cells(part, ["trace", "qhead"], "variant", variants, "value")
-        # beside each other, so that equal ones are seen
+        # next to each other, so that equal values are visible
         places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
         axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
         mean = mean_known(values.T)
@@ -160,7 +160,7 @@ def agreement_steps(
     panels.label("step (the last: Expected Attention)", label)
     caption(
         panels.figure,
-        f"{known(table['trace'])}: where expected attention leaves observed\n"
+        f"{trace_label(table['trace'])}: agreement of expected and observed attention\n"
         "blue: query heads; black: their mean",
         table["fidelity"],
     )
@@ -193,7 +193,7 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     for axis, (name, view) in zip(panels.axes, views.items(), strict=True):
         for place, order in enumerate(ORDERS):
             values = _cells(view.filter(order=order), ["trace"], "removed", removed, "value")
-            # markers at other places than those of the line before
+            # markers at other shares than those of the line before
             marked = (place % 3, 3)
             look: dict[str, Any] = {"ms": 3, "lw": 1.2, "markevery": marked, **styles[order]}
             mean_line(
@@ -209,8 +209,8 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     panels.legend(columns=4)
     caption(
         panels.figure,
-        f"{known(part['trace'])}: observed attention lost with keys removed in the order of a "
-        "score\nmean over query heads",
+        f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order of "
+        "a score\nmean over query heads",
         part["fidelity"],
     )
     return panels.figure
@@ -283,7 +283,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     legend_outside(figure, axis, columns=6)
     caption(
         figure,
-        f"{known(table['trace'])}: output of all heads where a policy evicts once, then "
+        f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
         f"{_counts(table['rows'])} rows",
         table["fidelity"],
     )
@@ -293,11 +293,11 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
 def _by_layer(
     table: pl.DataFrame, layers: Sequence[int] | None, *, more: int = 0
 ) -> tuple[Panels, list[int]]:
-    """A panel for each layer and some more; the layers."""
-    had = sorted(table["layer"].unique())
-    shown = had if layers is None else list(layers)
-    if not shown or not set(shown) <= set(had):
-        raise PolicyError(f"layers {shown} were asked for; the table has {had}")
+    """Build a panel for each layer and `more` others; return them and the layers."""
+    present = sorted(table["layer"].unique())
+    shown = present if layers is None else list(layers)
+    if not shown or not set(shown) <= set(present):
+        raise PolicyError(f"layers {shown} were requested; the table has {present}")
     return Panels(len(shown) + more), shown
 
 
@@ -307,15 +307,15 @@ def _around(values: Floats) -> tuple[float, float]:
 
 
 def _middle(values: Floats) -> int:
-    """Where the median is, the lower one of two; NaN counts as highest."""
-    known_ones = int((~np.isnan(values)).sum())
-    return int(values.argsort(kind="stable")[max(0, known_ones - 1) // 2])
+    """Return the index of the median, the lower one of two; NaN counts as highest."""
+    count = int((~np.isnan(values)).sum())
+    return int(values.argsort(kind="stable")[max(0, count - 1) // 2])
 
 
 def _cells(
     table: pl.DataFrame, rows: Sequence[str], column: str, columns: Sequence[Any], value: str
 ) -> Floats:
-    """Means of a column by some others, in their order, and by one; NaN where there is none."""
+    """Means of `value` by the columns `rows`, in their order, and by `column`; NaN if missing."""
     means = table.group_by(*rows, column, maintain_order=True).agg(pl.col(value).mean())
     names = {name: place for place, name in enumerate(dict.fromkeys(means.select(rows).rows()))}
     out = np.full((len(names), len(columns)), np.nan)
@@ -326,7 +326,7 @@ def _cells(
 
 
 def _order_styles() -> dict[str, Mapping[str, Any]]:
-    """Of each order; what bounds the others is black and grey."""
+    """Style of each order; the bounds are black and grey."""
     return {
         **series((*STEPS, "key_norm")),
         "random": {"color": "#777777", "linestyle": ":", "marker": ""},
@@ -335,23 +335,24 @@ def _order_styles() -> dict[str, Mapping[str, Any]]:
 
 
 def _policy_names(table: pl.DataFrame) -> pl.Series:
-    """The policy of each row, with the parameters in which those of one name differ."""
+    """The policy of each row, with the parameters that distinguish policies of one name."""
     pairs = table.select("policy", "params").rows()
-    told: dict[str, list[dict[str, Any]]] = {}
+    variants: dict[str, list[dict[str, Any]]] = {}
     for policy, params in dict.fromkeys(pairs):
-        told.setdefault(policy, []).append(json.loads(params))
+        variants.setdefault(policy, []).append(json.loads(params))
 
     def name(policy: str, params: str) -> str:
-        others = told[policy]
-        own = json.loads(params)
-        differ = [key for key in own if any(other.get(key) != own[key] for other in others)]
-        shown = ", ".join(f"{key}={own[key]}" for key in differ)
+        values = json.loads(params)
+        differ = [
+            key for key in values if any(one.get(key) != values[key] for one in variants[policy])
+        ]
+        shown = ", ".join(f"{key}={values[key]}" for key in differ)
         return f"{policy} ({shown})" if shown else policy
 
     return pl.Series([name(*pair) for pair in pairs], dtype=pl.String)
 
 
 def _counts(values: Iterable[int]) -> str:
-    """One number, or the least and the largest."""
+    """Return the only number, or the smallest and the largest."""
     least, most = min(values), max(values)
     return f"{least}" if least == most else f"{least} to {most}"

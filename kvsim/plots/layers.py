@@ -1,4 +1,4 @@
-"""Figures of layers: how they rank the tokens of a prompt, and where ASL selects.
+"""Figures of layers: where ASL selects, and curves by layer that explain it.
 
 All numbers come from `kvsim.analysis` and are `exact`: full attention over recorded queries and
 keys, as if no layer had selected.
@@ -13,50 +13,45 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import polars as pl
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
+from matplotlib.ticker import MaxNLocator
 
-from kvsim.analysis.prompt.ranking import Grid, window_attention
+from kvsim.analysis.prompt.ranking import Grid
 from kvsim.analysis.prompt.tables import Diagnosis
-from kvsim.core.trace import Trace
-from kvsim.plots.panels import known
-from kvsim.plots.style import COLOURS, caption, legend_of, palette, plain, series, short_text
+from kvsim.plots.panels import layer_axis, legend_outside, single_panel, trace_label
+from kvsim.plots.style import (
+    COLOURS,
+    NEUTRAL,
+    SELECTED,
+    caption,
+    palette,
+    plain,
+    series,
+    short_text,
+)
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+LINE, NEVER = "#33608c", "#e4e1da"
 
-LINE, OTHER, SELECTED, NEVER = "#33608c", "#9aa5b1", "#c8102e", "#e4e1da"
-
-_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
-
-#: Traces with a line and a name of their own; more are drawn alike.
+#: Traces whose lines have a colour and a name each; of more traces all lines look alike.
 _NAMED = len(COLOURS)
-#: Columns of a picture; more tokens are pooled.
-_PIXELS = 1024
-#: Attention below this share is drawn as if it were this much.
-_FAINT = 1e-5
 
 
 def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     """Relative rank variance by layer, tau, and a marker at the selection layer of each line.
 
-    A line per trace and budget. It goes on behind the selection layer: what the layers would rank
-    if none had selected.
+    ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. Behind the selection layer a line
+    shows how the layers would rank if no layer had selected.
     """
-    figure, axis = _one(7.2, 3.7 + 0.17 * len(diagnoses) * (len(diagnoses) <= _NAMED))
-    taus = sorted({one.curve.rule.tau for one in diagnoses})
+    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * (len(diagnoses) <= _NAMED))
+    taus = sorted({diagnosis.curve.rule.tau for diagnosis in diagnoses})
     named = len(diagnoses) <= _NAMED
-    alike: dict[str, Any] = {"color": OTHER, "marker": ".", "lw": 0.8}
-    for one, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
-        curve, at = one.curve, one.layer
+    alike: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
+    for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
+        curve, at = diagnosis.curve, diagnosis.layer
         layers = np.arange(curve.first_layer, curve.n_layers)
         end = f"selects after layer {at}" if at is not None else "never selects"
-        label = f"{_label(one, diagnoses)}: {'fits the budget' if curve.fits else end}"
+        label = f"{_label(diagnosis, diagnoses)}: {'fits the budget' if curve.fits else end}"
         axis.plot(layers, curve.relative[layers], label=label, **(style if named else alike))
         if at is not None:
             marked = style["color"] if named else SELECTED
@@ -73,23 +68,26 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
             fontsize=8,
             color=SELECTED,
         )
-    _layers(axis, max(one.curve.n_layers for one in diagnoses))
+    layer_axis(axis, max(diagnosis.curve.n_layers for diagnosis in diagnoses))
     axis.set_ylim(bottom=0)
     axis.set_ylabel("rank variance / that of the first tested layer", fontsize=8)
     if named:
-        _legend(figure, axis)
-    what = known(one.trace for one in diagnoses)
-    _caption(figure, f"{what}: do ranks settle? circle: selection layer", _rule(diagnoses))
+        legend_outside(figure, axis, columns=1)
+    what = trace_label(diagnosis.trace for diagnosis in diagnoses)
+    caption(
+        figure, f"{what}: do ranks settle? circle: selection layer\n{_rule(diagnoses)}", ["exact"]
+    )
     return figure
 
 
 def selection_grid(trace: str, grid: Grid) -> Figure:
     """The selection layer over first layer and look-back; grey where no layer is selected.
 
-    Hatched: there are fewer layers than the look-back asks for, and all there are were used.
+    ASL (arXiv 2601.07667), Fig. 8. Hatched: the look-back is longer than there are layers, and all
+    layers were used.
     """
     rows, columns = grid.layers.shape
-    figure, axis = _one(max(3.8, 0.42 * columns + 2.2), max(2.6, 0.3 * rows + 1.6))
+    figure, axis = single_panel(max(3.8, 0.42 * columns + 2.2), max(2.6, 0.3 * rows + 1.6))
     shown = np.ma.masked_less(grid.layers, 0)
     colours = mpl.colormaps["viridis"].with_extremes(bad=NEVER)
     last = max(1, grid.n_layers - 1)
@@ -113,174 +111,23 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
     axis.set_xlabel("look-back, layers (hatched: as many as there are)", fontsize=8)
     axis.set_ylabel("first tested layer", fontsize=8)
     axis.tick_params(labelsize=7)
-    _caption(
+    caption(
         figure,
-        f"{trace}: selection layer",
-        f"budget {grid.budget} (k = {grid.k}), tau {grid.tau:g}",
+        f"{trace}: selection layer\nbudget {grid.budget} (k = {grid.k}), tau {grid.tau:g}",
+        ["exact"],
     )
-    return figure
-
-
-def rank_pattern(one: Diagnosis) -> Figure:
-    """Rank of tokens in every layer, the tokens in the order of the last layer.
-
-    The tokens are those that are among the first k in one of the last look-back layers.
-    """
-    curve, ranking = one.curve, one.ranking
-    back = curve.look_back
-    tokens = ranking.members(curve.n_layers - 1, back, curve.k)
-    tokens = tokens[np.argsort(ranking.ranks[-1, tokens].numpy(), kind="stable")]
-    image = ranking.ranks[:, tokens].numpy().astype(np.float64)
-    figure, axis = _one(8, max(2.6, 0.14 * curve.n_layers + 1.9))
-    factor = max(1, -(-len(tokens) // _PIXELS))
-    pooled = _log_means(image, factor) if len(tokens) else np.full((curve.n_layers, 1), np.nan)
-    drawn = axis.imshow(
-        pooled,
-        cmap="viridis_r",
-        norm=LogNorm(1, max(2, ranking.ranked)),
-        aspect="auto",
-        interpolation="nearest",
-        extent=(0.5, pooled.shape[1] * factor + 0.5, curve.n_layers - 0.5, -0.5),
-    )
-    axis.set_xlim(0.5, max(1, len(tokens)) + 0.5)
-    if one.layer is not None:
-        axis.axhline(one.layer + 0.5, color=SELECTED, lw=1.2)
-    if curve.k < image.shape[1]:
-        axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.set_ylabel("layer", fontsize=8)
-    axis.set_xlabel(f"{len(tokens)} tokens, by rank in the last layer (dotted: k)", fontsize=8)
-    axis.tick_params(labelsize=7)
-    bar = figure.colorbar(drawn, ax=axis, pad=0.015)
-    bar.set_label(f"rank, of {ranking.ranked}", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    bar.ax.yaxis.set_major_formatter(_PLAIN)
-    bar.ax.invert_yaxis()
-    tail = f"; each column is the geometric mean of {factor}" if factor > 1 else ""
-    line = "" if one.layer is None else "; red: selected after"
-    behind = "the last layer" if back == 1 else f"the last {back} layers"
-    _caption(
-        figure,
-        f"{one.trace}: ranks of what is among the first k in {behind}{tail}",
-        f"budget {curve.budget} (k = {curve.k}){line}",
-    )
-    return figure
-
-
-def rank_bumps(one: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) -> Figure:
-    """The way of the best tokens of the last layer through the ranks; gold tokens are red.
-
-    The others are the darker, the better the last layer ranks them. trace: for the tokens' texts.
-    """
-    curve, ranking = one.curve, one.ranking
-    best = ranking.ranks[-1].argsort()[:tokens].numpy()
-    paths = ranking.ranks[:, best].numpy()
-    gold = set() if one.gold is None else set(one.gold.tolist())
-    layers = np.arange(curve.n_layers)
-    figure, axis = _one(7.6, 5.6)
-    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(best)))
-    texts = None if trace is None else trace.token_text
-    heights = np.linspace(0.985, 0.015, max(2, len(best)))
-    for path, position, shade, height in zip(
-        paths.T, best.tolist(), shades, heights[: len(best)], strict=True
-    ):
-        marked = position in gold
-        axis.plot(
-            layers,
-            path,
-            ".-" if len(layers) < 12 else "-",
-            color=SELECTED if marked else shade,
-            lw=1.8 if marked else 0.9,
-            zorder=3 if marked else 2,
-        )
-        name = f"{position}" if texts is None else f"{position} {short_text(texts[position], 12)}"
-        axis.annotate(
-            name,
-            (layers[-1], path[-1]),
-            xytext=(1.04, height),
-            textcoords="axes fraction",
-            fontsize=6,
-            va="center",
-            color=SELECTED if marked else "black",
-            parse_math=False,
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": OTHER, "relpos": (0, 0.5)},
-            annotation_clip=False,
-        )
-    axis.set_yscale("log")
-    axis.set_ylim(max(2, curve.k, int(paths.max(initial=2))) * 1.1, 0.9)
-    axis.yaxis.set_major_formatter(_PLAIN)
-    _layers(axis, curve.n_layers)
-    rank = f"rank, of {ranking.ranked}"
-    if curve.k > 0:
-        axis.axhline(curve.k + 0.5, color="black", lw=0.8, ls=":")
-        rank += f" (dotted: k = {curve.k})"
-    axis.set_ylabel(rank, fontsize=8)
-    if one.layer is not None:
-        axis.axvline(one.layer, color=SELECTED, lw=1, ls="--")
-        axis.set_xlabel("layer (dashed: selection layer)", fontsize=8)
-    marks = "; red: gold" if gold.intersection(best.tolist()) else ""
-    labels = "position" if texts is None else "position and text"
-    _caption(
-        figure,
-        f"{one.trace}: the {len(best)} tokens that the last layer ranks best",
-        f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}",
-    )
-    return figure
-
-
-def layer_attention(
-    trace: Trace, window: int = 32, *, selected: int | None = None, device: str = "cpu"
-) -> Figure:
-    """What the last rows of the prompt attend to in every layer, mean over query heads."""
-    maps = window_attention(trace, window, columns=_PIXELS, device=device)
-    layers = len(maps)
-    columns = max(1, min(4, math.ceil(layers / 3)))
-    rows = math.ceil(layers / columns)
-    size = (max(6.4, 3.0 * columns + 0.9), 0.95 * rows + 1.25)
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    colours = mpl.colormaps["magma"].with_extremes(bad="white", under="black")
-    n, height = trace.prompt_len, maps.shape[1]
-    scale = LogNorm(_FAINT, 1)
-    extent = (-0.5, n - 0.5, n - 0.5, n - height - 0.5)
-    factor = -(-n // _PIXELS)
-    starts = np.arange(maps.shape[-1]) * factor
-    unseen = starts[None, :] > np.arange(n - height, n)[:, None]
-    for axis in axes.flat[layers:]:
-        axis.set_axis_off()
-    for layer, (axis, values) in enumerate(zip(axes.flat, maps, strict=False)):
-        axis.imshow(
-            np.ma.array(np.maximum(values, _FAINT), mask=unseen),
-            cmap=colours,
-            norm=scale,
-            aspect="auto",
-            interpolation="nearest",
-            extent=(-0.5, maps.shape[-1] * factor - 0.5, extent[2], extent[3]),
-        )
-        axis.set_xlim(-0.5, n - 0.5)
-        chosen = layer == selected
-        name = f"layer {layer}" + (", selection layer" if chosen else "")
-        axis.set_title(name, fontsize=7, pad=2, color=SELECTED if chosen else "black")
-        axis.tick_params(labelsize=6)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("row", fontsize=7)
-    for axis in _bottom(axes, layers):
-        axis.set_xlabel("position", fontsize=7)
-        axis.tick_params(labelbottom=True)
-    pooled = f", maximum of {factor} positions" if factor > 1 else ""
-    _caption(
-        figure,
-        f"{trace.name}: attention of the prompt's last {height} rows",
-        f"mean over {trace.n_qheads} query heads{pooled}",
-    )
-    bar = figure.colorbar(ScalarMappable(scale, colours), ax=axes, pad=0.01, aspect=40)
-    bar.set_label("share of a row's attention (black: 1e-5 or less)", fontsize=7)
-    bar.ax.tick_params(labelsize=6)
     return figure
 
 
 def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
-    """How many traces select at each layer, a panel per task; of `kvsim.analysis.distribution`."""
+    """Number of traces that select at each layer, a panel per task.
+
+    ASL (arXiv 2601.07667), Figs. 9 and 10.
+
+    Args:
+        distribution: of `kvsim.analysis.distribution`.
+        n_layers: of the deepest trace.
+    """
     budgets = list(dict.fromkeys(distribution["budget"]))
     tasks = list(dict.fromkeys(distribution["task"]))
     figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150)
@@ -327,139 +174,109 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
 def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
     """Share of the gold tokens in each layer's set, with the selection layer of each line.
 
-    A line per trace and budget. A set is what goes on if this layer selects: the first k tokens and
-    the window. Traces without gold are left out.
+    A line per trace and budget. A layer's set is what it would propagate if it selected: the first
+    k tokens and the window. Traces without gold tokens are left out.
     """
-    found = [one for one in diagnoses if one.recall is not None]
-    named = 0 < len(found) <= _NAMED
-    figure, axis = _one(7.2, 3.6 + 0.17 * len(found) * named)
-    for one, style in zip(found, _lines(len(found)), strict=True):
-        if one.recall is None:
+    with_gold = [diagnosis for diagnosis in diagnoses if diagnosis.recall is not None]
+    named = 0 < len(with_gold) <= _NAMED
+    figure, axis = single_panel(7.2, 3.6 + 0.17 * len(with_gold) * named)
+    for diagnosis, style in zip(with_gold, _lines(len(with_gold)), strict=True):
+        if diagnosis.recall is None:
             continue
-        at, full, late = one.layer, one.first_full_recall, one.layer_regret
+        at, full, late = diagnosis.layer, diagnosis.first_full_recall, diagnosis.layer_regret
         where = [
             "complete in no layer" if full is None else f"first complete in layer {full}",
-            "never selects" if at is None else f"selects after {at} with {one.recall[at]:.0%}",
+            "never selects"
+            if at is None
+            else f"selects after {at} with {diagnosis.recall[at]:.0%}",
             "" if late is None else f"regret {late:+d}",
         ]
-        label = f"{_label(one, found)}: {', '.join(filter(None, where))}"
-        axis.plot(np.arange(one.curve.n_layers), one.recall, label=label, **style)
+        label = f"{_label(diagnosis, with_gold)}: {', '.join(filter(None, where))}"
+        axis.plot(np.arange(diagnosis.curve.n_layers), diagnosis.recall, label=label, **style)
         if at is not None:
-            axis.plot(at, one.recall[at], "o", ms=9, mfc="none", mec=style["color"], mew=1.8)
-    _layers(axis, max((one.curve.n_layers for one in found), default=1))
+            axis.plot(at, diagnosis.recall[at], "o", ms=9, mfc="none", mec=style["color"], mew=1.8)
+    layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in with_gold), default=1))
     axis.set_ylim(-0.03, 1.05)
     axis.set_ylabel("share of gold tokens in top k + window", fontsize=8)
     if named:
-        _legend(figure, axis)
-    what = known(one.trace for one in found)
-    sizes = sorted({0 if one.gold is None else len(one.gold) for one in found})
+        legend_outside(figure, axis, columns=1)
+    what = trace_label(diagnosis.trace for diagnosis in with_gold)
+    sizes = sorted(
+        {0 if diagnosis.gold is None else len(diagnosis.gold) for diagnosis in with_gold}
+    )
     tokens = f"{'/'.join(map(str, sizes))} gold tokens"
-    _caption(figure, f"{what}: recall of {tokens}; circle: selection layer", _rule(found))
+    caption(
+        figure,
+        f"{what}: recall of {tokens}; circle: selection layer\n{_rule(with_gold)}",
+        ["exact"],
+    )
     return figure
 
 
 def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     """Above, overlap of each layer's first k tokens with the layer before; below, entropy.
 
-    Of one trace; a line per budget above, since the scores and their entropy have none.
+    Of diagnosis trace; a line per budget above, since the scores and their entropy have none.
     """
     figure = Figure(figsize=(7.2, 5.0), dpi=150)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    for one, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
-        layers = np.arange(1, one.curve.n_layers)
-        name = f"budget {one.asked} (k = {one.curve.k})"
-        upper.plot(layers, one.jaccard[1:], label=name, **style)
-        upper.axhline(one.jaccard_chance, color=style["color"], lw=0.9, ls=":")
-        if one.layer is not None:
+    for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
+        layers = np.arange(1, diagnosis.curve.n_layers)
+        name = f"budget {diagnosis.asked} (k = {diagnosis.curve.k})"
+        upper.plot(layers, diagnosis.jaccard[1:], label=name, **style)
+        upper.axhline(diagnosis.jaccard_chance, color=style["color"], lw=0.9, ls=":")
+        if diagnosis.layer is not None:
             for axis in (upper, lower):
-                axis.axvline(one.layer, color=style["color"], lw=1, ls="--")
-    one = diagnoses[0]
+                axis.axvline(diagnosis.layer, color=style["color"], lw=1, ls="--")
+    diagnosis = diagnoses[0]
     upper.set_ylim(-0.03, 1.05)
     upper.set_ylabel("Jaccard with the layer before", fontsize=8)
     upper.legend(fontsize=7.5, frameon=False)
-    m = one.ranking.ranked
+    m = diagnosis.ranking.ranked
     uniform = math.log(m)
-    lower.plot(one.entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
+    lower.plot(diagnosis.entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
     lower.axhline(uniform, color=LINE, lw=0.9, ls=":", label=f"equal scores: log {m}")
     lower.set_ylim(0, 1.08 * uniform)
     lower.set_ylabel("entropy, nats", fontsize=8)
     lower.legend(fontsize=7.5, frameon=False, loc="lower right")
-    _layers(lower, one.curve.n_layers)
+    layer_axis(lower, diagnosis.curve.n_layers)
     plain(upper)
-    _caption(
+    caption(
         figure,
-        f"{one.trace}: top-k sets of consecutive layers, and how even their scores are",
+        f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are\n"
         "dotted: by chance, and for equal scores; dashed: selection layer",
+        ["exact"],
     )
     figure.tight_layout()
     return figure
 
 
-def _one(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    return figure, figure.subplots()
-
-
-def _layers(axis: Axes, n_layers: int) -> None:
-    axis.set_xlabel("layer", fontsize=8)
-    axis.set_xlim(-0.5, n_layers - 0.5)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    plain(axis)
-
-
 def _lines(count: int) -> list[Mapping[str, Any]]:
-    """How so many lines look: of different colours and markers."""
+    """Styles of `count` lines, different in colour and marker."""
     return [{**style, "lw": 1.4, "ms": 3} for style in series(map(str, range(count))).values()]
-
-
-def _legend(figure: Figure, axis: Axes) -> None:
-    """A line of the legend for each line, below the axes, where it hides none."""
-    handles, names = axis.get_legend_handles_labels()
-    legend_of(figure, handles, names, columns=1, loc="outside lower center")
-
-
-def _caption(figure: Figure, what: str, how: str) -> None:
-    caption(figure, f"{what}\n{how}", ["exact"])
 
 
 def _rule(diagnoses: Sequence[Diagnosis]) -> str:
     """The parameters that all of them share."""
-    curves = [one.curve for one in diagnoses]
+    curves = [diagnosis.curve for diagnosis in diagnoses]
 
     def shared(name: str, values: Iterable[object]) -> str:
         found = set(values)
         return f"{name} {found.pop()}" if len(found) == 1 else ""
 
     parts = (
-        shared("budget", (one.asked for one in diagnoses)),
-        shared("window", (one.rule.window for one in curves)),
-        shared("first tested layer", (one.first_layer for one in curves)),
-        shared("look-back", (one.look_back for one in curves)),
+        shared("budget", (diagnosis.asked for diagnosis in diagnoses)),
+        shared("window", (diagnosis.rule.window for diagnosis in curves)),
+        shared("first tested layer", (diagnosis.first_layer for diagnosis in curves)),
+        shared("look-back", (diagnosis.look_back for diagnosis in curves)),
     )
     return ", ".join(part for part in parts if part)
 
 
-def _label(one: Diagnosis, among: Sequence[Diagnosis]) -> str:
-    """What tells a line from the others."""
+def _label(diagnosis: Diagnosis, among: Sequence[Diagnosis]) -> str:
+    """The trace or the budget, whichever distinguishes a line from the others."""
     traces, budgets = {d.trace for d in among}, {d.asked for d in among}
-    size = f"budget {one.asked}"
+    size = f"budget {diagnosis.asked}"
     if len(traces) == 1:
         return size
-    return one.trace if len(budgets) == 1 else f"{one.trace}, {size}"
-
-
-def _log_means(image: Floats, factor: int) -> Floats:
-    """Geometric means of `factor` neighbouring columns, of [L, m]."""
-    if factor == 1:
-        return image
-    edges = np.arange(0, image.shape[1], factor)
-    width = np.diff(np.append(edges, image.shape[1]))
-    means: Floats = np.exp(np.add.reduceat(np.log(image), edges, axis=1) / width)
-    return means
-
-
-def _bottom(axes: NDArray[np.object_], count: int) -> list[Axes]:
-    """The lowest axis of each column that shows something."""
-    columns = axes.shape[1]
-    shown: list[Axes] = axes.flat[:count].tolist()
-    return shown[-columns:]
+    return diagnosis.trace if len(budgets) == 1 else f"{diagnosis.trace}, {size}"

@@ -1,4 +1,4 @@
-"""Figures of how queries are distributed, beside the normal distribution that fits them.
+"""Figures of the distribution of queries, next to the normal distributions that fit them.
 
 arXiv 2510.00636, Fig. 1 and 7 to 9. All numbers come from `kvsim.analysis` and are `exact`.
 """
@@ -26,7 +26,7 @@ from kvsim.plots.style import COLOURS, GRID, caption
 
 Floats = NDArray[np.float64]
 
-#: Dimensions that are shown if nothing else is asked for, as in the paper.
+#: Dimensions shown by default, as in the paper.
 DIMENSIONS: Final = 32
 
 _OF = {
@@ -45,14 +45,14 @@ _GAP_BINS = 60
 
 def state_ridges(
     trace: Trace,
-    layer: int,
+    layer: int = 0,
     of: States = "query",
     *,
     dimensions: int = DIMENSIONS,
     skip: int = 4,
     seed: int = 0,
 ) -> Figure:
-    """Histograms of random dimensions of a layer, each beside the normal that fits it.
+    """Histograms of random dimensions of a layer, each next to the normal that fits it.
 
     In standard deviations from each dimension's mean, from the 0.1th to the 99.9th percentile, in
     50 bins. The names are query head and dimension, the numbers Kolmogorov-Smirnov distances.
@@ -61,7 +61,7 @@ def state_ridges(
         trace: with a residual stream, if this is asked for.
         layer: index in the trace.
         of: what is sampled.
-        dimensions: how many, of all heads; those that do not vary have no ridge.
+        dimensions: how many, of all heads; constant dimensions have no ridge.
         skip: first rows left out, 4 for the sinks.
         seed: of the choice.
 
@@ -111,17 +111,17 @@ def state_ridges(
 
 def state_quantiles(
     trace: Trace,
-    layer: int,
+    layer: int = 0,
     of: States = "query",
     *,
     dimensions: int = DIMENSIONS,
     skip: int = 4,
     seed: int = 0,
 ) -> Figure:
-    """Quantiles of random dimensions of a layer against normal ones: the line if they are normal.
+    """Quantiles of random dimensions of a layer against normal quantiles.
 
-    The same dimensions as `state_ridges` shows; arguments and errors as there. The number is the
-    correlation of the points of all samples.
+    The same dimensions as `state_ridges` shows; arguments and errors as there. Points of normal
+    samples lie on the line. The number is the correlation of the points of all samples.
     """
     names, samples = _drawn(trace, layer, of, dimensions, skip, seed)
     across, up = quantiles(samples)
@@ -141,9 +141,9 @@ def state_quantiles(
 
 
 def normal_distance(found: Normality) -> Figure:
-    """How far each head is from normal: Kolmogorov-Smirnov distance, mean over its dimensions.
+    """Kolmogorov-Smirnov distance of each head from normal, mean over its dimensions.
 
-    The colour bar says what as many independent normal samples have.
+    The colour bar marks the distance of as many independent normal samples.
     """
     values = mean_known(found.effects["ks"])
     layers, heads = values.shape
@@ -177,12 +177,12 @@ def normal_distance(found: Normality) -> Figure:
 
 
 def projection_gap(found: Projections) -> Figure:
-    """How far the mean exponential of projections is from that of normal ones; a panel per layer.
+    """Mean exponential of projections against that of normal projections; a panel per layer.
 
-    A histogram over query heads and keys of the gap, less that of samples as normal as can be: 0
-    for normal projections, positive for a heavier upper tail. What lies beyond the ends, at most a
-    tenth, is in the last bins. Of a variance above 2 log n, for n samples, these show only a part
-    of the upper tail that counts.
+    A histogram over query heads and keys of the gap, minus the gap of ideal normal samples: 0 for
+    normal projections, positive for a heavier upper tail. Values beyond the ends, at most a tenth,
+    are in the last bins. Above a variance of 2 log n, n samples show only a part of the upper
+    tail.
     """
     excess = found.gap - found.normal_gap
     layers, heads, keys = excess.shape
@@ -219,10 +219,10 @@ def projection_gap(found: Projections) -> Figure:
         )
     grid.label("gap above that of normal (nats)", "share of heads and keys (%)")
     grid.legend(columns=2)
-    turn = "after RoPE" if found.rotated else "before RoPE, keys turned by the mean rotation"
+    stage = "after RoPE" if found.rotated else "before RoPE, keys rotated by the mean rotation"
     caption(
         grid.figure,
-        f"{found.trace}: projections of {found.samples} queries {turn}\n"
+        f"{found.trace}: projections of {found.samples} queries {stage}\n"
         f"{heads} query heads, {keys} keys; ends: all beyond",
         ["exact"],
     )

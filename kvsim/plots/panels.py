@@ -8,15 +8,16 @@ from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvsim.plots.style import legend_of, plain
 
 
 class Panels:
-    """A grid of `count` panels, at most `columns` beside each other.
+    """A grid of `count` panels, at most `columns` in a row.
 
-    size: of one panel, inches. share: which of them have the same limits. The names of the axes
-    stand on the left and below alone.
+    size: of one panel, inches. share: which panels have the same limits. Only the panels on the
+    left and at the bottom name their axes.
     """
 
     def __init__(
@@ -43,25 +44,41 @@ class Panels:
             axis.tick_params(labelbottom=True)
 
     def label(self, across: str, up: str) -> None:
-        """What the axes are, with their units."""
+        """Name the axes, with their units."""
         for axis in self.bottom:
             axis.set_xlabel(across, fontsize=8)
         for axis in self.left:
             axis.set_ylabel(up, fontsize=8)
 
     def legend(self, *, columns: int) -> None:
-        """One legend below all panels, with the entries of the first."""
+        """Draw one legend below all panels, with the entries of the first."""
         legend_outside(self.figure, self.axes[0], columns=columns)
 
 
 def legend_outside(figure: Figure, axis: Axes, *, columns: int) -> None:
-    """One legend below a figure of constrained layout, with the names of one panel."""
+    """Draw one legend below a figure of constrained layout, with the names of one panel."""
     handles, names = axis.get_legend_handles_labels()
-    once = dict(zip(names, handles, strict=True))
-    legend_of(figure, list(once.values()), list(once), columns=columns, loc="outside lower center")
+    by_name = dict(zip(names, handles, strict=True))
+    legend_of(
+        figure, list(by_name.values()), list(by_name), columns=columns, loc="outside lower center"
+    )
 
 
-def known(values: Iterable[str]) -> str:
-    """The one name there is, or how many there are."""
-    names = list(dict.fromkeys(values))
+def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """Build a figure of constrained layout with one panel, in inches."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    return figure, figure.subplots()
+
+
+def layer_axis(axis: Axes, n_layers: int) -> None:
+    """Make the horizontal axis that of the layers, with whole numbers."""
+    axis.set_xlabel("layer", fontsize=8)
+    axis.set_xlim(-0.5, n_layers - 0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    plain(axis)
+
+
+def trace_label(traces: Iterable[str]) -> str:
+    """Return the name of the only trace, or the number of traces."""
+    names = list(dict.fromkeys(traces))
     return names[0] if len(names) == 1 else f"{len(names)} traces"

@@ -1,4 +1,4 @@
-"""Records of several prompts: which layers and heads are shown, and means with their intervals."""
+"""Records of several prompts: the layers and heads shown, and means with intervals."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Shown:
     head: int | None = None
 
     def gone(self, trace: Trace, record: Record) -> list[Ints]:
-        """The rows [H, T] after which entries are gone, for each of the layers shown.
+        """Return the rows [H, T] after which entries are gone, for each of the layers shown.
 
-        Of a record per query head, the query heads of the KV head.
+        Of a record per query head, these are the query heads of the KV head.
         """
         heads = slice(None)
         if self.head is not None:
@@ -45,12 +45,12 @@ class Shown:
         ]
 
     def fidelities(self, trace: Trace, record: Record, kind: str) -> set[str]:
-        """The labels of the layers shown; kind as `kvsim.analysis.fidelity` has it."""
+        """Return the fidelity labels of the layers shown; kind: as of `kvsim.analysis.fidelity`."""
         layers = [layer for layer in record.layers if self.layer in (None, layer)]
         return {fidelity(trace, record, kind, layer) for layer in layers}
 
     def text(self, trace: Trace) -> str:
-        """The layer and the head in words."""
+        """Return the layer and the head in words."""
         layer = "all layers" if self.layer is None else f"layer {trace.layer_ids[self.layer]}"
         head = "all KV heads" if self.head is None else f"KV head {self.head}"
         return f"{layer}, {head}"
@@ -58,7 +58,7 @@ class Shown:
 
 @dataclass
 class Prompts:
-    """What each prompt says of a policy at a budget: arrays of the same shape."""
+    """Arrays of one shape for each prompt, by policy and budget."""
 
     values: dict[tuple[str, str], list[Floats]] = field(default_factory=dict)
     fidelities: set[str] = field(default_factory=set)
@@ -71,58 +71,58 @@ class Prompts:
         shown: Shown,
         value: Callable[[list[Ints]], Floats | None],
     ) -> Prompts:
-        """`value` of the layers shown of every record; records that have none are left out.
+        """Return `value` of the layers shown for every record, without records that have no value.
 
         Raises:
             TraceError: a record of none of the traces.
             PolicyError: no record has a value, because nothing left.
         """
-        known = {trace.name: trace for trace in traces}
-        out = cls()
+        by_name = {trace.name: trace for trace in traces}
+        prompts = cls()
         for record in records:
-            if record.trace not in known:
+            if record.trace not in by_name:
                 raise TraceError(
-                    f"a record of {record.trace!r}, but the traces are {', '.join(known)}; give "
+                    f"a record of {record.trace!r}, but the traces are {', '.join(by_name)}; give "
                     "the traces that were replayed"
                 )
-            trace = known[record.trace]
+            trace = by_name[record.trace]
             check_record(trace, record)
-            found = value(shown.gone(trace, record))
-            if found is not None:
-                asked = record.share or str(record.budget)
-                out.values.setdefault((record.policy, asked), []).append(found)
-                out.fidelities |= shown.fidelities(trace, record, "sets")
-        if not out.values:
+            array = value(shown.gone(trace, record))
+            if array is not None:
+                budget = record.share or str(record.budget)
+                prompts.values.setdefault((record.policy, budget), []).append(array)
+                prompts.fidelities |= shown.fidelities(trace, record, "sets")
+        if not prompts.values:
             raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
-        return out
+        return prompts
 
     @property
     def policies(self) -> list[str]:
-        """In the order of the records."""
+        """Policies in the order of the records."""
         return list(dict.fromkeys(policy for policy, _ in self.values))
 
     @property
     def budgets(self) -> list[str]:
-        """As they were asked for, from the smallest."""
-        return asked_order([asked for _, asked in self.values])
+        """Budgets as they were requested, from the smallest."""
+        return asked_order([budget for _, budget in self.values])
 
     @property
     def counted(self) -> str:
-        """Over how many prompts the means are."""
-        return counted(len(found) for found in self.values.values())
+        """The number of prompts behind the means, in words."""
+        return counted(len(arrays) for arrays in self.values.values())
 
 
 def counted(counts: Iterable[int]) -> str:
-    """The prompts that means are over, in words, where each mean has a count."""
-    known = sorted(set(counts))
-    if known == [1]:
+    """Return the number of prompts behind means, in words; counts: of each mean."""
+    numbers = sorted(set(counts))
+    if numbers == [1]:
         return "one prompt"
-    count = str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    count = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     return f"{count} prompts, with 95 % interval"
 
 
 def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object) -> Floats:
-    """Draw the mean over prompts of values [n] over `at` [n], its interval as a band; the mean."""
+    """Draw and return the mean over prompts of values [n] over `at` [n], its interval as a band."""
     ends = Interval.of_each(list(np.stack(list(values)).T))
     mean, low, high = (
         np.array([getattr(one, end) for one in ends]) for end in ("mean", "low", "high")

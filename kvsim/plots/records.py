@@ -1,4 +1,4 @@
-"""Figures of records: what was kept, what was lost, how far the output moved."""
+"""Figures of records: retained, evicted and missed positions, and output error by row."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _PIXELS = 640
 def retention_map(
     trace: Trace, records: Sequence[Record], *, layer: int = 0, head: int = 0
 ) -> Figure:
-    """One panel per record: which row sees which position, and which attention is missed.
+    """Positions that each row sees, and evicted ones that it would attend to; a panel per record.
 
-    Rows are budgets and columns are policies. Blue is seen, pale is evicted, red is evicted
-    although full attention of that row on it, for some query head of the group, is at least 5 %
-    (drawn larger than it is). The number is the mean retained mass of rows after the prompt.
+    Rows of panels are budgets and columns are policies. Blue is seen, pale is evicted, red is
+    evicted although the row's full attention on it, for some query head of the group, is at least
+    5 % (drawn larger than it is). The number is the mean retained mass of rows after the prompt.
     """
     needed = _needed(trace, layer, head)
     budgets = sorted({record.budget for record in records})
@@ -111,7 +111,7 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
         error = result.error.mean((0, 1), dtype=np.float64)[trace.prompt_len :]
         rows = np.arange(trace.prompt_len, trace.n_pos)
         axis = axes[budgets.index(record.budget)]
-        step = max(1, len(rows) // 12)  # markers apart, each line's at places of its own
+        step = max(1, len(rows) // 12)  # markers of different lines at different rows
         marked = (names.index(record.policy) * step // len(names), step)
         look: dict[str, Any] = {"lw": 1.2, "ms": 4, "markevery": marked, **styles[record.policy]}
         axis.plot(rows, _running_mean(error, smooth), label=record.policy, **look)
@@ -132,7 +132,7 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
 
 
 def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
-    """Where full attention of a row on a position is at least NEEDED; bool [row, pos]."""
+    """Where the full attention of a row on a position is at least NEEDED; bool [row, pos]."""
     group = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[group].amax(0)
     out: NDArray[np.bool_] = (attention >= NEEDED).cpu().numpy()
@@ -140,9 +140,9 @@ def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
 
 
 def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """0 future, 1 seen, 2 evicted, 3 evicted and needed; [row, pos], pooled to at most _PIXELS.
+    """0 future, 1 seen, 2 evicted, 3 evicted and needed; [row, pos], pooled to _PIXELS.
 
-    Rows that the layer does not have, because they did not go on to it, are 0 throughout.
+    Rows that were not propagated to the layer are 0 throughout.
     """
     total = len(last)
     row, pos = np.arange(total)[:, None], np.arange(total)[None, :]
@@ -175,7 +175,7 @@ def _grown(mask: NDArray[np.bool_], by: int) -> NDArray[np.bool_]:
 
 
 def _running_mean(values: Floats, width: int) -> Floats:
-    """Mean of up to `width` values ending at each place; the same length."""
+    """Mean of up to `width` values ending at each index; the same length."""
     total = np.concatenate([[0.0], values.cumsum()])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - width, 0)

@@ -1,4 +1,4 @@
-"""Figures as files, and as part of a page."""
+"""Figures as files, and as data URLs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def data_url(figure: Figure, form: Literal["svg", "png"] = "svg") -> str:
-    """A figure that lies in the page itself; as a PNG where an SVG of many points is too large."""
+    """Return a figure as a data URL; form: PNG where an SVG of many points is too large."""
     image = io.BytesIO()
     figure.savefig(image, format=form, metadata={"Date" if form == "svg" else "Software": None})
     kind = "svg+xml" if form == "svg" else "png"

@@ -1,4 +1,4 @@
-"""Figures of segments: how attention mass cuts the cache, and what each piece may keep."""
+"""Figures of segments: attention mass, the segments that it is cut into, and their quotas."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def mass_curve(
     head: int = 0,
     events: Sequence[int] | None = None,
 ) -> Figure:
-    """Attention mass added up over the cache at some events, cut into segments with their quotas.
+    """Cumulative attention mass of the cache at some events, cut into segments with quotas.
 
     AMS (arXiv 2605.23200), Fig. 3. Above, the cumulative mass of the live entries over their
-    positions, a vertical line where a segment begins. Below, a bar for each segment: pale its
-    entries, full the quota that it may keep. Ticks between them are the entries that stay.
+    positions, with a vertical line where a segment begins. Below, a bar for each segment: its
+    entries (pale) and its quota. Ticks between them are the entries that stay.
 
     Args:
         trace: of the record.
         record: of a policy around `ams`, replayed with `internals=True`.
         layer: index in the trace.
         head: KV head, the same that the record counts.
-        events: rows of the events, a column each; the first and the last that act by default.
+        events: rows of the events, a column each; by default the first and the last acting event.
 
     Raises:
         TraceError: the record is of another trace.
         PolicyError: the record has no segments of the layer, or none at one of the events.
     """
     check_record(trace, record)
-    known = {one.row: one for one in segmented(record, layer, head)}
-    rows = list(known)
+    by_row = {event.row: event for event in segmented(record, layer, head)}
+    rows = list(by_row)
     wanted = list(dict.fromkeys([rows[0], rows[-1]])) if events is None else list(events)
-    missing = [row for row in wanted if row not in known]
+    missing = [row for row in wanted if row not in by_row]
     if missing:
         raise PolicyError(
             f"no event after row {missing[0]} acts on layer {layer}, head {head}; events are after "
@@ -62,9 +62,9 @@ def mass_curve(
         2, len(wanted), squeeze=False, sharex="col", sharey="row", height_ratios=[3, 2]
     )
     for (upper, lower), row in zip(grid.T, wanted, strict=True):
-        _mass(upper, known[row])
-        _quotas(lower, known[row])
-        upper.set_title(f"event after row {row}: {len(known[row].quota)} segments", fontsize=9)
+        _mass(upper, by_row[row])
+        _quotas(lower, by_row[row])
+        upper.set_title(f"event after row {row}: {len(by_row[row].quota)} segments", fontsize=9)
         lower.set_xlabel("position", fontsize=8)
     grid[0, 0].set_ylabel("cumulative attention mass (share)", fontsize=8)
     grid[1, 0].set_ylabel("entries of the segment", fontsize=8)
@@ -90,22 +90,22 @@ def mass_curve(
     return figure
 
 
-def _mass(axis: Axes, one: Segmented) -> None:
-    """The cumulative mass, where segments begin, and the entries that stay."""
-    for start in one.boundaries:
+def _mass(axis: Axes, event: Segmented) -> None:
+    """Draw the cumulative mass, where segments begin, and the entries that stay."""
+    for start in event.boundaries:
         axis.axvline(start, color=_CUT, lw=0.6, ls="--")
-    axis.plot(one.pos, one.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")
-    stay = one.pos[one.kept]
+    axis.plot(event.pos, event.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")
+    stay = event.pos[event.kept]
     axis.plot(stay, np.full(len(stay), -0.045), "|", color=_KEPT, ms=6, mew=0.6)
     axis.set_ylim(-0.09, 1.03)
     plain(axis)
 
 
-def _quotas(axis: Axes, one: Segmented) -> None:
-    """A bar for each segment from its first position to the next one's: entries and quota."""
-    starts = one.starts
-    widths = np.diff(np.append(starts, one.pos[-1] + 1))
+def _quotas(axis: Axes, event: Segmented) -> None:
+    """Draw entries and quota of each segment, from its first position to that of the next."""
+    starts = event.starts
+    widths = np.diff(np.append(starts, event.pos[-1] + 1))
     edge: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": 0.6}
-    axis.bar(starts, one.counts(), widths, color=_ROOM, **edge)
-    axis.bar(starts, one.quota, widths, color=_QUOTA, **edge)
+    axis.bar(starts, event.counts(), widths, color=_ROOM, **edge)
+    axis.bar(starts, event.quota, widths, color=_QUOTA, **edge)
     plain(axis)

@@ -1,4 +1,4 @@
-"""Figures of kept sets: where in the text they lie, and how much of them stays."""
+"""Figures of kept sets: their positions in the sequence, and how much of them stays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.definition import mean_known
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
-from kvsim.analysis.summaries import averages
+from kvsim.analysis.summaries import averages, stages
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, suggest
@@ -41,11 +41,11 @@ def middle_coverage(
     head: int | None = None,
     bins: int = BINS,
 ) -> Figure:
-    """Share of each part of the text that is kept, a line per policy; a panel per budget.
+    """Share kept of each part of the sequence, a line per policy; a panel per budget.
 
     AMS (arXiv 2605.23200), Fig. 4 (a). Mean over events, heads and layers, then over prompts with
-    the 95 % interval. Dotted, in the policy's colour: a set of its size without preference for any
-    place. The middle third is shaded.
+    the 95 % interval. Dotted, in the policy's colour: a set of its size that prefers no
+    position. The middle third is shaded.
 
     Args:
         traces: of which the records are.
@@ -89,7 +89,7 @@ def middle_coverage(
         plain(axis)
     axes[0].set_ylabel("share of the positions kept", fontsize=8)
     what = f"Where kept entries lie: {shown.text(traces[0])}, mean over {found.counted}"
-    _finish(figure, axes, f"{what}\nshaded: middle; dotted: no place preferred", found)
+    _finish(figure, axes, f"{what}\nshaded: middle third; dotted: no position preferred", found)
     return figure
 
 
@@ -97,21 +97,21 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
     """Retained-set IoU of each policy by stage of the model or a label; a panel per budget.
 
     AMS (arXiv 2605.23200), Fig. 5 and Table 14. Mean over prompts with the 95 % interval; a short
-    black line across each bar is what sets of the same sizes without memory would have.
+    black line across each bar is chance, the IoU of sets of the same sizes without memory.
 
     Args:
         table: with the metric `retained_iou`.
         by: a column of it: domain, task, level, layer, or the stage that
-            `kvsim.analysis.summaries.stages` adds.
+            `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
+            the layers in the table.
 
     Raises:
         PolicyError: the table has no such column, or no IoU with a value in it.
     """
+    if by == "stage" and by not in table.columns:
+        table = stages(table)
     if by not in table.columns:
-        stage = (
-            "; kvsim.analysis.summaries.stages(table, n_layers) adds it" if by == "stage" else ""
-        )
-        raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}{stage}")
+        raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}")
     wanted = (pl.col("metric") == "retained_iou") & (pl.col("variant") == "")
     found = averages(table.filter(wanted & pl.col(by).is_not_null()), [by])
     found = found.filter(pl.col("mean").is_not_null())
@@ -136,7 +136,7 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
             ends = np.abs(part.select("low", "high").cast(pl.Float64).to_numpy().T - mean)
             axis.bar(at, mean, 0.9 * bar, color=style["color"], label=policy, zorder=2)
             whisker = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 1.5}
-            axis.errorbar(at, mean, ends, zorder=3, **whisker)  # none where it is not known
+            axis.errorbar(at, mean, ends, zorder=3, **whisker)  # not drawn where it is null
             chance = part["chance"].cast(pl.Float64).to_numpy()
             axis.hlines(chance, at - 0.45 * bar, at + 0.45 * bar, color="black", lw=1.2, zorder=4)
         axis.set_title(f"budget {asked}", fontsize=9)
@@ -161,10 +161,10 @@ def position_density(
     head: int | None = None,
     bins: int = BINS,
 ) -> Figure:
-    """How densely the entries lie that the last event keeps, a line per policy; a panel per budget.
+    """Density of the positions that the last event keeps, a line per policy; a panel per budget.
 
-    G-KV (arXiv 2512.00504), Fig. 7, which smooths; here a histogram with area 1, so that nothing is
-    seen where nothing is. Entries of all layers and heads together, prompts on equal terms. The
+    G-KV (arXiv 2512.00504), Fig. 7, which smooths; here a histogram with area 1, which is 0 where
+    no entry is. Entries of all layers and heads together; every prompt has the same weight. The
     vertical line is the mean of the policy; dotted is a uniform set, density 1 with mean 1/2.
 
     Args:
@@ -214,7 +214,7 @@ def position_density(
 
 
 def _panels(found: Prompts) -> tuple[Figure, list[Axes]]:
-    """A panel per budget, side by side."""
+    """Build a panel per budget, side by side."""
     budgets = found.budgets
     figure = Figure(figsize=(max(5.6, 3.4 * len(budgets) + 0.4), 3.6), dpi=150)
     axes = list(figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0])
@@ -224,7 +224,7 @@ def _panels(found: Prompts) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(figure: Figure, axes: Sequence[Axes], what: str, found: Prompts) -> None:
-    """Caption and legend, and room for both."""
+    """Draw caption and legend, and make room for both."""
     caption(figure, what, found.fidelities)
     height = legend_below(figure, axes[0], columns=5)
     figure.tight_layout(rect=(0, height, 1, 1))

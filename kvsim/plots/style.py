@@ -1,7 +1,8 @@
-"""What the figures share: colours that everyone tells apart, lines by name, captions."""
+"""What the figures share: colours, lines by name, captions, legends."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -10,14 +11,17 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-#: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which readers without red or green tell
-#: apart; the pale yellow is left out, and black is for means and references.
+#: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
+#: without the pale yellow. Black is for means and references.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 #: For the second and third round through the colours, so that lines differ in print too.
 LINES, MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "<", ">")
 #: For lines that have no room for markers; dots alone are for references.
 DASHES = ("-", (0, (5, 1.5)), (0, (7, 1.5, 1, 1.5)), (0, (2.5, 1)), (0, (7, 1, 1, 1, 1, 1)))
 GRID = "#e6e6e6"
+_UNIT = re.compile(r"(\d) (?=%)")
+#: Selection layers and gold tokens; lines that stand back.
+SELECTED, NEUTRAL = "#c8102e", "#9aa5b1"
 
 
 def palette(count: int) -> list[str]:
@@ -39,7 +43,7 @@ def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """As `series`, told apart by dashes and not by markers."""
+    """As `series`, distinguished by dashes instead of markers."""
     return {
         name: {**style, "marker": "", "linestyle": DASHES[place % len(DASHES)]}
         for place, (name, style) in enumerate(series(names).items())
@@ -61,7 +65,7 @@ def plain_text(text: str) -> str:
 
 
 def short_text(text: str, most: int) -> str:
-    """Plain text on one line, cut where it is longer than `most` characters."""
+    """Plain text on one line, cut to at most `most` characters."""
     shown = plain_text(text).replace("\n", "\\n")
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
@@ -72,13 +76,13 @@ def escaped(character: str) -> str:
 
 
 def caption(figure: Figure, text: str, fidelities: Iterable[str]) -> None:
-    """The title, with how far the numbers can be trusted; lines wider than the figure go on below.
+    """Set the title, with the fidelity of the numbers; wrap lines that are wider than the figure.
 
-    Names in it come from files: they are escaped, cut where they fill three lines, and no
-    mathematics, however many dollars they hold.
+    Names in it come from files: they are escaped, cut where they fill three lines, and never read
+    as mathematics. A line is not broken between a number and its unit (`95 %`).
     """
-    known = ", ".join(sorted(set(fidelities)))
-    label = f" (fidelity: {known})" if known else ""
+    levels = ", ".join(sorted(set(fidelities)))
+    label = f" (fidelity: {levels})" if levels else ""
     lines = plain_text(text).split("\n")
     title = figure.suptitle("\n".join(lines) + label, fontsize=10, parse_math=False)
     room = 0.98 * figure.bbox.width / title.get_window_extent().width
@@ -86,11 +90,18 @@ def caption(figure: Figure, text: str, fidelities: Iterable[str]) -> None:
         fits = int(room * max(len(lines[-1] + label), *map(len, lines)))
         kept = [line if len(line) <= 3 * fits else f"{line[: 3 * fits]} ..." for line in lines]
         kept[-1] += label
-        title.set_text("\n".join(part for line in kept for part in textwrap.wrap(line, fits)))
+        title.set_text("\n".join(part for line in kept for part in _wrapped(line, fits)))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A line in parts of at most `width` characters, broken at blanks but not before units."""
+    joined = _UNIT.sub("\\1\0", line)  # plain text has no NUL
+    parts = textwrap.wrap(joined, width, break_on_hyphens=False)
+    return [part.replace("\0", " ") for part in parts]
 
 
 def legend_below(figure: Figure, axis: Axes, *, columns: int) -> float:
-    """One legend under all panels, with the entries of one; returns the height that it takes."""
+    """Draw one legend under all panels, with the entries of one; return its height as a share."""
     handles, names = axis.get_legend_handles_labels()
     across = legend_of(figure, handles, names, columns=columns, loc="lower center")
     rows = -(-len(names) // across)
@@ -105,7 +116,7 @@ def legend_of(
     columns: int,
     loc: Literal["lower center", "outside lower center"],
 ) -> int:
-    """One legend of a figure in as many columns as fit, at most `columns`; how many they are."""
+    """Draw a figure's legend in as many columns as fit, at most `columns`; return their number."""
     shown = [plain_text(name) for name in names]
     for across in range(max(1, min(columns, len(shown))), 0, -1):
         legend = figure.legend(handles, shown, fontsize=7.5, frameon=False, ncols=across, loc=loc)
@@ -118,5 +129,5 @@ def legend_of(
 
 
 def asked_order(budgets: Sequence[str]) -> list[str]:
-    """Budgets as they were asked for, from the smallest; entries before shares."""
-    return sorted(set(budgets), key=lambda one: (one.endswith("%"), float(one.rstrip("%"))))
+    """Budgets as they were requested, from the smallest; entries before shares."""
+    return sorted(set(budgets), key=lambda size: (size.endswith("%"), float(size.rstrip("%"))))

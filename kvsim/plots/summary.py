@@ -1,4 +1,4 @@
-"""Figures of a whole Table: policies against each other over budgets, with their intervals."""
+"""Figures of a whole Table: policies compared over budgets, with their intervals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvsim.analysis.fronts import against_entries
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.summaries import averages
 from kvsim.errors import PolicyError
 from kvsim.plots.prompts import counted
 from kvsim.plots.style import asked_order, caption, legend_below, plain, series
 
-#: What `over_budgets` shows if nothing else is asked for.
+#: Metrics of `over_budgets` by default.
 SHOWN = ("output_error", "retained_mass", "wipeout")
 
 
@@ -29,13 +30,13 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
     Raises:
         PolicyError: no such metric, or the table has none of them.
     """
-    found = _means(table, metrics)
-    shown = [name for name in metrics if name in set(found["metric"])]
-    budgets = asked_order(found["asked"].to_list())
-    styles = series(found["policy"].unique(maintain_order=True))
+    means = _means(table, metrics)
+    shown = [name for name in metrics if name in set(means["metric"])]
+    budgets = asked_order(means["asked"].to_list())
+    styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = _panels(len(shown), (3.3, 2.9), len(styles))
     for axis, name in zip(axes, shown, strict=True):
-        of_metric = found.filter(metric=name)
+        of_metric = means.filter(metric=name)
         for policy, style in styles.items():
             part = of_metric.filter(policy=policy)
             at = np.array([budgets.index(asked) for asked in part["asked"]])
@@ -44,20 +45,20 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
         axis.set_xlabel(_budget_label(budgets), fontsize=8)
-        axis.set_ylabel(_label(name), fontsize=8)
+        axis.set_ylabel(metric_label(name), fontsize=8)
         plain(axis)
-    caption(figure, f"Mean over {counted(found['n'])}", found["fidelity"])
+    caption(figure, f"Mean over {counted(means['n'])}", means["fidelity"])
     height = legend_below(figure, axes[0], columns=6)
     figure.tight_layout(rect=(0, height, 1, 1))
     return figure
 
 
 def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeout")) -> Figure:
-    """Each metric against the entries that rows really saw; policies on the front are drawn bold.
+    """Each metric against the entries that rows really saw; policies on the front are filled.
 
-    A policy is on the front at a budget if none is at most as large and better; of a metric without
-    a better direction there is none. Budgets bind policies differently, so the axis is
-    `entries_seen` and not what was asked for.
+    A policy at a budget is on the front if no other result is better with as few entries. A metric
+    without a better direction has no front. Budgets bind policies differently, so the axis is
+    `entries_seen` instead of the requested budget.
 
     Args:
         table: of a sweep with the metrics and `entries_seen`.
@@ -66,24 +67,20 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
     Raises:
         PolicyError: no such metric, or the table has none of them, or not `entries_seen`.
     """
-    found = _means(table, [*metrics, "entries_seen"])
-    known = set(found["metric"])
-    shown = [name for name in metrics if name in known]
-    if not shown or "entries_seen" not in known:
+    means = _means(table, [*metrics, "entries_seen"])
+    measured = set(means["metric"])
+    shown = [name for name in metrics if name in measured]
+    if not shown or "entries_seen" not in measured:
         raise PolicyError(
             f"a Pareto figure needs entries_seen and one of {', '.join(metrics)}; the table has "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(measured))}"
         )
-    key = ["policy", "params", "asked", "interval", "prefill"]
-    sizes = found.filter(metric="entries_seen").select(*key, seen="mean")
-    styles = series(found["policy"].unique(maintain_order=True))
+    styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = _panels(len(shown), (4.2, 3.1), len(styles))
     for axis, name in zip(axes, shown, strict=True):
-        of_metric = found.filter(metric=name).join(sizes, on=key, nulls_equal=True)
-        better = METRICS[name].better
-        best = front(of_metric, higher=better == "higher") & (better is not None)
+        points = against_entries(means, name)
         for policy, style in styles.items():
-            part = of_metric.with_columns(best=best).filter(policy=policy).sort("seen")
+            part = points.filter(policy=policy).sort("seen")
             at, mean = part["seen"].to_numpy(), part["mean"].to_numpy()
             ends = np.abs(part.select("low", "high").to_numpy().T - mean)
             whisker = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.7}
@@ -92,26 +89,14 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
             on = part["best"].to_numpy()
             axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
         axis.set_xlabel("entries that a row sees, mean", fontsize=8)
-        axis.set_ylabel(_label(name), fontsize=8)
+        axis.set_ylabel(metric_label(name), fontsize=8)
         plain(axis)
     neutral = any(METRICS[name].better is None for name in shown)
     marked = "on the front" + ", where one direction is better" * neutral
-    caption(figure, f"Mean over {counted(found['n'])}; filled: {marked}", found["fidelity"])
+    caption(figure, f"Mean over {counted(means['n'])}; filled: {marked}", means["fidelity"])
     height = legend_below(figure, axes[0], columns=6)
     figure.tight_layout(rect=(0, height, 1, 1))
     return figure
-
-
-def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
-    """Which points (`seen`, `mean`) no other one beats in one and matches in the other; bool.
-
-    higher: a larger mean is better.
-    """
-    seen = points["seen"].to_numpy()
-    loss = points["mean"].to_numpy() * (-1 if higher else 1)
-    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
-    better = (seen[:, None] < seen) | (loss[:, None] < loss)
-    return pl.Series(~(as_good & better).any(0))
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
@@ -119,16 +104,16 @@ def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
     wanted = [
         (pl.col("metric") == name) & (pl.col("variant") == metric(name).main) for name in metrics
     ]
-    found = averages(table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted)))
-    found = found.filter(pl.col("mean").is_not_null())
-    if not found.height:
-        had = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
-        raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {had}")
-    return found
+    means = averages(table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted)))
+    means = means.filter(pl.col("mean").is_not_null())
+    if not means.height:
+        measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
+        raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {measured}")
+    return means
 
 
 def _panels(count: int, size: tuple[float, float], lines: int) -> tuple[Figure, list[Axes]]:
-    """So many panels of a size in inches, at most three beside each other; lines in the legend."""
+    """Build `count` panels of a size in inches, at most three in a row; lines in the legend."""
     across = min(3, count)
     rows = -(-count // across)
     shape = (max(5.6, size[0] * across + 0.4), size[1] * rows + 0.7 + 0.05 * lines)
@@ -139,13 +124,14 @@ def _panels(count: int, size: tuple[float, float], lines: int) -> tuple[Figure, 
     return figure, list(grid.flat[:count])
 
 
-def _label(name: str) -> str:
-    what = METRICS[name]
-    better = f", {what.better} is better" if what.better else ""
-    return f"{name.replace('_', ' ')} ({what.unit}{better})"
+def metric_label(name: str) -> str:
+    """Return a metric's name with its unit and its better direction, for an axis."""
+    entry = METRICS[name]
+    better = f", {entry.better} is better" if entry.better else ""
+    return f"{name.replace('_', ' ')} ({entry.unit}{better})"
 
 
 def _budget_label(budgets: Sequence[str]) -> str:
-    shares = [one.endswith("%") for one in budgets]
+    shares = [size.endswith("%") for size in budgets]
     unit = "entries or share of the trace" if any(shares) else "entries"
     return f"budget per KV head ({'share of the trace' if all(shares) else unit})"

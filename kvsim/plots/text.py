@@ -1,31 +1,24 @@
-"""The text of a trace by what became of its tokens, and which tokens a policy keeps."""
+"""Figures of text: the tokens of a trace by their state, and tokens that a policy prefers."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.kept.retention import RECENT, SINK
+from kvsim.analysis.kept.states import TOKEN_STATES, token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError, PolicyError
-from kvsim.plots.prompts import Shown
+from kvsim.errors import PolicyError
 from kvsim.plots.style import COLOURS, GRID, caption, escaped, short_text
-
-Ints = NDArray[np.int64]
-
-#: What a token can be after an event; the order of the codes of `token_states`.
-STATES = ("dropped", "retained", "not yet scored")
 
 # Colour and weight of each state: they differ in print, and for readers without red or green.
 _STYLE = (
@@ -45,55 +38,6 @@ _SIZE = 8.0
 _WIDTH = 0.602 * _SIZE / 72
 
 
-@dataclass(frozen=True)
-class States:
-    """What became of each token in one head of a layer after an event.
-
-    row: of the event. codes [T]: places in `STATES`. text [T]: the tokens as recorded, with a blank
-    behind each where none holds one.
-    """
-
-    row: int
-    codes: Ints
-    text: Sequence[str]
-
-
-def token_states(
-    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
-) -> States:
-    """Which tokens a head holds after the event that follows a row; later ones are not yet scored.
-
-    Args:
-        trace: of the record, with the text of its tokens.
-        record: of any policy.
-        layer: index in the trace; -1 is the last.
-        head: KV head; of a record per query head, the first query head of its group.
-        row: the layer's last event by default; without an event, the last row.
-
-    Raises:
-        TraceError: the record is of another trace.
-        NeedsError: the trace has no text of tokens.
-        IndexError: the row is not in the trace.
-    """
-    check_record(trace, record)
-    if trace.token_text is None:
-        raise NeedsError(
-            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
-            "tokenizer (kvsim capture)"
-        )
-    gone = Shown(layer % trace.n_layers, head).gone(trace, record)[0]
-    if row is None:
-        rows = event_rows(gone)
-        row = int(rows[-1]) if len(rows) else record.n_pos - 1
-    if not 0 <= row < record.n_pos:
-        raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
-    codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
-    text: Sequence[str] = trace.token_text
-    if not any(character.isspace() for piece in text for character in piece):
-        text = [f"{piece} " for piece in text]  # tokens without blanks are words
-    return States(row, codes, text)
-
-
 def token_text(
     trace: Trace,
     record: Record,
@@ -103,11 +47,11 @@ def token_text(
     row: int | None = None,
     start: int = 0,
 ) -> Figure:
-    """The text of a trace, retained, dropped and not yet scored tokens in styles of their own.
+    """The text of a trace, with a style each for retained, dropped and not yet scored tokens.
 
-    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; window entries, which are
-    kept whatever they hold, count as retained. What cannot be printed is escaped, and a newline
-    ends the line too. As many tokens as fit 60 lines of 100 characters.
+    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
+    the window count as retained. Characters that cannot be printed are escaped, and a newline ends
+    the line too. As many tokens as fit 60 lines of 100 characters.
 
     Args:
         trace: of the record, with the text of its tokens.
@@ -120,8 +64,8 @@ def token_text(
     Raises:
         TraceError, NeedsError, IndexError: as `token_states`.
     """
-    found = token_states(trace, record, layer=layer, head=head, row=row)
-    placed = _placed(found.text[start:])
+    states = token_states(trace, record, layer=layer, head=head, row=row)
+    placed = _placed(states.text[start:])
     height = 1 + max((line for line, _, _ in placed), default=0)
     figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
     index = layer % trace.n_layers
@@ -129,7 +73,7 @@ def token_text(
     part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
     what = (
         f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[index]}, "
-        f"KV head {head}\nafter row {found.row}{part}"
+        f"KV head {head}\nafter row {states.row}{part}"
     )
     caption(figure, what, {fidelity(trace, record, "sets", index)})
     across, high = COLUMNS * _WIDTH, 0.155 * height
@@ -141,14 +85,13 @@ def token_text(
     axis.set_xlim(0, COLUMNS)
     axis.set_ylim(height, 0)
     axis.set_axis_off()
-    for (line, column, shown), code in zip(placed, found.codes[start:], strict=False):
+    for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
         style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
         axis.text(column, line + 0.8, shown, parse_math=False, **style)
-    counts = np.bincount(found.codes, minlength=3)
     figure.legend(
         handles=[
             Patch(color=style["color"], label=f"{name} ({count})")
-            for name, style, count in zip(STATES, _STYLE, counts, strict=True)
+            for (name, count), style in zip(states.counts().items(), _STYLE, strict=True)
         ],
         loc="lower center",
         ncols=3,
@@ -168,9 +111,9 @@ def token_html(
     start: int = 0,
     stop: int | None = None,
 ) -> str:
-    """The same text as an HTML fragment: a `pre` with a `span` for each run of one state.
+    """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
 
-    Whatever a token holds is text: all of it is escaped, and nothing of it is in an attribute.
+    The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
 
     Args:
         trace: of the record, with the text of its tokens.
@@ -184,14 +127,14 @@ def token_html(
     Raises:
         TraceError, NeedsError, IndexError: as `token_states`.
     """
-    found = token_states(trace, record, layer=layer, head=head, row=row)
-    codes, pieces = found.codes[start:stop], found.text[start:stop]
+    states = token_states(trace, record, layer=layer, head=head, row=row)
+    codes, pieces = states.codes[start:stop], states.text[start:stop]
     edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
     spans = []
     for first, last in zip(edges, [*edges[1:], len(codes)], strict=True):
         code = codes[first]
         text = html.escape("".join(map(_visible, pieces[first:last])))
-        spans.append(f'<span title="{STATES[code]}" style="{_CSS[code]}">{text}</span>')
+        spans.append(f'<span title="{TOKEN_STATES[code]}" style="{_CSS[code]}">{text}</span>')
     return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
 
 
@@ -204,18 +147,18 @@ def lift_bars(
     least: int = 3,
     tokens: int = 12,
 ) -> Figure:
-    """How much more or less of a token string is kept than of all tokens, with its interval.
+    """Share kept of a token string over the share kept of all tokens, with its interval.
 
     G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.retention_lift`: rate over mean rate after
     the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
-    out, which many policies keep whatever is there.
+    out, because many policies protect them.
 
     Args:
         trace: of the record, with the text of its tokens.
         record: of any policy.
         layer: index in the trace; -1 is the last.
         heads: heads of the record, all by default.
-        least: strings on fewer positions are left out: their intervals say nothing.
+        least: strings on fewer positions are left out.
         tokens: so many of the largest lifts, and so many of the smallest.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.segmentation import segmented
+from kvsim.analysis.kept.segmentation import cut_table, segmented
 from kvsim.analysis.kept.segments import ams_segments
 from kvsim.errors import PolicyError
 
@@ -135,3 +137,30 @@ def test_a_record_without_segments_is_refused():
     )
     with pytest.raises(PolicyError, match="not kept; replay it with internals=True"):
         segmented(bare, 0, 0)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_the_table_of_cuts_is_that_of_the_segments(head):
+    """A row for each event of the head; boundaries are compared with those of the event before."""
+    record = replayed()
+    events, table = segmented(record, 1, head), cut_table(record, 1, head)
+
+    assert table["event"].to_list() == [one.row for one in events]
+    assert table["segments"].to_list() == [len(one.quota) for one in events]
+    np.testing.assert_allclose(table["length"], [len(one.pos) / len(one.quota) for one in events])
+    np.testing.assert_allclose(table["credit"], [one.credit.sum() for one in events])
+    suffix = [one.mass[one.pos > one.row - 8].sum() for one in events]
+    np.testing.assert_allclose(table["suffix"], suffix)
+    assert table["shift"][0] is None
+    assert table["f1"][0] is None
+    for before, one, shift in zip(events, events[1:], table["shift"][1:], strict=False):
+        gaps = np.abs(np.diff(one.moves(before))).ravel()
+        assert shift == (pytest.approx(gaps.mean()) if len(gaps) else None)
+
+
+def test_a_record_without_segments_has_no_table_of_cuts():
+    """It says why."""
+    record = replace(replayed(), internals=())
+
+    with pytest.raises(PolicyError, match="replay it with internals=True"):
+        cut_table(record, 1, 0)

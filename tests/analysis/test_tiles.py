@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim import Rope, Trace
-from kvsim.analysis.attention.heads import head_profile
+from kvsim.analysis.attention.heads import head_profile, head_table
 from kvsim.analysis.kept.retention import wipeout
 from kvsim.analysis.tiles import STATES, attention_tile, retention_tile
 
@@ -111,6 +111,17 @@ def test_profiles_of_heads_are_means_over_rows():
         want = sums / 50
         got = [getattr(found, name)[head] for name in ("sink", "local", "entropy", "sparsity")]
         assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_the_table_of_heads_has_a_row_for_each_query_head():
+    """With its KV head, and the means of the profile."""
+    trace = made()
+    table, profile = head_table(trace, 1), head_profile(trace, 1)
+
+    assert table["qhead"].to_list() == [0, 1, 2, 3]
+    assert table["head"].to_list() == [0, 0, 1, 1]
+    for name in ("sink", "local", "entropy", "sparsity"):
+        np.testing.assert_array_equal(table[name], getattr(profile, name))
 
 
 def test_profiles_of_a_prompt_alone_are_over_its_rows():

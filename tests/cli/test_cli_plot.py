@@ -11,15 +11,17 @@ import torch
 
 import kvsim
 from kvsim import plots
-from kvsim.cli.figures import FIGURES
 from kvsim.core.attention import Formula
+from kvsim.plots.registry import FIGURES, PLOTTED
 from kvsim.tiny.tasks import prompts
 
 #: What each figure takes beside a trace, a policy and a budget.
 OPTIONS = {
     "retention_map": ["--layer", "1", "--head", "1"],
     "middle_coverage": ["--layer", "1"],
-    "mass_curve": ["--policy", "ams+tova", "--set", "window=16", "--head", "1"],
+    "mass_curve": [
+        *("--policy", "ams+tova", "--set", "window=16", "--set", "recent=8", "--head", "1"),
+    ],
     "iou_by": ["--by", "task"],
     "bursts": ["--layer", "1", "--zoom", "40-70", "--no-prefill"],
     "pareto": ["--metric", "burst_length,regret", "--policy", "tova,h2o"],
@@ -49,7 +51,7 @@ def arguments(name, paths):
     return ["plot", name, *traces, *given, *budget]
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", PLOTTED)
 def test_every_figure_is_written(run, paths, tmp_path, name):
     """One file of the format that its name asks for, and one line that says where."""
     out = tmp_path / "new" / "figure.svg"
@@ -78,11 +80,11 @@ def test_equal_figures_are_equal_files_in_every_format(run, paths, tmp_path, suf
 
 
 def test_help_lists_the_figures(run):
-    """By name."""
+    """By name, with what they show."""
     status, said, _ = run("plot", "--help")
 
     assert status == 0
-    assert all(re.search(rf"\b{name}\b", said) for name in FIGURES)
+    assert all(re.search(rf"\n  {name} +[A-Z]", said) for name in PLOTTED)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,41 @@ def test_bad_input_is_one_line_and_nothing_is_written(run, paths, tmp_path, comm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        ("over_budgets --policy ams+tova,tova --budget 16,24 --interval 8", 2),
+        ("mass_curve --policy ams+tova --budget 16 --interval 8", 1),
+        ("reconstruction_error --policy ams+tova,tova --ratio 80%", 1),
+    ],
+)
+def test_remarks_of_records_go_to_standard_error(run, paths, tmp_path, command, count):
+    """Each once, whatever the number of traces; standard output has the file alone."""
+    name, *options = command.split()
+    # the ratio of a trace of another length is another budget
+    traces = paths[:1] if FIGURES[name].single or "--ratio" in options else paths
+    out = tmp_path / "out.png"
+
+    status, said, err = run("plot", name, *traces, *options, "--out", out)
+
+    assert (status, said) == (0, f"Written to {out}.\n")
+    notes = err.splitlines()
+    assert len(notes) == count
+    assert all("the window of 128 rows is cut to the budget" in note for note in notes)
+    assert all(note.startswith("Note: ams+tova: budget ") for note in notes)
+
+
+def test_remarks_of_runs_go_to_standard_error(run, paths, tmp_path):
+    """As the run folder has them."""
+    asked = ["--policy", "ams+tova", "--budget", "16", "--interval", "8"]
+    run("replay", *paths, *asked, "--out", tmp_path / "run")
+
+    _, _, err = run("plot", "over_budgets", tmp_path / "run", "--out", tmp_path / "out.png")
+
+    (note,) = err.splitlines()
+    assert "the window of 128 rows is cut to the budget" in note
+
+
 def test_nothing_is_overwritten(run, paths, tmp_path):
     """What is there stays, whatever it is."""
     out = tmp_path / "out.png"
@@ -183,7 +220,7 @@ def finished(tmp_path_factory, paths):
     return folder
 
 
-RUNS = [name for name, drawing in FIGURES.items() if drawing.runs]
+RUNS = [name for name in PLOTTED if FIGURES[name].runs]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -204,15 +241,19 @@ def shown(monkeypatch, name):
     """What a figure of `kvsim.plots` is called with, in a list that the call fills."""
     seen = []
     real = getattr(plots, name)
-    monkeypatch.setattr(plots, name, lambda *given: seen.append(given) or real(*given))
+    monkeypatch.setattr(
+        plots,
+        name,
+        lambda *given, **more: seen.append((*given, *more.values())) or real(*given, **more),
+    )
     return seen
 
 
 def test_policies_and_budgets_of_a_run_can_be_chosen(run, finished, tmp_path, monkeypatch):
     """Those asked for; what belongs to no policy stays."""
-    seen = shown(monkeypatch, "sparsity_by_layer")
+    seen = shown(monkeypatch, "sparsity_curves")
 
-    status, _, err = run("plot", "sparsity_by_layer", finished / "three", "--policy", "h2o,tova",
+    status, _, err = run("plot", "sparsity_curves", finished / "three", "--policy", "h2o,tova",
                          "--budget", "40%", "--out", tmp_path / "out.png")  # fmt: skip
 
     assert (status, err) == (0, "")
@@ -340,7 +381,7 @@ def test_zoom_reaches_the_figure(run, paths, tmp_path, monkeypatch):
     run(*given, "--zoom", "20-40", "--out", tmp_path / "a.png")
     run(*given, "--layer", "1", "--out", tmp_path / "b.png")
 
-    assert seen == [{"zoom": (20, 40)}, {"zoom": None, "layer": 1}]
+    assert seen == [{"zoom": (20, 40)}, {"layer": 1}]
 
 
 def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
@@ -373,7 +414,8 @@ def test_layers_with_a_window_are_passed_over(run, tmp_path):
 
     for figure in ("retention_map", "bursts", "error_over_rows", "over_budgets"):
         status, _, err = run("plot", figure, *asked, "--out", tmp_path / f"{figure}.png")
-        assert (status, err) == (0, ""), figure
+        assert status == 0, figure
+        assert re.fullmatch(r"Note: 2 of 3 layers have a sliding window .*\n", err), figure
     status, _, err = run("plot", "bursts", *asked, "--layer", "2", "--out", tmp_path / "x.png")
     assert status == 2
     assert "--layer 2 of memory has a sliding window" in err

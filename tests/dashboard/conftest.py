@@ -70,7 +70,18 @@ def hostile_tokens():
 
 
 @pytest.fixture
-def opened(monkeypatch):
+def switch():
+    """Turn an AppTest to another page: `switch(app, page)`, before it runs again."""
+    from streamlit.util import calc_hash
+
+    def turn(app, page):
+        app._page_hash = calc_hash(page)  # switch_page() finds pages by file; these are functions
+
+    return turn
+
+
+@pytest.fixture
+def opened(monkeypatch, switch):
     """Give a folder to the app: `opened(folder, page, **link)` is its AppTest after one run."""
     from streamlit.testing.v1 import AppTest
 
@@ -81,7 +92,7 @@ def opened(monkeypatch):
             app.query_params[name] = value
         app.run()
         if page != "trace":
-            app.switch_page(f"views/{page}.py")
+            switch(app, page)
             for name, value in link.items():
                 app.query_params[name] = value
             app.run()

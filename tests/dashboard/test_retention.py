@@ -163,7 +163,7 @@ def test_a_policy_that_cannot_be_replayed_says_why(page):
     for more in ({"policy": "criticalkv"}, {"policy": "snapkv", "budget": "8"}):
         app = page(**{**link, **more})
         assert not app.exception
-        assert app.warning[0].value == "This policy cannot be replayed on these terms."
+        assert app.warning[0].value == "This policy cannot be replayed with these settings."
         assert re.search(r"o_proj|below the 32 entries", app.text[0].value)
 
 

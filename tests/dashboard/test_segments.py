@@ -124,7 +124,7 @@ def test_the_figure_draws_the_event(page, trace):
     assert figure["stays with the scorer alone"][0].tolist() == held.tolist()
     assert figure["tova alone holds"][1].tolist() == one.spread(held).tolist()
     must = [p for p in range(354) if p < 4 or p > 353 - 32]
-    assert figure["must stay"][0].tolist() == must
+    assert figure["protected"][0].tolist() == must
     both = sorted([*figure["stays"][0].tolist(), *must])
     assert both == np.flatnonzero(record.retained(353)[0, 1]).tolist()
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_replayed_says_why(page, link, said):
     if app.get("plotly_chart"):
         assert not said
     else:
-        assert app.warning[0].value == "There are no segments on these terms."
+        assert app.warning[0].value == "There are no segments with these settings."
         assert said in app.text[0].value
 
 

@@ -100,17 +100,17 @@ def test_a_broken_or_unfinished_trace_is_a_message(opened, folder, page, name, s
 
 def test_what_was_computed_is_not_computed_again(opened, folder, monkeypatch):
     """A second look at a head asks kvsim for nothing."""
-    import cached
+    from apps.dashboard import cache
 
     asked = []
-    for name in ("attention_tile", "head_profile"):
-        known = getattr(cached, name)
+    for name in ("attention_tile", "head_table"):
+        known = getattr(cache, name)
         counted = lambda *a, known=known, name=name: (asked.append(name), known(*a))[1]  # noqa: E731
-        monkeypatch.setattr(cached, name, counted)
-    cached.attention.clear()
-    cached.profile.clear()
+        monkeypatch.setattr(cache, name, counted)
+    cache.attention.clear()
+    cache.heads.clear()
     app = opened(folder, trace="more/plain.zarr", layer="1")
-    assert sorted(asked) == ["attention_tile", "head_profile"]
+    assert sorted(asked) == ["attention_tile", "head_table"]
 
     app.selectbox(key="head").set_value(1)
     app.run()
@@ -139,14 +139,14 @@ def _sent(app, kind, shape):
     return np.frombuffer(base64.b64decode(sent["bdata"]), kind).reshape(shape)
 
 
-def test_layer_and_head_outlive_a_change_of_page(opened, folder):
+def test_layer_and_head_outlive_a_change_of_page(opened, folder, switch):
     """They stand in the frame."""
     app = opened(folder, trace="sample.zarr")
     app.selectbox(key="layer").set_value(0)
     app.selectbox(key="head").set_value(2)
     app.run()
 
-    app.switch_page("views/retention.py")
+    switch(app, "retention")
     app.run()
 
     assert not app.exception
@@ -186,14 +186,14 @@ def test_tokens_are_text(opened, folder):
 
 def test_names_under_the_pointer_are_escaped(hostile_tokens):
     """Plotly knows some HTML; labels are one short line without any."""
-    import shown
+    from apps.dashboard import elements
 
-    names = shown.token_names(hostile_tokens, np.arange(len(hostile_tokens) + 1))
+    names = elements.token_names(hostile_tokens, np.arange(len(hostile_tokens) + 1))
 
     assert len(set(names)) == len(names)
     assert not any("<" in one or "\n" in one or "\x1b" in one for one in names)
-    assert shown.token_names(["a", "b", "c"], np.array([0, 2, 3])) == ["0-1 a ...", "2 c"]
-    assert shown.token_names(None, np.array([4, 6, 7])) == ["4-5", "6"]
+    assert elements.token_names(["a", "b", "c"], np.array([0, 2, 3])) == ["0-1 a ...", "2 c"]
+    assert elements.token_names(None, np.array([4, 6, 7])) == ["4-5", "6"]
 
 
 def test_what_is_recorded_anew_is_read_anew(opened, tmp_path, folder):

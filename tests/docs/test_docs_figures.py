@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import drawing
-from kvsim.cli.figures import FIGURES
+from kvsim.plots.registry import PLOTTED
 
 (GALLERY,) = (
     block for block in drawing.running("figures") if (block.how or "").startswith(drawing.REASON)
@@ -27,9 +27,9 @@ def test_every_figure_has_its_command_and_its_picture():
     """All that `kvsim plot` knows, once each, named as the figure is."""
     plotted = [shlex.split(line) for line in LINES if line.startswith("kvsim plot ")]
 
-    assert sorted(one[2] for one in plotted) == sorted(FIGURES)
+    assert sorted(one[2] for one in plotted) == sorted(PLOTTED)
     assert all(one[-2:] == ["--out", f"figures/{one[2]}.png"] for one in plotted)
-    assert {f"figures/{name}.png" for name in FIGURES} <= drawing.shown()
+    assert {f"figures/{name}.png" for name in PLOTTED} <= drawing.shown()
 
 
 def test_what_is_wrong_with_pictures_is_told(tmp_path, monkeypatch):

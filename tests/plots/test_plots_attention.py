@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.attention.sparsity import SHARES
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots.attention import overlap_curves, sparsity_by_layer
+from kvsim.plots.attention import overlap_curves, sparsity_curves
 
 
 def made(seed, name):
@@ -134,41 +135,74 @@ def table(traces):
     )
 
 
-def test_sparsity_by_layer_is_that_of_loops(traces, table):
-    """The full cache is a line of its own; rows of panels are p, columns the maximum."""
-    figure = sparsity_by_layer(table)
+def curve(axis, name):
+    """Heights of a line by p."""
+    (line,) = (one for one in axis.lines if one.get_label() == name)
+    return dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
 
-    for axis, (p, first) in zip(
-        figure.axes, [(0.01, 0), (0.01, 4), (0.05, 0), (0.05, 4)], strict=True
-    ):
-        drawn = lines(axis)
-        assert list(drawn) == ["full cache", "tova", "streaming_llm"]
-        by_hand = [np.mean([sparse(t, layer, p, first) for t in traces]) for layer in range(2)]
-        np.testing.assert_allclose(drawn["full cache"], by_hand)
-        assert f"p = {p:g}" in axis.get_title()
+
+def test_sparsity_over_p_is_that_of_loops(traces, table):
+    """A row of panels for each cache, a line per layer; columns are the keys of the maximum."""
+    figure = sparsity_curves(table)
+
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == [
+        f"{cache}: {keys}"
+        for cache in ("full cache", "tova", "streaming_llm")
+        for keys in ("all keys", "all keys but the sink")
+    ]
+    for axis, first in zip(figure.axes[:2], (0, 4), strict=True):
+        for layer in range(2):
+            for p, height in curve(axis, f"layer {layer}").items():
+                by_hand = np.mean([sparse(trace, layer, p, first) for trace in traces])
+                assert height == pytest.approx(by_hand)
+        assert list(curve(axis, "layer 0")) == list(SHARES)
     cells = table.filter(
         policy="tova", metric="sparsity_compressed", variant="p=0.05,max=behind_sink"
     )
-    expected = cells.group_by("layer").agg(pl.col("value").mean()).sort("layer")["value"]
-    np.testing.assert_allclose(lines(figure.axes[3])["tova"], expected)
+    for layer in range(2):
+        expected = cells.filter(layer=layer)["value"].mean()
+        assert curve(figure.axes[3], f"layer {layer}")[0.05] == pytest.approx(expected)
+    assert curve(figure.axes[3], "mean")[0.05] == pytest.approx(cells["value"].mean())
+
+
+def test_sparsity_of_one_layer_has_no_mean_line(table):
+    """The layer that was asked for alone."""
+    axis = sparsity_curves(table, layers=[1]).axes[0]
+
+    assert [line.get_label() for line in axis.lines] == ["layer 1"]
 
 
 def test_sparsity_names_axes_and_fidelity(table):
-    """Layer, share, and what can be trusted how far; at two budgets lines name theirs."""
+    """p, share, and what can be trusted how far; at two budgets rows name theirs."""
     more = pl.concat([table, table.with_columns(budget=pl.col("budget") + 8)])
 
-    figure = sparsity_by_layer(table, [0.05])
-    labels = list(lines(sparsity_by_layer(more, [0.05]).axes[0]))
+    figure = sparsity_curves(table)
+    titles = [axis.get_title() for axis in sparsity_curves(more).axes[::2]]
 
-    assert figure.axes[0].get_xlabel() == "layer"
-    assert figure.axes[0].get_ylabel() == "share of keys below p x maximum"
-    assert "mean over 2 prompts" in figure.get_suptitle()
+    assert figure.axes[-1].get_xlabel() == "p, share of the maximum"
+    assert figure.axes[-1].get_xscale() == "log"
+    assert figure.axes[0].get_ylabel() == "share of keys"
+    assert "mean over heads and 2 prompts, with 95 % interval" in figure.get_suptitle()
     assert "(fidelity: exact, open)" in figure.get_suptitle()
-    assert labels[:2] == ["full cache", "tova, budget 24"]
-    assert labels[4] == "streaming_llm, budget 32"
+    assert titles[:2] == ["full cache: all keys", "tova, budget 24: all keys"]
+    assert "streaming_llm, budget 32: all keys" in titles
 
 
-def test_a_table_without_sparsity_is_an_error():
-    """It says what to measure."""
+def test_many_layers_have_a_colour_bar(table):
+    """Where a legend would have more entries than fit."""
+    deep = pl.concat([table.with_columns(layer=pl.col("layer") + 2 * i) for i in range(6)])
+
+    figure = sparsity_curves(deep)
+
+    assert figure.legends == []
+    assert figure.axes[-1].get_ylabel() == "layer (dashed: mean)"
+    assert figure.axes[-1].get_ylim() == (0, 11)
+
+
+def test_a_table_without_sparsity_is_an_error(table):
+    """It says what to measure, or which layers there are not."""
     with pytest.raises(PolicyError, match="measure sparsity and sparsity_compressed"):
-        sparsity_by_layer(pl.DataFrame(schema=COLUMNS))
+        sparsity_curves(pl.DataFrame(schema=COLUMNS))
+    with pytest.raises(PolicyError, match="no sparsity in layers 7"):
+        sparsity_curves(table, layers=[7])

@@ -177,7 +177,7 @@ def test_any_measure_of_agreement(found):
     with pytest.raises(PolicyError, match="'recall'; expected one of spearman, log_pearson"):
         agreement_steps(table, measure="recall")
     table = measured("expectation_steps")
-    with pytest.raises(PolicyError, match=r"layers \[2\] were asked for; the table has \[0, 1\]"):
+    with pytest.raises(PolicyError, match=r"layers \[2\] were requested; the table has \[0, 1\]"):
         agreement_steps(table, layers=[2])
 
 

@@ -171,6 +171,16 @@ def test_bars_are_the_iou_by_stage(table, records):
     assert "(fidelity: exact, open)" in figure.get_suptitle()
 
 
+def test_stages_are_those_of_the_layers_in_the_table(table):
+    """Where the table has no column of stages, the figure is that of `stages`."""
+    heights = [
+        [bar.get_height() for bar in figure.axes[0].containers[0]]
+        for figure in (iou_by(table), iou_by(stages(table)))
+    ]
+
+    assert heights[0] == heights[1]
+
+
 def test_bars_by_label_stand_beside_chance(table, records):
     """One prompt per domain has no interval; the line across a bar is the chance of the table."""
     figure = iou_by(table, "domain")
@@ -188,11 +198,9 @@ def test_bars_by_label_stand_beside_chance(table, records):
 
 
 def test_a_table_without_the_column_is_an_error(table):
-    """With the name that was meant, or what adds it."""
+    """With the name that was meant."""
     with pytest.raises(PolicyError, match="no column 'domian'; did you mean 'domain'"):
         iou_by(table, "domian")
-    with pytest.raises(PolicyError, match=r"summaries.stages\(table, n_layers\) adds it"):
-        iou_by(table)
     with pytest.raises(PolicyError, match="no retained_iou by task"):
         iou_by(table, "task")
     with pytest.raises(PolicyError, match="no retained_iou by domain"):

@@ -14,9 +14,11 @@ from matplotlib.colors import to_hex
 import kvsim
 from kvsim import plots
 from kvsim.analysis.kept.bursts import dropped_bursts
+from kvsim.analysis.kept.states import STRIP_STATES as STATES
+from kvsim.analysis.kept.states import Strip, strip, strips_after
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots import strips as module
-from kvsim.plots.strips import STATES, Strip, bursts, strips_after
+from kvsim.plots.strips import bursts
 from kvsim.schema import NEVER
 
 HOSTILE = ["<b>", "$x$", "\n", "\x1b[31m", "\u202e", "\ud800", "漢", "y" * 50]
@@ -70,7 +72,7 @@ def test_states_and_runs_equal_loops(gone, row):
     row = min(row, len(gone) - 1)
     gone = [max(at, p) for p, at in enumerate(gone)]
 
-    found = module._strip("x", np.array(gone[: row + 1], np.int32), row)
+    found = strip("x", np.array(gone[: row + 1], np.int32), row)
 
     states, runs = by_hand(gone, row)
     assert [STATES[code] for code in found.codes] == states
@@ -195,10 +197,10 @@ def test_the_closer_look_is_at_the_longest_run(length):
     kept = range(20 + length - 30, 20 + length - 10)
     other[kept[0] : kept[-1] + 1] = NEVER
 
-    found = [module._strip("a", gone, 299), module._strip("b", other, 299)]
+    found = [strip("a", gone, 299), strip("b", other, 299)]
     if length < 9:
         other[::4] = NEVER
-        found[1] = module._strip("b", other, 299)
+        found[1] = strip("b", other, 299)
     first, last = module._stretch(found)
 
     if length <= 64:

@@ -60,6 +60,19 @@ def test_a_caption_that_fits_is_as_it_was_given():
     assert other.get_suptitle() == "sample"
 
 
+@pytest.mark.parametrize("width", range(3, 9))
+def test_a_caption_is_not_broken_before_a_unit(width):
+    """`95 %` stays on one line, whatever the width of the figure."""
+    figure = Figure(figsize=(width, 3))
+    text = "Where kept entries lie: layer 11, KV head 3, mean over 12 prompts, with 95 % interval"
+
+    caption(figure, text, ["exact", "open"])
+
+    said = figure.get_suptitle()
+    assert "95 %" in said
+    assert widest(figure) <= 1
+
+
 @pytest.mark.parametrize("count", [1, 3, 11])
 @pytest.mark.parametrize("size", [4, 24, 200])
 def test_the_legend_fits_if_any_number_of_columns_does(count, size):

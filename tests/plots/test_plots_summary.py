@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.plots.style import asked_order, series
-from kvsim.plots.summary import front, over_budgets, pareto
+from kvsim.plots.summary import over_budgets, pareto
 
 
 @pytest.fixture(scope="module")

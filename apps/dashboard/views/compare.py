@@ -2,182 +2,238 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import polars as pl
 import streamlit as st
 
-import frames
-import lines
-import runs
-import shown
+from kvsim.analysis.fronts import against_entries
 from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
-from kvsim.plots.summary import front
+from kvsim.plots.summary import metric_label
 from kvsim.schema import LABELS
+
+from .. import downloads, elements, line_charts, runs
 
 #: Policies that are shown at first, where a run has many.
 FEW = 8
 
-shown.title(
-    "Compare",
-    "What policies lose at the same budget. Each point is a mean over prompts, each bar its 95 % "
-    "bootstrap interval: where bars of two policies overlap, look at the paired differences below, "
-    "which compare prompt by prompt. Dotted is what random sets of the same sizes would reach.",
-)
-run = runs.run()
-known = run.best.filter(pl.col("policy").is_not_null(), pl.col("value").is_not_null())
-measured = set(known["metric"].unique())
-listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
-if not listed:
-    st.info("This run has no values of policies, so there is nothing to compare.")
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the controls of the page say: policies of a run, a variant of a metric, a split."""
+
+    run: runs.Run
+    policies: Sequence[str]
+    base: str
+    metric: str
+    variant: str
+    by: str | None
+    logarithmic: bool
+
+    @property
+    def styles(self) -> Mapping[str, line_charts.Style]:
+        """The style of each policy of the run."""
+        return line_charts.styles(self.run.policies)
+
+    def means(self, metrics: Mapping[str, str], by: str | None = None) -> pl.DataFrame:
+        """Averages of the policies over prompts."""
+        return runs.means(self.run.origin, self.policies, metrics, by)
+
+
+def page() -> None:
+    """Show a metric over budgets, paired differences, the Pareto front and regret."""
+    elements.title(
+        "Compare",
+        "What policies lose at the same budget. Each point is a mean over prompts, each bar its "
+        "95 % bootstrap interval: where bars of two policies overlap, look at the paired "
+        "differences below, which compare prompt by prompt. Dotted lines are chance: random sets "
+        "of the same sizes.",
+    )
+    run = runs.run()
+    values = run.best.filter(pl.col("policy").is_not_null(), pl.col("value").is_not_null())
+    measured = set(values["metric"].unique())
+    if not measured:
+        st.info("This run has no values of policies, so there is nothing to compare.")
+        runs.provenance(run)
+        st.stop()
+    comparison = _comparison(run, values)
+    _over_budgets(comparison)
+    _differences(comparison)
+    _front(comparison)
+    _regret(comparison, measured=measured)
     runs.provenance(run)
-    st.stop()
 
-metrics, variants, splits, bases, scales = st.columns([3, 3, 3, 3, 2], vertical_alignment="bottom")
-metric = metrics.selectbox(
-    "Metric",
-    listed,
-    listed.index("output_error") if "output_error" in listed else 0,
-    key="metric",
-    bind="query-params",
-)
-variant = runs.variant(known.filter(metric=metric), metric, variants)
-of_metric = known.filter(metric=metric, variant=variant)
-layered = of_metric["layer"].drop_nulls().n_unique() > 1
-split = splits.selectbox(
-    "Split by",
-    [
-        "nothing",
-        *(["stage"] if layered else []),
-        *(name for name in LABELS if of_metric[name].drop_nulls().n_unique() > 1),
-    ],
-    key="by",
-    bind="query-params",
-    help="stage: early, middle and late layers of the model; domain, task and level of the prompts",
-)
-by = None if split == "nothing" else split
-logarithmic = scales.toggle(
-    "Log", key="log", bind="query-params", help="a logarithmic scale, on which 0 has no place"
-)
-policies = run.policies
-if isinstance(run.origin, runs.Folder):
-    policies = st.multiselect(
-        "Policies", policies, policies[:FEW], key="policies", bind="query-params"
+
+def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
+    """Read the controls."""
+    metrics, variants, splits, bases, scales = st.columns(
+        [3, 3, 3, 3, 2], vertical_alignment="bottom"
     )
-if not policies:
-    st.info("Choose at least one policy.")
-    st.stop()
-base = bases.selectbox(
-    "Beside", policies, key="base", bind="query-params", help="what others are compared with"
-)
-
-styles = lines.styles(run.policies)
-
-
-def labelled(name: str) -> str:
-    """A metric with its unit and what is better."""
-    if name not in METRICS:
-        return shown.shortened(name, 40)
-    what = METRICS[name]
-    better = f", {what.better} is better" if what.better else ""
-    return f"{name.replace('_', ' ')} ({what.unit}{better})"
-
-
-found = runs.means(run.origin, policies, {metric: variant}, by)
-if metric in METRICS:
-    st.caption(f"{metric.replace('_', ' ')}: {METRICS[metric].summary}.")
-if not found.height:
-    st.info("None of these policies has a value of this metric.")
-    st.stop()
-if by is not None and found[by].n_unique() > lines.PANELS:
-    st.caption(f"The first {lines.PANELS} of {found[by].n_unique()} are drawn; the table has all.")
-lines.over_budgets(
-    found, styles, key="budgets-chart", label=labelled(metric), by=by, logarithmic=logarithmic
-)
-fewest, most = (int(found["n"].sort()[end]) for end in (0, -1))
-if most == 1:
-    st.caption(
-        "One prompt: nothing is known of others, so there is no interval and no bar is drawn."
+    measured = set(values["metric"].unique())
+    listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
+    metric = metrics.selectbox(
+        "Metric",
+        listed,
+        listed.index("output_error") if "output_error" in listed else 0,
+        key="metric",
+        bind="query-params",
     )
-elif fewest == most:
-    st.caption(f"{most} prompts.")
-else:
-    st.caption(f"{fewest} to {most} prompts; a point of one prompt alone has no bar.")
-shown.fidelity(found["fidelity"].cast(pl.String).to_list())
-if run.best.height < run.table.height:
-    st.caption(
-        "Some values of this run are there at several levels of fidelity; here the strongest "
-        "counts, and the page *Fidelity* compares them."
+    variant = runs.variant(values.filter(metric=metric), metric, variants)
+    of_metric = values.filter(metric=metric, variant=variant)
+    layered = of_metric["layer"].drop_nulls().n_unique() > 1
+    split = splits.selectbox(
+        "Split by",
+        [
+            "nothing",
+            *(["stage"] if layered else []),
+            *(name for name in LABELS if of_metric[name].drop_nulls().n_unique() > 1),
+        ],
+        key="by",
+        bind="query-params",
+        help="stage: early, middle and late layers of the model; domain, task and level of the "
+        "prompts",
     )
-frames.below(found, f"{run.name}-{metric}", key="budgets-chart")
+    logarithmic = scales.toggle(
+        "Log", key="log", bind="query-params", help="a logarithmic scale, on which 0 has no place"
+    )
+    policies = run.policies
+    if isinstance(run.origin, runs.Folder):
+        policies = st.multiselect(
+            "Policies", policies, policies[:FEW], key="policies", bind="query-params"
+        )
+    if not policies:
+        st.info("Choose at least one policy.")
+        st.stop()
+    base = bases.selectbox(
+        "Compare with", policies, key="base", bind="query-params", help="for paired differences"
+    )
+    by = None if split == "nothing" else split
+    return Comparison(run, policies, base, metric, variant, by, logarithmic)
 
-st.subheader("Paired differences", anchor=False)
-if len(policies) < 2:
-    st.info("Choose a second policy to compare with.")
-else:
+
+def _label(metric: str) -> str:
+    """A metric with its unit and its better direction; its name may come from a file."""
+    return metric_label(metric) if metric in METRICS else elements.shortened(metric, 40)
+
+
+def _fidelity(means: pl.DataFrame) -> None:
+    elements.fidelity(means["fidelity"].cast(pl.String).to_list())
+
+
+def _over_budgets(comparison: Comparison) -> None:
+    """Show the metric over budgets. Where no policy has a value the page ends."""
+    run, metric, by = comparison.run, comparison.metric, comparison.by
+    means = comparison.means({metric: comparison.variant}, by)
+    if metric in METRICS:
+        st.caption(f"{metric.replace('_', ' ')}: {METRICS[metric].summary}.")
+    if not means.height:
+        st.info("None of these policies has a value of this metric.")
+        st.stop()
+    if by is not None and means[by].n_unique() > line_charts.PANELS:
+        st.caption(
+            f"The first {line_charts.PANELS} of {means[by].n_unique()} are drawn; the table has "
+            "all."
+        )
+    line_charts.over_budgets(
+        means,
+        comparison.styles,
+        key="budgets-chart",
+        label=_label(metric),
+        by=by,
+        logarithmic=comparison.logarithmic,
+    )
+    fewest, most = (int(means["n"].sort()[end]) for end in (0, -1))
+    if most == 1:
+        st.caption("One prompt, so there is no interval and no bar.")
+    elif fewest == most:
+        st.caption(f"{most} prompts.")
+    else:
+        st.caption(f"{fewest} to {most} prompts; a point of a single prompt has no bar.")
+    _fidelity(means)
+    if run.best.height < run.table.height:
+        st.caption(
+            "This run has some values at several levels of fidelity; this page takes the strongest "
+            "one, and the page *Fidelity* compares them."
+        )
+    downloads.table(means, f"{run.name}-{metric}", key="budgets-chart")
+
+
+def _differences(comparison: Comparison) -> None:
+    """Show each policy minus the base, prompt by prompt."""
+    st.subheader("Paired differences", anchor=False)
+    if len(comparison.policies) < 2:
+        st.info("Choose a second policy to compare with.")
+        return
     st.markdown(
-        "Each policy minus the one beside it, prompt by prompt at the same budget. An interval "
-        "without 0 is a difference that other prompts would likely show too."
+        "Each policy minus the policy that it is compared with, prompt by prompt at the same "
+        "budget. Other prompts would likely show a difference whose interval excludes 0."
     )
+    run, metric, base = comparison.run, comparison.metric, comparison.base
+    metrics = {metric: comparison.variant}
     try:
-        gaps = runs.means(run.origin, policies, {metric: variant}, by, base)
+        gaps = runs.means(run.origin, comparison.policies, metrics, comparison.by, base)
     except PolicyError as error:
         st.text(str(error))
-    else:
-        if gaps.height:
-            lines.over_budgets(
-                gaps,
-                styles,
-                key="gaps",
-                label="difference",
-                by=by,
-                zero=True,
-            )
-            frames.below(gaps, f"{run.name}-{metric}-beside-{base}", key="gaps")
-        else:
-            st.info("No prompt has this metric of both at the same budget.")
+        return
+    if not gaps.height:
+        st.info("No prompt has this metric of both at the same budget.")
+        return
+    line_charts.over_budgets(
+        gaps, comparison.styles, key="gaps", label="difference", by=comparison.by, zero=True
+    )
+    downloads.table(gaps, f"{run.name}-{metric}-beside-{base}", key="gaps")
 
-st.subheader("What it costs", anchor=False)
-st.markdown(
-    "Budgets bind policies differently, so here each is drawn against the entries that rows really "
-    "saw. Filled: no other one is better with as few entries; those are the ones to choose from."
-)
-shared = {name: METRICS[name].main for name in ("entries_seen", "output_error", "wipeout")}
-costs = runs.means(run.origin, policies, shared)
-key = ["policy", "params", "asked", "interval", "prefill"]
-seen = costs.filter(metric="entries_seen").select(*key, seen="mean")
-panels = {}
-for name in ("output_error", "wipeout"):
-    part = costs.filter(metric=name).join(seen, on=key, nulls_equal=True, maintain_order="left")
-    if part.height:
-        panels[labelled(name)] = part.with_columns(
-            best=front(part, higher=METRICS[name].better == "higher")
-        )
-if panels:
-    # wipe-out of the best ones is 0, which has no place on a logarithmic scale
-    scaled = [labelled("output_error")] if logarithmic else []
-    lines.against_entries(panels, styles, key="pareto", logarithmic=scaled)
-    both = pl.concat(list(panels.values()))
-    shown.fidelity(both["fidelity"].cast(pl.String).to_list())
-    frames.below(both, f"{run.name}-pareto", key="pareto")
-else:
-    st.info("This takes `entries_seen`, and `output_error` or `wipeout`, which were not measured.")
 
-st.subheader("Regret", anchor=False)
-if "regret" in measured:
+def _front(comparison: Comparison) -> None:
+    """Show output error and wipe-out against the entries that rows see."""
+    st.subheader("Cost", anchor=False)
     st.markdown(
-        "How much more attention a mass oracle retains on the same terms: it knows the future and "
-        "keeps what later rows attend to most. What is left of it a better policy could gain."
+        "Budgets bind policies differently, so this picture shows the entries that rows really "
+        "saw. Filled points are on the front: no other policy is better with as few entries."
     )
-    regret = runs.means(run.origin, policies, {"regret": METRICS["regret"].main}, by)
-    if regret.height:
-        lines.over_budgets(regret, styles, key="regret-chart", label=labelled("regret"), by=by)
-        shown.fidelity(regret["fidelity"].cast(pl.String).to_list())
-        frames.below(regret, f"{run.name}-regret", key="regret-chart")
-    else:
+    names = ("entries_seen", "output_error", "wipeout")
+    costs = comparison.means({name: METRICS[name].main for name in names})
+    points = {name: against_entries(costs, name) for name in names[1:]}
+    panels = {_label(name): part for name, part in points.items() if part.height}
+    if not panels:
+        st.info(
+            "This needs `entries_seen`, and `output_error` or `wipeout`, which were not measured."
+        )
+        return
+    # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
+    scaled = [_label("output_error")] if comparison.logarithmic else []
+    line_charts.against_entries(panels, comparison.styles, key="pareto", logarithmic=scaled)
+    both = pl.concat(list(panels.values()))
+    _fidelity(both)
+    downloads.table(both, f"{comparison.run.name}-pareto", key="pareto")
+
+
+def _regret(comparison: Comparison, *, measured: set[str]) -> None:
+    """Show how much more attention a mass oracle retains."""
+    st.subheader("Regret", anchor=False)
+    if "regret" not in measured:
+        st.info(
+            "This run has no regret. `kvsim replay ... --regret` replays a mass oracle with each "
+            "policy; for the chosen trace there is a switch above."
+        )
+        return
+    st.markdown(
+        "How much more attention a mass oracle retains at the same budget and events. The oracle "
+        "knows the future and keeps the entries that later rows attend to most, so the "
+        "regret is what a better policy could gain."
+    )
+    regret = comparison.means({"regret": METRICS["regret"].main}, comparison.by)
+    if not regret.height:
         st.info("None of these policies has a regret: no budget binds them.")
-else:
-    st.info(
-        "This run has no regret. `kvsim replay ... --regret` replays a mass oracle beside each "
-        "policy; for the chosen trace there is a switch above."
+        return
+    line_charts.over_budgets(
+        regret,
+        comparison.styles,
+        key="regret-chart",
+        label=_label("regret"),
+        by=comparison.by,
     )
-runs.provenance(run)
+    _fidelity(regret)
+    downloads.table(regret, f"{comparison.run.name}-regret", key="regret-chart")

@@ -5,30 +5,26 @@ from __future__ import annotations
 import polars as pl
 import streamlit as st
 
-import chosen
-import frames
-import lines
-import runs
-import shown
 from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
 
-#: What the levels mean, the strongest first.
+from .. import controls, downloads, elements, line_charts, runs
+
+#: The levels, the strongest first.
 LEVELS = {
-    "exact": "A live run that is fed the recorded tokens would show this very number. So it is for "
-    "what the trace alone says, for the first layer, for a layer that was replayed alone, and for "
-    "sets that are decided once, at the end of the prompt: no eviction had touched what they are "
-    "decided from.",
+    "exact": "A live run that is fed the recorded tokens would show this very number. This holds "
+    "for numbers of the trace alone, for the first layer, for a layer that was replayed alone, and "
+    "for sets that are decided once, at the end of the prompt, before any eviction.",
     "closed": "Measured in a live run in which the policy evicts: errors add up over layers, "
     "queries and keys drift, and the model may write other tokens.",
-    "semi": "Policies that drop rows of the prompt on the way down: the layers behind the "
-    "selection were computed again from the recorded residual stream with the model's weights, "
-    "which is what a live prefill computes. Decoding is not part of it.",
+    "semi": "For policies that do not propagate all rows of the prompt: the layers behind the "
+    "selection were computed again from the recorded residual stream with the model's weights, as "
+    "a live prefill computes them. Decoding is not part of it.",
     "open": "Open loop: computed from recorded queries, keys and values, as if the layers below "
-    "had not evicted. What a live run adds is left out: errors that compound over layers, and "
+    "had not evicted. It leaves out what a live run adds: errors that compound over layers, and "
     "other tokens.",
 }
-#: How a run of semi values is made, beside one of `kvsim replay`.
+#: How to make a run of semi values, and an open one to compare it with.
 AGAIN = """\
 # kvsim capture --model tiny --residual --prompts prompts.jsonl --out traces
 # kvsim replay traces/walk.zarr --policy fastkv --set layer=0 --set rows=100 \\
@@ -43,102 +39,127 @@ policy = kvsim.policy("fastkv", layer=0, rows=100)
 found = kvsim.recompute(trace, policy, 64, model)
 Run((found.record,), kvsim.measure(trace, found.record), (), {}).save("runs/semi")
 """
-#: In the list of runs beside this one: none.
+#: The option for no other run.
 NOTHING = "no other run"
 
-shown.title(
-    "Fidelity",
-    "Replay says what a policy would have kept and lost. How far that is what a live run would "
-    "show differs from number to number: each bar says which share of the values behind it has "
-    "which level.",
-)
-run = runs.run()
-counted = runs.shares(run.origin, ("metric", "layer"))
-if not counted.height:
-    st.info("This run has no values.")
+
+def page() -> None:
+    """Show the levels of a run's values, and the same values at two levels."""
+    elements.title(
+        "Fidelity",
+        "Replay computes what a policy would have kept and lost. Some of these numbers are exactly "
+        "those of a live run, others are approximations. Each bar shows the share of values at "
+        "each level of fidelity.",
+    )
+    run = runs.run()
+    counted = runs.shares(run.origin, ("metric", "layer"))
+    if not counted.height:
+        st.info("This run has no values.")
+        runs.provenance(run)
+        st.stop()
+    present = set(counted["fidelity"].cast(pl.String))
+    for level, meaning in LEVELS.items():
+        absent = "" if level in present else " None in this run."
+        st.markdown(f"**{level}**: {meaning}{absent}")
+    measured = _by_metric(run)
+    _by_layer(run, counted, measured)
+    _two_levels(run)
     runs.provenance(run)
-    st.stop()
 
-present = set(counted["fidelity"].cast(pl.String))
-for level, said in LEVELS.items():
-    share = "" if level in present else " None in this run."
-    st.markdown(f"**{level}**: {said}{share}")
 
-st.subheader("By metric", anchor=False)
-by_metric = runs.shares(run.origin, ("metric",))
-measured = by_metric["metric"].unique(maintain_order=True).to_list()
-lines.shares(by_metric, "metric", measured, key="by-metric")
-frames.below(by_metric, f"{run.name}-fidelity-by-metric", key="by-metric")
+def _by_metric(run: runs.Run) -> list[str]:
+    """Show the levels of each metric; return the metrics."""
+    st.subheader("By metric", anchor=False)
+    by_metric = runs.shares(run.origin, ("metric",))
+    measured: list[str] = by_metric["metric"].unique(maintain_order=True).to_list()
+    line_charts.shares(by_metric, "metric", measured, key="by-metric")
+    downloads.table(by_metric, f"{run.name}-fidelity-by-metric", key="by-metric")
+    return measured
 
-st.subheader("By layer", anchor=False)
-left, _ = st.columns([1, 2])
-metric = left.selectbox(
-    "Metric",
-    measured,
-    measured.index("output_error") if "output_error" in measured else 0,
-    key="metric",
-    bind="query-params",
-)
-by_layer = counted.filter(metric=metric).with_columns(
-    place=pl.when(pl.col("layer").is_null())
-    .then(pl.lit("no layer"))
-    .otherwise(pl.format("layer {}", "layer"))
-)
-order = by_layer.sort("layer", nulls_last=True)["place"].unique(maintain_order=True).to_list()
-lines.shares(by_layer, "place", order, key="by-layer")
-if metric in METRICS:
-    st.caption(f"{metric.replace('_', ' ')}: {METRICS[metric].summary}.")
-frames.below(
-    counted.filter(metric=metric), f"{run.name}-fidelity-of-{metric}-by-layer", key="by-layer"
-)
 
-st.subheader("The same values at two levels", anchor=False)
-others = {name: path for name, path in chosen.runs().items() if runs.Folder.of(path) != run.origin}
-left, _ = st.columns([1, 2])
-beside = left.selectbox(
-    "Beside",
-    [NOTHING, *others],
-    key="beside",
-    bind="query-params",
-    help="a run of the same traces, policies and budgets at another level of fidelity",
-)
-origins = [run.origin]
-if beside != NOTHING:
-    origins.append(runs.read(others[beside]).origin)
-try:
-    found = runs.levels(tuple(origins), ())
-except PolicyError as error:
-    st.warning("These runs cannot be compared.")
-    st.text(str(error))
-else:
-    if found.height:
-        st.markdown(
-            "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
-            "schedule, metric, layer and head. It is what the weaker level left out."
-        )
-        metrics, variants, _ = st.columns(3)
-        which = metrics.selectbox(
-            "Metric compared",
-            found["metric"].unique(maintain_order=True).to_list(),
-            key="compared",
-            bind="query-params",
-        )
-        variant = runs.variant(found.filter(metric=which), which, variants, key="compared_variant")
-        chosen_ones = {"metric": which, "variant": variant}
-        st.dataframe(
-            found.filter(**chosen_ones).drop("params", "prefill", "metric", "variant"),
-            hide_index=True,
-        )
-        by_place = runs.levels(tuple(origins), ("layer",)).filter(**chosen_ones)
-        lines.between(by_place, key="between")
-        shown.fidelity(found["stronger"].cast(pl.String).to_list())
-        frames.below(found, f"{run.name}-levels", key="levels")
-        frames.below(by_place, f"{run.name}-levels-of-{which}-by-layer", key="levels-by-layer")
-    else:
-        st.info(
-            "No value is there at two levels. Two kinds of runs would fill this: a prefill that "
-            "was computed again (semi) beside its replay (open), as below, and live runs (closed), "
-            "which kvsim does not make yet."
-        )
-        st.code(AGAIN, language="python")
-runs.provenance(run)
+def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None:
+    """Show the levels of one metric in each layer."""
+    st.subheader("By layer", anchor=False)
+    left, _ = st.columns([1, 2])
+    metric = left.selectbox(
+        "Metric",
+        measured,
+        measured.index("output_error") if "output_error" in measured else 0,
+        key="metric",
+        bind="query-params",
+    )
+    by_layer = counted.filter(metric=metric).with_columns(
+        place=pl.when(pl.col("layer").is_null())
+        .then(pl.lit("no layer"))
+        .otherwise(pl.format("layer {}", "layer"))
+    )
+    order = by_layer.sort("layer", nulls_last=True)["place"].unique(maintain_order=True).to_list()
+    line_charts.shares(by_layer, "place", order, key="by-layer")
+    if metric in METRICS:
+        st.caption(f"{metric.replace('_', ' ')}: {METRICS[metric].summary}.")
+    downloads.table(
+        counted.filter(metric=metric), f"{run.name}-fidelity-of-{metric}-by-layer", key="by-layer"
+    )
+
+
+def _two_levels(run: runs.Run) -> None:
+    """Show values that are there at two levels, in this run or with another one."""
+    st.subheader("The same values at two levels", anchor=False)
+    folders = controls.runs().items()
+    others = {name: path for name, path in folders if runs.Folder.of(path) != run.origin}
+    left, _ = st.columns([1, 2])
+    other = left.selectbox(
+        "Compare with",
+        [NOTHING, *others],
+        key="beside",
+        bind="query-params",
+        help="a run of the same traces, policies and budgets at another level of fidelity",
+    )
+    origins = [run.origin]
+    if other != NOTHING:
+        origins.append(runs.read(others[other]).origin)
+    try:
+        differences = runs.levels(tuple(origins), ())
+    except PolicyError as error:
+        st.warning("These runs cannot be compared.")
+        st.text(str(error))
+        return
+    if differences.height:
+        _differences(run, tuple(origins), differences)
+        return
+    st.info(
+        "No value is there at two levels. Two kinds of runs have such values: a prefill that was "
+        "computed again (semi) with its replay (open), as below, and live runs (closed), which "
+        "kvsim does not make yet."
+    )
+    st.code(AGAIN, language="python")
+
+
+def _differences(
+    run: runs.Run, origins: tuple[runs.Origin, ...], differences: pl.DataFrame
+) -> None:
+    """Show the differences between levels of one metric."""
+    st.markdown(
+        "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
+        "schedule, metric, layer and head. The difference is what the weaker level left out."
+    )
+    metrics, variants, _ = st.columns(3)
+    metric = metrics.selectbox(
+        "Metric compared",
+        differences["metric"].unique(maintain_order=True).to_list(),
+        key="compared",
+        bind="query-params",
+    )
+    variant = runs.variant(
+        differences.filter(metric=metric), metric, variants, key="compared_variant"
+    )
+    selected = {"metric": metric, "variant": variant}
+    st.dataframe(
+        differences.filter(**selected).drop("params", "prefill", "metric", "variant"),
+        hide_index=True,
+    )
+    by_layer = runs.levels(origins, ("layer",)).filter(**selected)
+    line_charts.between(by_layer, key="between")
+    elements.fidelity(differences["stronger"].cast(pl.String).to_list())
+    downloads.table(differences, f"{run.name}-levels", key="levels")
+    downloads.table(by_layer, f"{run.name}-levels-of-{metric}-by-layer", key="levels-by-layer")

@@ -2,111 +2,170 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import polars as pl
 import streamlit as st
 
-import cached
-import chosen
-import drawn
-import shown
-from kvsim import Record
+from kvsim import Record, Trace
 from kvsim.analysis.kept.course import REGION
+from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
-from kvsim.plots.text import STATES, token_html, token_states
+from kvsim.plots import token_html
+
+from .. import cache, controls, elements, event_charts
 
 #: Tokens of the text that are shown at once.
 WINDOW = 4096
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """A policy's record; alone: the layer that was replayed by itself, None for all of them."""
+class Settings:
+    """What the controls of the page say."""
 
-    choice: cached.Choice
+    trace: Trace
+    source: cache.Source
+    layer: int
+    head: int
+    policies: Sequence[str]
+    budget: int
+    interval: int | None
+    all_layers: bool
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A record of a policy; alone: the layer that was replayed by itself, None for all layers."""
+
+    settings: Settings
+    choice: cache.Choice
     alone: int | None
     record: Record
 
     @property
     def head(self) -> int:
         """The chosen KV head on the record's axis; of several query heads the first."""
-        return head * trace.group if self.record.per_query_head else head
+        head = self.settings.head
+        return head * self.settings.trace.group if self.record.per_query_head else head
 
     @property
     def course(self) -> pl.DataFrame:
         """What the events leave of the head, in numbers."""
-        return cached.course(source, self.choice, self.alone, layer, self.head)
+        chosen = self.settings
+        return cache.course(chosen.source, self.choice, self.alone, chosen.layer, self.head)
 
     @property
-    def picture(self) -> cached.Retained:
+    def picture(self) -> cache.Retained:
         """What the events leave of the head, by position."""
-        return cached.retention(source, self.choice, self.alone, layer, self.head)
+        chosen = self.settings
+        return cache.retention(chosen.source, self.choice, self.alone, chosen.layer, self.head)
 
 
-def replayed(name: str) -> Replayed | str:
-    """A replay of the layer alone, of all where they share a budget; or why there is none."""
+def page() -> None:
+    """Show one policy, or two side by side, at all events and at one of them."""
+    settings = _settings()
+    trace, names = settings.trace, settings.policies
+    elements.title(
+        "Retention",
+        "Positions that one KV head still holds. Each line is the cache after an event: a column "
+        f"that turns grey has lost its token for good. Regions of {REGION} positions of which "
+        "nothing is left are dark blue; the bar is the longest dropped run. A frame "
+        "marks the event of the numbers and the text.",
+    )
+    results = [_replayed(settings, name) for name in names]
+    replays = [result for result in results if isinstance(result, Replayed)]
+    rows = sorted({int(row) for replay in replays for row in replay.picture.tile.rows})
+    row = controls.event(rows) if rows else trace.n_pos - 1
+    lines = max((len(replay.picture.tile.rows) for replay in replays), default=0)
+    height = 300 + min(320, 24 * lines)
+    if rows:
+        elements.numbers(
+            {
+                replay.choice.policy: replay.course.filter(pl.col("event") <= row).tail(1)
+                for replay in replays
+            }
+        )
+    columns = st.columns(len(names), gap="large")
+    for number, (name, result, column) in enumerate(zip(names, results, columns, strict=True)):
+        with column:
+            st.subheader(name, anchor=False)
+            if isinstance(result, Replayed):
+                _map(number, result, row, height)
+            else:
+                st.warning(
+                    "This policy cannot be replayed with these settings.", icon=":material/block:"
+                )
+                st.text(result)
+    if replays:
+        levels = [fidelity(trace, one.record, "sets", settings.layer) for one in replays]
+        elements.fidelity(levels)
+    _texts(trace, replays, row)
+
+
+def _settings() -> Settings:
+    """Read the controls. Where the parameters cannot be read the page says why, and ends."""
+    trace = controls.trace()
+    st.sidebar.divider()
+    policies = [
+        controls.policy("Policy", "policy", "tova"),
+        controls.policy("Second policy", "beside", "ams", optional=True),
+    ]
+    names = [name for name in policies if name is not None]
+    budget, interval = controls.budget(trace), controls.interval(trace)
+    all_layers = st.sidebar.toggle(
+        "All layers",
+        key="all",
+        bind="query-params",
+        help="for policies whose layers share one budget: replay all of them, which takes longer",
+    )
+    try:
+        params = controls.params(names)
+    except KvsimError as error:
+        st.error("The parameters cannot be read.", icon=":material/error:")
+        st.text(str(error))
+        st.stop()
+    return Settings(
+        trace,
+        controls.source(),
+        controls.layer(),
+        controls.head(),
+        names,
+        budget,
+        interval,
+        all_layers,
+        params,
+    )
+
+
+def _replayed(settings: Settings, name: str) -> Replayed | str:
+    """Replay the layer alone, or all layers where they share a budget; else return the reason."""
+    trace, layer = settings.trace, settings.layer
     try:
         check_unwindowed(trace, layer)
-        params = chosen.settings(name, trace, typed)
-        choice = cached.Choice.of(name, budget, interval, **params)
-        alone = None if cached.together(choice) else layer
-        if alone is None and not all_layers:
+        params = controls.settings(name, trace, settings.params)
+        choice = cache.Choice.of(name, settings.budget, settings.interval, **params)
+        alone = None if cache.together(choice) else layer
+        if alone is None and not settings.all_layers:
             return (
                 f"{name}: the layers share one budget, so one of them cannot be replayed alone; "
                 "switch on 'All layers' on the left to replay them together"
             )
-        return Replayed(choice, alone, cached.record(source, choice, alone))
+        return Replayed(settings, choice, alone, cache.record(settings.source, choice, alone))
     except KvsimError as error:
         return str(error)
 
 
-trace = chosen.trace()
-source = chosen.source()
-layer, head = chosen.layer(), chosen.head()
-st.sidebar.divider()
-asked = [
-    chosen.policy("Policy", "policy", "tova"),
-    chosen.policy("Beside it", "beside", "ams", optional=True),
-]
-names = [name for name in asked if name is not None]
-budget, interval = chosen.budget(trace), chosen.interval(trace)
-all_layers = st.sidebar.toggle(
-    "All layers",
-    key="all",
-    bind="query-params",
-    help="for policies whose layers share one budget: replay all of them, which takes longer",
-)
-
-try:
-    typed = chosen.params(names)
-except KvsimError as error:
-    st.error("The parameters cannot be read.", icon=":material/error:")
-    st.text(str(error))
-    st.stop()
-
-shown.title(
-    "Retention",
-    "What one KV head still holds of every position. Each line is the cache as an event leaves it: "
-    "a column that turns grey has lost its token for good. Dark blue are regions of "
-    f"{REGION} positions of which nothing is left; the bar is the longest run of neighbours that "
-    "are gone. The frame is the event that the numbers and the text are of.",
-)
-results = [replayed(name) for name in names]
-found = [one for one in results if isinstance(one, Replayed)]
-rows = sorted({int(row) for one in found for row in one.picture.tile.rows})
-row = chosen.event(rows) if rows else trace.n_pos - 1
-height = 300 + min(320, 24 * max((len(one.picture.tile.rows) for one in found), default=0))
-
-
-def show_map(number: int, one: Replayed) -> None:
-    """The numbers of the event and the map of all of them."""
-    if one.record.remark:
-        st.text(one.record.remark)
-    if not one.course.height:
+def _map(number: int, replay: Replayed, row: int, height: int) -> None:
+    """Show the map of all events, and the numbers as a file."""
+    trace, chosen = replay.settings.trace, replay.settings
+    if replay.record.remark:
+        st.text(replay.record.remark)
+    if not replay.course.height:
         st.info(
             "Nothing is dropped in this layer. A smaller budget, or an interval that fits the "
             "trace, makes events act.",
@@ -114,69 +173,55 @@ def show_map(number: int, one: Replayed) -> None:
         )
         return
     st.plotly_chart(
-        drawn.retention(one.picture, trace.token_text, row, height),
+        event_charts.retention(replay.picture, trace.token_text, row, height),
         key=f"map-{number}",
         config={"displaylogo": False},
     )
-    if one.choice.params:
-        st.text(", ".join(f"{key}={value}" for key, value in one.choice.params))
+    if replay.choice.params:
+        st.text(", ".join(f"{key}={value}" for key, value in replay.choice.params))
     with st.expander("Parameters and numbers of all events"):
-        st.json(dict(one.record.params), expanded=False)
-        st.dataframe(one.course, hide_index=True)
+        st.json(dict(replay.record.params), expanded=False)
+        st.dataframe(replay.course, hide_index=True)
     st.download_button(
         "Download numbers of all events as CSV",
-        one.course.write_csv(),
-        f"{trace.name}-{one.choice.policy}-layer-{layer}-head-{head}.csv",
+        replay.course.write_csv(),
+        f"{trace.name}-{replay.choice.policy}-layer-{chosen.layer}-head-{chosen.head}.csv",
         "text/csv",
         key=f"numbers-{number}",
     )
 
 
-def show_text(one: Replayed, start: int) -> None:
-    """The text by what became of its tokens, as plots.text colours it."""
-    acted = one.course.filter(pl.col("event") <= row)["event"]
-    if not len(acted):
-        st.caption("Nothing has been dropped by then.")
+def _texts(trace: Trace, replays: Sequence[Replayed], row: int) -> None:
+    """Show the text of each replay at the event."""
+    st.subheader("Text", anchor=False)
+    if trace.token_text is None:
+        st.info("This trace has no text of its tokens; record it with a tokenizer.")
         return
-    window = slice(start, start + WINDOW)
-    options = {"layer": layer, "head": head, "row": int(acted[-1])}
-    codes = token_states(trace, one.record, **options).codes[window]
-    dropped, retained, later = np.bincount(codes, minlength=len(STATES))
-    st.caption(
-        f"**bold**: retained ({retained}); grey: dropped ({dropped}); *italic*: not yet scored "
-        f"({later}). After row {acted[-1]}."
-    )
-    st.html(token_html(trace, one.record, **options, start=start, stop=start + WINDOW))
-
-
-if rows:
-    shown.numbers(
-        {one.choice.policy: one.course.filter(pl.col("event") <= row).tail(1) for one in found}
-    )
-for number, (name, one, column) in enumerate(
-    zip(names, results, st.columns(len(names), gap="large"), strict=True)
-):
-    with column:
-        st.subheader(name, anchor=False)
-        if isinstance(one, Replayed):
-            show_map(number, one)
-        else:
-            st.warning("This policy cannot be replayed on these terms.", icon=":material/block:")
-            st.text(one)
-if found:
-    shown.fidelity([fidelity(trace, one.record, "sets", layer) for one in found])
-
-st.subheader("Text", anchor=False)
-if trace.token_text is None:
-    st.info("This trace has no text of its tokens; record it with a tokenizer.")
-elif found:
+    if not replays:
+        return
     start = 0
     if trace.n_pos > WINDOW:
         start = st.slider(
             "From position", 0, trace.n_pos - WINDOW, 0, key="text", bind="query-params"
         )
-    for one, column in zip(found, st.columns(len(found), gap="large"), strict=True):
+    for replay, column in zip(replays, st.columns(len(replays), gap="large"), strict=True):
         with column:
-            if len(found) > 1:
-                st.markdown(f"`{one.choice.policy}`")
-            show_text(one, start)
+            if len(replays) > 1:
+                st.markdown(f"`{replay.choice.policy}`")
+            _text(replay, row, start)
+
+
+def _text(replay: Replayed, row: int, start: int) -> None:
+    """Show the text by the state of its tokens, with the colours of `token_html`."""
+    events = replay.course.filter(pl.col("event") <= row)["event"]
+    if not len(events):
+        st.caption("Nothing has been dropped by then.")
+        return
+    trace, record, chosen = replay.settings.trace, replay.record, replay.settings
+    place = {"layer": chosen.layer, "head": chosen.head, "row": int(events[-1])}
+    counts = token_states(trace, record, **place).counts(start, start + WINDOW)
+    st.caption(
+        f"**bold**: retained ({counts['retained']}); grey: dropped ({counts['dropped']}); "
+        f"*italic*: not yet scored ({counts['not yet scored']}). After row {events[-1]}."
+    )
+    st.html(token_html(trace, record, **place, start=start, stop=start + WINDOW))

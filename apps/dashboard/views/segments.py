@@ -1,158 +1,189 @@
-"""Page *Segments*: how AMS cuts a cache at an event, beside the scorer inside it alone."""
+"""Page *Segments*: how AMS cuts a cache at an event, next to its scorer alone."""
 
 from __future__ import annotations
 
-import math
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import polars as pl
 import streamlit as st
 
-import cached
-import chosen
-import drawn
-import shown
+from kvsim import Record, Trace
 from kvsim.analysis.kept.course import head_course, held
-from kvsim.analysis.kept.segmentation import Segmented, segmented
-from kvsim.analysis.kept.segments import NEAR, ams_segments, noted
+from kvsim.analysis.kept.segmentation import Segmented, cut_table, segmented
+from kvsim.analysis.kept.segments import NEAR
 from kvsim.analysis.table import fidelity
 from kvsim.analysis.tiles import SIDE
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
 
-#: Entries of all heads at all events up to which a replay keeps what was decided (some 60 bytes
-#: each).
+from .. import cache, controls, elements, event_charts
+
+#: Entries of all heads at all events up to which a replay keeps the decisions of its events (some
+#: 60 bytes each).
 MOST = 10_000_000
 
 
-def show_cut(one: Segmented) -> None:
-    """How an event of AMS cut a head's cache: segments, how far they moved, masses."""
-    found, recent = ams_segments(record, layer), noted(record, layer, "suffix_mass")
-    if found is None or recent is None:
-        return
-    number = int(np.searchsorted(found.rows, one.row))
-    moved = found.shift[head, number - 1] if number else math.nan
-    again = found.f1[head, number - 1] if number else math.nan
+@dataclass(frozen=True)
+class Replays:
+    """AMS around a scorer, and the scorer alone on the same budget and events."""
+
+    trace: Trace
+    layer: int
+    head: int
+    name: str
+    scorer: str
+    ams: Record
+    alone: Record
+    events: Sequence[Segmented]
+
+    @property
+    def head_alone(self) -> int:
+        """The KV head on the axis of the scorer's record."""
+        return self.head * self.trace.group if self.alone.per_query_head else self.head
+
+
+def page() -> None:
+    """Show the segments of one event, and what the scorer alone keeps then."""
+    trace = controls.trace()
+    st.sidebar.divider()
+    scorer = controls.scorer("scorer", "tova")
+    budget, interval = controls.budget(trace), controls.interval(trace)
+    params = controls.ams(trace)
+    elements.title(
+        "Segments",
+        "AMS adds up the attention mass of the cache from left to right and begins a segment where "
+        "the sum passes the next multiple of *segment mass*. Each segment keeps as many entries as "
+        "its quota, the best by the scorer. For comparison, the numbers and the last line of ticks "
+        "show the scorer alone with the same budget and events.",
+    )
+    if interval is not None and controls.entries(trace, budget, interval) > MOST:
+        st.warning("Too many events to keep the decisions of each; give a longer interval.")
+        st.stop()
+    replays = _replays(trace, scorer, budget, interval, params)
+    if replays.ams.remark:
+        st.text(replays.ams.remark)
+    if not replays.events:
+        st.info(
+            "Nothing is dropped in this layer. A smaller budget, or an interval that fits the "
+            "trace, makes events act.",
+            icon=":material/info:",
+        )
+        st.stop()
+    events = replays.events
+    shown = events[::-1][:: max(1, len(events) // SIDE)][::-1]
+    row = controls.event([event.row for event in shown])
+    number = [event.row for event in events].index(row)
+    _event(replays, events[number], events[number - 1] if number else None)
+
+
+def _replays(
+    trace: Trace, scorer: str, budget: int, interval: int | None, params: Mapping[str, Any]
+) -> Replays:
+    """Replay both. Where there are no segments the page says why, and ends."""
+    name, source = f"ams+{scorer}", controls.source()
+    layer, head = controls.layer(), controls.head()
+    choice = cache.Choice.of(name, budget, interval, **controls.required(name), **params)
+    try:
+        if cache.together(choice):
+            raise PolicyError(
+                f"{scorer}: the layers share one budget; expected one that scores alone"
+            )
+        record = cache.record(source, choice, layer, internals=True)
+        # on the same events as AMS
+        alone = cache.Choice.of(
+            scorer, budget, record.interval, record.prefill, **controls.required(scorer)
+        )
+        other = cache.record(source, alone, layer)
+        events = segmented(record, layer, head) if record.events else []
+    except KvsimError as error:
+        st.warning("There are no segments with these settings.", icon=":material/block:")
+        st.text(str(error))
+        st.stop()
+    return Replays(trace, layer, head, name, scorer, record, other, events)
+
+
+def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None:
+    """Show one event: numbers, the picture, and both as files."""
+    trace, layer, row = replays.trace, replays.layer, event.row
+    courses = {
+        replays.name: head_course(replays.ams, layer, replays.head),
+        f"{replays.scorer} alone": head_course(replays.alone, layer, replays.head_alone),
+    }
+    elements.numbers(
+        {name: course.filter(pl.col("event") == row) for name, course in courses.items()}
+    )
+    if len(event.quota) > SIDE:
+        st.info(f"{len(event.quota):,} segments are too many to draw; the table has them all.")
+    else:
+        st.plotly_chart(
+            event_charts.segments(
+                event,
+                before,
+                held(replays.alone, layer, replays.head_alone, row),
+                ("ams", replays.scorer),
+                trace.token_text,
+            ),
+            key="segments",
+            config={"displaylogo": False},
+        )
+    _cut(replays, row)
+    records = (replays.ams, replays.alone)
+    elements.fidelity([fidelity(trace, record, "sets", layer) for record in records])
+    _downloads(replays, event, before)
+
+
+def _cut(replays: Replays, row: int) -> None:
+    """Show how the event cut the head's cache: segments, how far they moved, masses."""
+    cuts = cut_table(replays.ams, replays.layer, replays.head)
+    cut = cuts.row(by_predicate=pl.col("event") == row, named=True)
+    shift, f1 = cut["shift"], cut["f1"]
     cells = (
-        (
-            "Segments",
-            f"{found.count[head, number]}",
-            f"{found.length[head, number]:.1f} entries each",
-        ),
+        ("Segments", f"{cut['segments']}", f"{cut['length']:.1f} entries each"),
         (
             "Boundaries moved",
-            "-" if math.isnan(moved) else f"{moved:.1f}",
-            "first event" if math.isnan(again) else f"found again: F1 {again:.2f}",
+            "-" if shift is None else f"{shift:.1f}",
+            "first event" if f1 is None else f"found again: F1 {f1:.2f}",
         ),
-        ("Credit held", f"{one.credit.sum():.3f}", "of 1; what was dropped is lost"),
+        ("Credit held", f"{cut['credit']:.3f}", "of 1; what was dropped is lost"),
         (
             "Mass of recent rows",
-            f"{recent.by_event[head, number]:.1%}",
-            f"counted as {record.params['suffix_fill']}",
+            f"{cut['suffix']:.1%}",
+            f"counted as {replays.ams.params['suffix_fill']}",
         ),
     )
-    helps = [
+    helps = (
         "and their mean length",
         f"mean distance from the nearest boundary of the event before; F1 within {NEAR} positions",
         "sum of the credit that the entries carry",
-        "share of the mass on the window's own rows, which most of it cannot see",
-    ]
-    for column, (label, value, below), how in zip(st.columns(4), cells, helps, strict=True):
-        column.metric(label, value, below, delta_color="off", delta_arrow="off", help=how)
-
-
-def figure() -> bytes:
-    """The figure of kvsim.plots for this event and the one before."""
-    rows = [which.row for which in (before, one) if which is not None]
-    drawing = mass_curve(trace, record, layer=layer, head=head, events=rows)
-    with tempfile.TemporaryDirectory() as folder:
-        return save(drawing, Path(folder) / "segments.png").read_bytes()
-
-
-trace = chosen.trace()
-source = chosen.source()
-layer, head = chosen.layer(), chosen.head()
-st.sidebar.divider()
-scorer = chosen.scorer("scorer", "tova")
-budget, interval = chosen.budget(trace), chosen.interval(trace)
-params = chosen.ams(trace)
-
-shown.title(
-    "Segments",
-    "AMS adds up the attention mass of the cache from left to right and begins a segment where the "
-    "sum passes the next multiple of *segment mass*. Each segment keeps its quota, the best of it "
-    "by the scorer. Beside it, the scorer alone with the same budget and events: in the numbers, "
-    "and as the last line of ticks.",
-)
-name = f"ams+{scorer}"
-choice = cached.Choice.of(name, budget, interval, **chosen.required(name), **params)
-if interval is not None and chosen.entries(trace, budget, interval) > MOST:
-    st.warning("Too many events to keep what each of them decided; give a longer interval.")
-    st.stop()
-try:
-    if cached.together(choice):
-        raise PolicyError(f"{scorer}: the layers share one budget; expected one that scores alone")
-    record = cached.record(source, choice, layer, internals=True)
-    # on the same events as AMS
-    token_wise = cached.Choice.of(
-        scorer, budget, record.interval, record.prefill, **chosen.required(scorer)
+        "share of the mass on the window's own rows, which most of its rows cannot see",
     )
-    other = cached.record(source, token_wise, layer)
-    events = segmented(record, layer, head) if record.events else []
-except KvsimError as error:
-    st.warning("There are no segments on these terms.", icon=":material/block:")
-    st.text(str(error))
-    st.stop()
-if record.remark:
-    st.text(record.remark)
-if not events:
-    st.info(
-        "Nothing is dropped in this layer. A smaller budget, or an interval that fits the trace, "
-        "makes events act.",
-        icon=":material/info:",
+    for column, (label, value, below), text in zip(st.columns(4), cells, helps, strict=True):
+        column.metric(label, value, below, delta_color="off", delta_arrow="off", help=text)
+
+
+def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> None:
+    """Offer the segments of all events and the figure of this one as files."""
+
+    def figure() -> bytes:
+        rows = [one.row for one in (before, event) if one is not None]
+        place = {"layer": replays.layer, "head": replays.head}
+        drawing = mass_curve(replays.trace, replays.ams, **place, events=rows)
+        with tempfile.TemporaryDirectory() as folder:
+            return save(drawing, Path(folder) / "segments.png").read_bytes()
+
+    table = pl.concat([one.table() for one in replays.events])
+    name = f"{replays.trace.name}-{replays.name}-layer-{replays.layer}-head-{replays.head}"
+    left, right, _ = st.columns([3, 2, 3])
+    left.download_button(
+        "Segments of all events as CSV", table.write_csv(), f"{name}-segments.csv", "text/csv"
     )
-    st.stop()
-
-by_row = {one.row: one for one in events[::-1][:: max(1, len(events) // SIDE)][::-1]}
-row = chosen.event(list(by_row))
-number = [one.row for one in events].index(row)
-one, before = events[number], events[number - 1] if number else None
-at_alone = head * trace.group if other.per_query_head else head
-
-shown.numbers(
-    {
-        called: head_course(which, layer, at).filter(pl.col("event") == row)
-        for called, which, at in ((name, record, head), (f"{scorer} alone", other, at_alone))
-    }
-)
-if len(one.quota) > SIDE:
-    st.info(f"{len(one.quota):,} segments are too many to draw; the table has them all.")
-else:
-    st.plotly_chart(
-        drawn.segments(
-            one,
-            before,
-            held(other, layer, at_alone, row),
-            ("ams", scorer),
-            trace.token_text,
-        ),
-        key="segments",
-        config={"displaylogo": False},
+    right.download_button(
+        "Figure as PNG", figure, f"{name}-row-{event.row}.png", "image/png", on_click="ignore"
     )
-show_cut(one)
-shown.fidelity([fidelity(trace, which, "sets", layer) for which in (record, other)])
-
-table = pl.concat([which.table() for which in events])
-called = f"{trace.name}-{name}-layer-{layer}-head-{head}"
-left, right, _ = st.columns([3, 2, 3])
-left.download_button(
-    "Segments of all events as CSV", table.write_csv(), f"{called}-segments.csv", "text/csv"
-)
-right.download_button(
-    "Figure as PNG", figure, f"{called}-row-{row}.png", "image/png", on_click="ignore"
-)
-with st.expander("Segments of this event, and the parameters"):
-    st.dataframe(one.table(), hide_index=True)
-    st.json(dict(record.params), expanded=False)
+    with st.expander("Segments of this event, and the parameters"):
+        st.dataframe(event.table(), hide_index=True)
+        st.json(dict(replays.ams.params), expanded=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from kvsim.analysis.kept.retention import SINK
@@ -31,6 +32,15 @@ class HeadProfile:
     local: Floats
     entropy: Floats
     sparsity: Floats
+
+
+def head_table(trace: Trace, layer: int) -> pl.DataFrame:
+    """Return `head_profile` as a table with a row for each query head: qhead, head, the means."""
+    profile = head_profile(trace, layer)
+    heads = range(trace.n_qheads)
+    return pl.DataFrame(
+        {"qhead": heads, "head": [qhead // trace.group for qhead in heads], **vars(profile)}
+    )
 
 
 def head_profile(

@@ -32,7 +32,8 @@ from kvsim.core.trace import Trace
 
 Floats = NDArray[np.float64]
 
-SHARES = (0.01, 0.05)
+#: p, the shares of the maximum; the paper names 0.01 and 0.05.
+SHARES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5)
 
 #: Keys before the window that are counted in the full cache.
 DOMAIN = 512

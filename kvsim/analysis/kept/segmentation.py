@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvsim.analysis.kept.segments import ams_segments, noted
 from kvsim.core.record import Plans, Record
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
@@ -111,6 +112,38 @@ class Segmented:
                 "protected": self.counts(self.protected),
             }
         )
+
+
+def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
+    """A row for each event at which AMS cut a head's cache: segments, boundaries, masses.
+
+    event: its row; segments: how many; length: their mean length in entries; shift, f1: distance of
+    the boundaries from those of the event before, and how many of them it had (`boundary_shift`,
+    `boundary_f1`), null at the first event; credit: the sum of the credit that entries carry;
+    suffix: the share of the mass on the window's own rows.
+
+    Args:
+        record: of `ams`, replayed with `internals=True`.
+        layer: index in the trace.
+        head: KV head.
+    """
+    events = segmented(record, layer, head)
+    segments, suffix = ams_segments(record, layer), noted(record, layer, "suffix_mass")
+    if segments is None or suffix is None:
+        raise PolicyError(f"the record of {record.policy} notes no segments of layer {layer}")
+    at = np.searchsorted(segments.rows, [one.row for one in events])
+    none = np.full(1, np.nan)  # nothing is before the first event
+    return pl.DataFrame(
+        {
+            "event": [one.row for one in events],
+            "segments": segments.count[head, at],
+            "length": segments.length[head, at],
+            "shift": np.concatenate([none, segments.shift[head]])[at],
+            "f1": np.concatenate([none, segments.f1[head]])[at],
+            "credit": [float(one.credit.sum()) for one in events],
+            "suffix": suffix.by_event[head, at],
+        }
+    ).with_columns(pl.col("shift", "f1").fill_nan(None))
 
 
 def thinned(positions: Ints, total: int, most: int) -> Ints:

@@ -20,6 +20,8 @@ from kvsim.core.trace import Trace
 
 #: Shares of the keys that count as top.
 TOPS = tuple(place / 20 for place in range(1, 21))
+#: Shares of the maximum, p, in `sparsity_table`: those that the paper names.
+PEAK_SHARES = (0.01, 0.05)
 
 
 def overlap_table(
@@ -61,7 +63,7 @@ def sparsity_table(trace: Trace) -> pl.DataFrame:
     """
     rows = []
     for layer in range(trace.n_layers):
-        found = attention_sparsity(trace, layer)
+        found = attention_sparsity(trace, layer, shares=PEAK_SHARES)
         over = {
             name: mean_known(getattr(found, name)) for name in ("sequence", "behind_sink", "domain")
         }

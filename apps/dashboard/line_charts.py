@@ -1,4 +1,4 @@
-"""Lines that plotly draws: policies over budgets and against what they cost, layers."""
+"""Line charts of plotly: policies over budgets and against entries seen, curves by layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import polars as pl
 import streamlit as st
 from plotly.subplots import make_subplots
 
-import shown
 from kvsim.plots.style import COLOURS, asked_order, series
 
-#: What of two styles plotly calls otherwise than matplotlib.
+from . import elements
+
+#: Names of plotly for styles of matplotlib.
 _DASHES = {"-": "solid", "--": "dash", ":": "dot"}
 _MARKERS = {
     "o": "circle",
@@ -24,41 +25,41 @@ _MARKERS = {
     "<": "triangle-left",
     ">": "triangle-right",
 }
-#: For references that belong to no line; it shows on light and on dark ground.
+#: For references; visible on a light and a dark background.
 GREY = COLOURS[-1]
-#: Panels of one picture, at most, and beside each other.
+#: Panels of one picture at most, and in a row.
 PANELS, ACROSS = 12, 3
 
 Style = Mapping[str, Any]
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:
-    """Colour, dash and symbol of each name, as the figures of kvsim have them."""
+    """Return colour, dash and symbol of each name, the same as in the figures of kvsim."""
     return {
         name: {
-            "color": one["color"],
-            "dash": _DASHES[one["linestyle"]],
-            "symbol": _MARKERS[one["marker"]],
+            "color": look["color"],
+            "dash": _DASHES[look["linestyle"]],
+            "symbol": _MARKERS[look["marker"]],
         }
-        for name, one in series(names).items()
+        for name, look in series(names).items()
     }
 
 
 def style(colour: str, dash: str = "solid", *, marker: bool | None = None) -> Style:
-    """Of a line; by default dotted and dashed ones have no markers."""
+    """Return the style of a line; by default dotted and dashed lines have no markers."""
     marked = dash == "solid" if marker is None else marker
     return {"color": colour, "dash": dash, "symbol": "circle" if marked else None}
 
 
 def draw(figure: go.Figure, key: str, height: int = 420) -> None:
-    """Show a figure in the width that there is."""
+    """Show a figure over the whole width."""
     figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 30, "b": 10})
     figure.update_layout(hoverlabel={"align": "left"})
     st.plotly_chart(figure, key=key, config={"displaylogo": False})
 
 
 def over_budgets(
-    found: pl.DataFrame,
+    means: pl.DataFrame,
     of: Mapping[str, Style],
     *,
     key: str,
@@ -67,34 +68,34 @@ def over_budgets(
     zero: bool = False,
     logarithmic: bool = False,
 ) -> None:
-    """A line per policy over budgets with 95 % intervals, a panel per value of `by`.
+    """Show a line per policy over budgets with 95 % intervals, a panel per value of `by`.
 
     Args:
-        found: of `kvsim.analysis.summaries.averages` or `compare`.
+        means: of `kvsim.analysis.summaries.averages` or `compare`.
         of: styles of the policies.
         key: of the picture.
         label: of what is drawn.
-        by: a column of `found`.
+        by: a column of `means`.
         zero: mark 0.
         logarithmic: the scale.
     """
-    groups: list[Any] = [None] if by is None else found[by].unique().sort().to_list()[:PANELS]
-    budgets = asked_order(found["asked"].to_list())
-    policies = found["policy"].unique(maintain_order=True).to_list()
+    groups: list[Any] = [None] if by is None else means[by].unique().sort().to_list()[:PANELS]
+    budgets = asked_order(means["asked"].to_list())
+    policies = means["policy"].unique(maintain_order=True).to_list()
     across = min(ACROSS, len(groups))
     down = -(-len(groups) // across)
-    titles = None if by is None else [f"{by} {shown.shortened(str(one), 18)}" for one in groups]
+    titles = [f"{by} {elements.shortened(str(group), 18)}" for group in groups] if by else None
     figure = make_subplots(
         down, across, shared_yaxes="all", subplot_titles=titles, horizontal_spacing=0.02
     )
-    wide = found["low"].is_not_null().any()
+    wide = means["low"].is_not_null().any()
     step = min(0.06, 0.5 / len(policies)) if wide else 0.0
-    with_chance = "chance" in found.columns and found["chance"].is_not_null().any()
+    with_chance = "chance" in means.columns and means["chance"].is_not_null().any()
     for place, group in enumerate(groups):
-        own = found if by is None else found.filter(pl.col(by) == group)
+        panel = means if by is None else means.filter(pl.col(by) == group)
         at = {"row": place // across + 1, "col": place % across + 1}
         for order, policy in enumerate(policies):
-            part = own.filter(policy=policy)
+            part = panel.filter(policy=policy)
             shift = (order - (len(policies) - 1) / 2) * step
             x = [budgets.index(asked) + shift for asked in part["asked"]]
             first = place == 0
@@ -114,25 +115,25 @@ def over_budgets(
     draw(figure, key, 420 if down == 1 else 290 * down + 60)
 
 
-def _line(part: pl.DataFrame, x: list[float], policy: str, one: Style, *, legend: bool) -> Any:
+def _line(part: pl.DataFrame, x: list[float], policy: str, look: Style, *, legend: bool) -> Any:
     """Means of one policy, with bars where there are intervals."""
     mean, low, high = (part[name] for name in ("mean", "low", "high"))
     return go.Scatter(
         x=x,
         y=mean.to_list(),
-        name=shown.shortened(policy, 48),
+        name=elements.shortened(policy, 48),
         legendgroup=policy,
         showlegend=legend,
         mode="lines+markers",
-        line={"color": one["color"], "dash": one["dash"], "width": 1.8},
-        marker={"symbol": one["symbol"], "size": 8},
-        error_y=_bars(mean, low, high, one),
-        text=[_told(row) for row in part.to_dicts()],
+        line={"color": look["color"], "dash": look["dash"], "width": 1.8},
+        marker={"symbol": look["symbol"], "size": 8},
+        error_y=_bars(mean, low, high, look),
+        text=[_hover(row) for row in part.to_dicts()],
         hovertemplate="%{text}<extra></extra>",
     )
 
 
-def _bars(mean: pl.Series, low: pl.Series, high: pl.Series, one: Style) -> dict[str, Any] | None:
+def _bars(mean: pl.Series, low: pl.Series, high: pl.Series, look: Style) -> dict[str, Any] | None:
     if low.null_count() == len(low):
         return None
     return {
@@ -141,11 +142,11 @@ def _bars(mean: pl.Series, low: pl.Series, high: pl.Series, one: Style) -> dict[
         "arrayminus": (mean - low).to_list(),
         "thickness": 1.2,
         "width": 3,
-        "color": one["color"],
+        "color": look["color"],
     }
 
 
-def _chance(part: pl.DataFrame, x: list[float], policy: str, one: Style) -> Any:
+def _chance(part: pl.DataFrame, x: list[float], policy: str, look: Style) -> Any:
     """What random sets of the same sizes would reach, dotted."""
     return go.Scatter(
         x=x,
@@ -153,18 +154,18 @@ def _chance(part: pl.DataFrame, x: list[float], policy: str, one: Style) -> Any:
         legendgroup=policy,
         showlegend=False,
         mode="lines+markers",
-        line={"color": one["color"], "dash": "dot", "width": 1},
+        line={"color": look["color"], "dash": "dot", "width": 1},
         marker={"symbol": "line-ew-open", "size": 9},
-        hovertemplate=f"{shown.shortened(policy, 48)}: chance %{{y:.4g}}<extra></extra>",
+        hovertemplate=f"{elements.shortened(policy, 48)}: chance %{{y:.4g}}<extra></extra>",
     )
 
 
-def _told(row: Mapping[str, Any]) -> str:
-    """A point in words, escaped."""
-    name = shown.shortened(row["policy"], 48)
-    lines = [f"<b>{name}</b>, budget {shown.shortened(str(row['asked']))}"]
+def _hover(row: Mapping[str, Any]) -> str:
+    """Text of a point under the pointer, escaped."""
+    name = elements.shortened(row["policy"], 48)
+    lines = [f"<b>{name}</b>, budget {elements.shortened(str(row['asked']))}"]
     if "base" in row:
-        lines[0] += f" minus {shown.shortened(row['base'], 48)}"
+        lines[0] += f" minus {elements.shortened(row['base'], 48)}"
     lines.append(f"{row['mean']:.4g}")
     if row["low"] is not None:
         lines[-1] += f" [{row['low']:.4g}, {row['high']:.4g}]"
@@ -183,22 +184,22 @@ def against_entries(
     key: str,
     logarithmic: Sequence[str] = (),
 ) -> None:
-    """A panel per metric: its mean against the entries that rows see; filled is on the front.
+    """Show a panel per metric: its mean against the entries that rows see; filled: on the front.
 
-    panels: by label; of `averages`, with `seen` and `best`. logarithmic: labels of those with such
-    a scale.
+    panels: by label, of `kvsim.analysis.fronts.against_entries`. logarithmic: labels of the panels
+    with a logarithmic scale.
     """
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
-    for place, (label, found) in enumerate(panels.items()):
+    for place, (label, points) in enumerate(panels.items()):
         at = {"row": 1, "col": place + 1}
-        for policy in found["policy"].unique(maintain_order=True):
-            part, one = found.filter(policy=policy).sort("seen"), of[policy]
-            line = _line(part, part["seen"].to_list(), policy, one, legend=place == 0)
+        for policy in points["policy"].unique(maintain_order=True):
+            part, look = points.filter(policy=policy).sort("seen"), of[policy]
+            line = _line(part, part["seen"].to_list(), policy, look, legend=place == 0)
             best = part["best"].to_list()
             line.line.width = 1
-            line.marker.symbol = [one["symbol"] + ("" if on else "-open") for on in best]
+            line.marker.symbol = [look["symbol"] + ("" if on else "-open") for on in best]
             line.marker.size = [10 if on else 7 for on in best]
-            line.marker.color = one["color"]
+            line.marker.color = look["color"]
             figure.add_trace(line, **at)
         figure.update_yaxes(title=label, type="log" if label in logarithmic else None, **at)
         figure.update_xaxes(title="entries that a row sees, mean", **at)
@@ -216,20 +217,20 @@ def over_layers(
     mark: tuple[float, str] | None = None,
     height: int = 340,
 ) -> None:
-    """Lines over the layers, or over other numbers `x`; by name, with a style each.
+    """Show lines over the layers, or over other numbers `x`; by name, with a style each.
 
-    A style without a symbol is a reference: a line alone. top: of the axis. mark: a place on x, and
-    what it says there.
+    A style without a symbol is that of a reference. top: upper end of the axis. mark: a place on x
+    and its label.
     """
     figure = go.Figure()
-    for name, (values, one) in curves.items():
+    for name, (values, look) in curves.items():
         figure.add_scatter(
             x=list(range(len(values)) if x is None else x),
             y=[None if value != value else value for value in values],  # noqa: PLR0124 NaN
             name=name,
-            mode="lines" if one["symbol"] is None else "lines+markers",
-            line={"color": one["color"], "dash": one["dash"], "width": 1.6},
-            marker={"symbol": one["symbol"] or "circle", "size": 7},
+            mode="lines" if look["symbol"] is None else "lines+markers",
+            line={"color": look["color"], "dash": look["dash"], "width": 1.6},
+            marker={"symbol": look["symbol"] or "circle", "size": 7},
             hovertemplate=f"{name}<br>{x_label} %{{x}}: %{{y:.4g}}<extra></extra>",
         )
     if mark is not None:
@@ -252,16 +253,16 @@ def over_layers(
 LEVELS = {"exact": COLOURS[2], "closed": COLOURS[0], "semi": COLOURS[4], "open": COLOURS[1]}
 
 
-def shares(found: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:
-    """A bar for each value of a column, cut by the levels of fidelity; of `level_shares`."""
+def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:
+    """Show a bar for each value of a column, cut by level of fidelity; of `level_shares`."""
     figure = go.Figure()
-    names = {one: shown.shortened(one, 40) for one in order}
+    names = {value: elements.shortened(value, 40) for value in order}
     for level, colour in LEVELS.items():
-        part = found.filter(pl.col("fidelity") == level)
+        part = counted.filter(pl.col("fidelity") == level)
         if part.height:
             figure.add_bar(
                 x=part["share"].to_list(),
-                y=[names[one] for one in part[column]],
+                y=[names[value] for value in part[column]],
                 name=level,
                 orientation="h",
                 marker={"color": colour},
@@ -280,23 +281,23 @@ def shares(found: pl.DataFrame, column: str, order: Sequence[str], *, key: str) 
     draw(figure, key, max(180, 26 * len(order) + 90))
 
 
-def between(found: pl.DataFrame, *, key: str) -> None:
-    """What a stronger level says minus what a weaker one does, by layer; of `between_levels`."""
-    called = pl.format("{}, budget {}: {} - {}", "policy", "asked", "stronger", "weaker")
-    found = found.with_columns(label=called)
-    known = found["label"].unique(maintain_order=True).to_list()
+def between(differences: pl.DataFrame, *, key: str) -> None:
+    """Show the values of a stronger level minus those of a weaker one; of `between_levels`."""
+    label = pl.format("{}, budget {}: {} - {}", "policy", "asked", "stronger", "weaker")
+    differences = differences.with_columns(label=label)
+    labels = differences["label"].unique(maintain_order=True).to_list()
     figure = go.Figure()
-    for label, one in styles(known).items():
-        part = found.filter(label=label).sort("layer", nulls_last=True)
+    for name, look in styles(labels).items():
+        part = differences.filter(label=name).sort("layer", nulls_last=True)
         places = ["none" if layer is None else str(layer) for layer in part["layer"]]
         figure.add_scatter(
             x=places,
             y=part["mean"].to_list(),
-            name=shown.shortened(label, 60),
+            name=elements.shortened(name, 60),
             mode="lines+markers",
-            line={"color": one["color"], "dash": one["dash"], "width": 1.6},
-            marker={"symbol": one["symbol"], "size": 9},
-            error_y=_bars(part["mean"], part["low"], part["high"], one),
+            line={"color": look["color"], "dash": look["dash"], "width": 1.6},
+            marker={"symbol": look["symbol"], "size": 9},
+            error_y=_bars(part["mean"], part["low"], part["high"], look),
         )
     figure.add_hline(0, line={"color": GREY, "width": 1})
     figure.update_xaxes(title="layer", type="category")

@@ -1,7 +1,7 @@
-"""What is looked at: widgets that every page shares, and that its link holds.
+"""Widgets that pages share; their values are part of the link.
 
 A widget that is bound to the link takes its value from `?name=value` and writes it there. A value
-that is not among its options is ignored, so a link can choose a trace from the listing, and nothing
+that is not among its options is ignored, so a link can choose a trace from the listing and nothing
 else.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import streamlit as st
 
-import cached
 from kvsim import Trace
 from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
@@ -25,29 +24,31 @@ from kvsim.policies.ams import AMS
 from kvsim.store.listing import find_runs, find_traces
 from kvsim.tiny.sample import sample_trace
 
+from . import cache
+
 SAMPLE = "sample"
 
-#: What stands for no policy.
+#: The option for no policy.
 NONE = "none"
 
 
 def root() -> Path:
-    """The folder that is looked into."""
+    """Return the folder of traces and runs."""
     return Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
 
 
 def traces() -> dict[str, Path]:
-    """The traces of the folder by name; the sample trace where there is none."""
+    """Return the traces of the folder by name, or the sample trace of an empty folder."""
     return find_traces(root()) or {SAMPLE: sample_trace()}
 
 
 def runs() -> dict[str, Path]:
-    """The run folders of the folder by name."""
+    """Return the runs of the folder by name."""
     return find_runs(root())
 
 
 def sidebar() -> None:
-    """Which trace, layer and head. They stand in the frame and so outlive a change of page."""
+    """Show the choice of trace, layer and head, which stays when the page changes."""
     listed = traces()
     with st.sidebar:
         st.selectbox("Trace", list(listed), key="trace", bind="query-params")
@@ -57,25 +58,25 @@ def sidebar() -> None:
                 "`kvsim capture --model tiny --prompts prompts.jsonl --out traces` records more.",
                 icon=":material/info:",
             )
-        # what cannot be read has no layers; the page says what is wrong
+        # a trace that cannot be read has no layers; the page says what is wrong
         with contextlib.suppress(KvsimError):
-            one = cached.trace(source())
-            layers, heads = (list(range(count)) for count in (one.n_layers, one.n_heads))
+            chosen = cache.trace(source())
+            layers, heads = (list(range(count)) for count in (chosen.n_layers, chosen.n_heads))
             st.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params")
             st.selectbox("KV head", heads, key="head", bind="query-params")
         st.caption("in")
         st.code(str(root()), language=None, wrap_lines=True)
 
 
-def source() -> cached.Source:
-    """The chosen trace's folder."""
-    return cached.Source.of(traces()[st.session_state["trace"]])
+def source() -> cache.Source:
+    """Return the chosen trace's folder."""
+    return cache.Source.of(traces()[st.session_state["trace"]])
 
 
 def trace() -> Trace:
-    """The chosen trace. Where it cannot be read the page says why, and ends there."""
+    """Open the chosen trace. Where it cannot be read the page says why, and ends."""
     try:
-        return cached.trace(source())
+        return cache.trace(source())
     except KvsimError as error:
         st.error("This trace cannot be read.", icon=":material/error:")
         st.text(str(error))
@@ -84,37 +85,37 @@ def trace() -> Trace:
 
 
 def layer() -> int:
-    """The chosen layer by its place in the trace; the last one by default."""
+    """Return the chosen layer as an index in the trace; the last layer by default."""
     return int(st.session_state["layer"])
 
 
 def head() -> int:
-    """The chosen KV head."""
+    """Return the chosen KV head."""
     return int(st.session_state["head"])
 
 
-def part(one: Trace, parts: int, most: int = 1 << 20) -> int:
-    """The power of two nearest to one of so many parts of a trace; 1 to `most`."""
-    return min(most, 1 << max(0, round(math.log2(max(1, one.n_pos) / parts))))
+def part(trace: Trace, parts: int, most: int = 1 << 20) -> int:
+    """Return the power of two nearest to the length of a trace over `parts`; 1 to `most`."""
+    return min(most, 1 << max(0, round(math.log2(max(1, trace.n_pos) / parts))))
 
 
 def entry(name: str) -> Entry:
-    """What the catalogue says of a name, its preset included."""
+    """Return the catalogue's entry of a name, with its preset."""
     base, _, preset = name.partition("@")
     return CATALOGUE[base].preset(preset)
 
 
 def scorers() -> list[str]:
-    """Names that can stand inside of another one."""
+    """Return the policies that can stand inside another policy."""
     return [name for name in names() if entry(name).kind == "scorer"]
 
 
 def scorer(key: str, default: str, where: st.delta_generator.DeltaGenerator = st.sidebar) -> str:
-    """The scorer inside; nothing chosen stands for the default."""
-    found = where.selectbox(
+    """Choose the scorer inside, the default where nothing is chosen."""
+    name = where.selectbox(
         "Scorer inside", scorers(), index=None, placeholder=default, key=key, bind="query-params"
     )
-    return found or default
+    return name or default
 
 
 def policy(
@@ -125,40 +126,40 @@ def policy(
     optional: bool = False,
     where: st.delta_generator.DeltaGenerator = st.sidebar,
 ) -> str | None:
-    """A policy of the catalogue with the scorer inside where it takes one; None for none.
+    """Choose a policy of the catalogue, with its scorer inside; None for no policy.
 
-    Nothing else can be named: a link must not choose what is imported.
+    A link cannot name a policy outside of the catalogue, because that would import code.
     """
     listed = [NONE, *names()] if optional else names()
     name = where.selectbox(label, listed, listed.index(first), key=key, bind="query-params")
     if name == NONE:
         return None
-    found = entry(name)
-    if found.innermost:
+    listing = entry(name)
+    if listing.innermost:
         return name
-    return f"{name}+{scorer(f'{key}_scorer', found.default or 'tova', where)}"
+    return f"{name}+{scorer(f'{key}_scorer', listing.default or 'tova', where)}"
 
 
 def required(name: str) -> dict[str, Any]:
-    """Parameters without a default, with the value that the catalogue gives as an example."""
-    return {key: value for one in name.split("+") for key, value in entry(one).required.items()}
+    """Return parameters without a default, with the example value of the catalogue."""
+    return {key: value for part in name.split("+") for key, value in entry(part).required.items()}
 
 
-def fitted(one: Trace) -> dict[str, int]:
-    """Lengths of AMS that fit a trace: the paper's where it is long, fewer where it is short."""
-    usual = AMS()
+def fitted(trace: Trace) -> dict[str, int]:
+    """Return lengths of AMS that fit a trace: the paper's for a long trace, else shorter ones."""
+    paper = AMS()
     return {
-        "window": part(one, 16, usual.window),
-        "min_segment": part(one, 64, usual.min_segment),
-        "max_segment": part(one, 8, usual.max_segment),
-        "recent": part(one, 16, usual.recent),
+        "window": part(trace, 16, paper.window),
+        "min_segment": part(trace, 64, paper.min_segment),
+        "max_segment": part(trace, 8, paper.max_segment),
+        "recent": part(trace, 16, paper.recent),
     }
 
 
 def params(
     names: Sequence[str], where: st.delta_generator.DeltaGenerator = st.sidebar
 ) -> dict[str, Any]:
-    """Parameters of policies as they are typed; KvsimError for what is none of any of them."""
+    """Read typed parameters of policies; KvsimError for one that no policy has."""
     typed = where.text_input(
         "Parameters",
         key="set",
@@ -166,61 +167,61 @@ def params(
         placeholder="window=16 min_quota=4",
         help="KEY=VALUE between blanks, for each policy that has the parameter",
     )
-    found = dict(parse_set(setting) for setting in (typed or "").split())
-    for key in found:
+    values = dict(parse_set(setting) for setting in (typed or "").split())
+    for key in values:
         if key.endswith("calibration"):  # it can name a file, which a link must not choose
             raise PolicyError("calibration cannot be set here; kvsim replay --set can")
         if not any(has_parameter(name, key) for name in names):
             raise PolicyError(f"none of {', '.join(names)} has a parameter {key!r}")
-    return found
+    return values
 
 
-def settings(name: str, one: Trace, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a policy: what it needs, lengths of AMS that fit the trace, and those typed."""
-    fit = fitted(one) if name.partition("+")[0] == "ams" else {}
-    taken = {key: value for key, value in typed.items() if has_parameter(name, key)}
-    return {**required(name), **fit, **taken}
+def settings(name: str, trace: Trace, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy's parameters: required ones, lengths of AMS that fit, and typed ones."""
+    fit = fitted(trace) if name.partition("+")[0] == "ams" else {}
+    given = {key: value for key, value in typed.items() if has_parameter(name, key)}
+    return {**required(name), **fit, **given}
 
 
-def budget(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
-    """Entries per KV head; a quarter of the trace or so by default."""
-    most = max(2, one.n_pos)
+def budget(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
+    """Choose the entries per KV head, about a quarter of the trace by default."""
+    most = max(2, trace.n_pos)
     return int(
         where.number_input(
             "Budget",
             1,
             most,
-            min(most, part(one, 4)),
+            min(most, part(trace, 4)),
             step=16,
             key="budget",
             bind="query-params",
-            help="entries that stay in each KV head, what is always kept included",
+            help="entries that stay in each KV head, protected ones included",
         )
     )
 
 
-def interval(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int | None:
-    """Rows between events; None for those of the policy's own schedule."""
-    found = where.number_input(
+def interval(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int | None:
+    """Choose the rows between events; None for the policy's own schedule."""
+    rows = where.number_input(
         "Interval",
         0,
-        max(2, one.n_pos),
-        part(one, 12),
+        max(2, trace.n_pos),
+        part(trace, 12),
         step=16,
         key="interval",
         bind="query-params",
         help="rows between events; 0 is the policy's own schedule",
     )
-    return int(found) or None
+    return int(rows) or None
 
 
-def entries(one: Trace, budget: int, interval: int) -> int:
-    """Live entries of a layer's heads, summed over its events; at most."""
-    return one.n_heads * (one.n_pos // interval + 1) * (budget + interval)
+def entries(trace: Trace, budget: int, interval: int) -> int:
+    """Return the most live entries of a layer's heads, summed over its events."""
+    return trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval)
 
 
 def event(rows: Sequence[int]) -> int:
-    """One of the events, the last by default; the nearest to what was chosen among others."""
+    """Choose an event, the last by default; keep the choice among other events if it is near."""
     if len(rows) == 1:
         st.caption(f"One event, after row {rows[0]}.")
         return rows[0]
@@ -232,31 +233,31 @@ def event(rows: Sequence[int]) -> int:
     )
 
 
-def ams(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> dict[str, Any]:
-    """Parameters of AMS; lengths fit the trace by default, the rest is the paper's."""
-    usual, fit = AMS(), fitted(one)
+def ams(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> dict[str, Any]:
+    """Choose the parameters of AMS; by default lengths fit the trace, the rest is the paper's."""
+    paper, fit = AMS(), fitted(trace)
 
     def whole(label: str, name: str, least: int, value: int, how: str) -> int:
-        most = max(2, one.n_pos)
+        most = max(2, trace.n_pos)
         return int(
             box.number_input(label, least, most, value, key=name, bind="query-params", help=how)
         )
 
     def share(label: str, name: str, least: float, how: str) -> float:
-        value = float(getattr(usual, name))
+        value = float(getattr(paper, name))
         return float(
             box.slider(label, least, 1.0, value, 0.01, key=name, bind="query-params", help=how)
         )
 
     box = where.expander("Segments", expanded=True)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "segment_mass": share("Segment mass", "segment_mass", 0.01, "mass that a segment holds"),
         "min_segment": whole("Shortest", "min_segment", 1, fit["min_segment"], "entries, at least"),
         "max_segment": whole("Longest", "max_segment", 1, fit["max_segment"], "entries, at most"),
-        "min_quota": whole("Least quota", "min_quota", 0, usual.min_quota, "that each one keeps"),
+        "min_quota": whole("Least quota", "min_quota", 0, paper.min_quota, "that each one keeps"),
     }
     box = where.expander("Mass and credit", expanded=True)
-    found |= {
+    values |= {
         "credit_decay": share("Credit decay", "credit_decay", 0.0, "weight of earlier events"),
         "credit_mix": share("Credit mix", "credit_mix", 0.0, "weight of what is observed now"),
         "window": whole("Window", "window", 1, fit["window"], "rows that vote"),
@@ -270,7 +271,7 @@ def ams(one: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> di
             ["head_max", "global_max", "head_mean", "observed", "zero"],
         ),
     ):
-        found[name] = box.selectbox(label, options, key=name, bind="query-params")
-    found["sink"] = whole("Sinks", "sink", 0, usual.sink, "first entries, always kept")
-    found["recent"] = whole("Recent", "recent", 0, fit["recent"], "last entries, always kept")
-    return found
+        values[name] = box.selectbox(label, options, key=name, bind="query-params")
+    values["sink"] = whole("Sinks", "sink", 0, paper.sink, "first entries, protected")
+    values["recent"] = whole("Recent", "recent", 0, fit["recent"], "last entries, protected")
+    return values

@@ -1,4 +1,4 @@
-"""How things are shown: heat maps with tokens under the pointer, text, what a number can say."""
+"""Elements of pages: titles, notes of fidelity, tables of events, labels of tokens, heat maps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plotly.colors import sample_colorscale
 from kvsim.analysis.kept.course import REGION
 from kvsim.analysis.tiles import Tile
 
-#: What each level of fidelity means, for a reader who has just arrived.
+#: Each level of fidelity in one sentence.
 FIDELITY = {
     "exact": "a live run that is fed the same tokens would show it",
     "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
@@ -30,24 +30,24 @@ _FINE, _PARTS = 300 * 300, 10_000
 
 
 def title(name: str, how: str) -> None:
-    """The page's name, and a sentence that says how to read it."""
+    """Show the page's name, and how to read it."""
     st.header(name, anchor=False)
     st.markdown(how)
 
 
 def fidelity(levels: Sequence[str]) -> None:
-    """How far the numbers on the page can be trusted."""
+    """Show how far the numbers above can be trusted."""
     for level in sorted(set(levels)):
         st.caption(f":material/verified: fidelity **{level}**: {FIDELITY[level]}.")
 
 
 def numbers(courses: Mapping[str, pl.DataFrame]) -> None:
-    """What an event leaves of a head, by policy; of each one row of `head_course`, or none."""
+    """Show what an event leaves of a head, by policy; courses: `head_course`, one row or no row."""
     rows = [
         pl.DataFrame({"policy": name}, schema={"policy": pl.String}).join(
-            one.with_columns(policy=pl.lit(name)), on="policy", how="left"
+            course.with_columns(policy=pl.lit(name)), on="policy", how="left"
         )
-        for name, one in courses.items()
+        for name, course in courses.items()
     ]
     form = st.column_config.NumberColumn
     st.dataframe(
@@ -68,7 +68,7 @@ def numbers(courses: Mapping[str, pl.DataFrame]) -> None:
 
 
 def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[str]:
-    """What the cells between edges are called: position and token, escaped, each once."""
+    """Return a distinct label for each cell between edges: position and token, escaped."""
     names = []
     for low, high in pairwise(edges):
         text = "" if texts is None else f" {shortened(texts[low])}"
@@ -78,16 +78,15 @@ def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[s
 
 
 def shortened(text: str, most: int = 16) -> str:
-    """A token for a label: one line, printable, and no markup for plotly, which knows some."""
+    """Return a token as a label: one printable line, escaped, because plotly reads some HTML."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return html.escape(line if len(line) <= most else line[: most - 1] + "\u2026")
 
 
 def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 620) -> None:
-    """Attention: darker is more, on a scale of square roots; hover says row, position and weight.
+    """Show attention: darker is more, on a square-root scale; with row, position, weight on hover.
 
-    Where the picture is large, weights go to the browser as whole numbers of ten-thousandths: half
-    the bytes.
+    Weights of a large picture are sent as integers in ten-thousandths, which halves the bytes.
     """
     fine = tile.values.size <= _FINE
     z = tile.values if fine else np.rint(tile.values * _PARTS).astype(np.uint16)

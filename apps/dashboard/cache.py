@@ -1,4 +1,4 @@
-"""What kvsim has computed once is kept: opened traces, records, pictures, tables."""
+"""Results of kvsim that the server caches: opened traces, records, tables, tiles."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Record, Trace
-from kvsim.analysis.attention.heads import HeadProfile, head_profile
+from kvsim.analysis.attention.heads import head_table
 from kvsim.analysis.kept.course import head_course, longest_gaps
 from kvsim.analysis.tiles import Tile, attention_tile, retention_tile
 
 
 @dataclass(frozen=True)
 class Source:
-    """A trace as it was when its metadata was written: what is recorded anew is new."""
+    """A trace and when its metadata was written, so that a new recording is read anew."""
 
     path: str
     written: float
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """The folder, or the packed file, as it is now."""
+        """Build it from a folder or a packed file."""
         metadata = path if path.is_file() else path / "zarr.json"
         return cls(str(path), metadata.stat().st_mtime if metadata.exists() else 0.0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy, its parameters (name and value) and the terms on which it evicts."""
+    """A policy, its parameters (name and value), budget and schedule."""
 
     policy: str
     params: tuple[tuple[str, Any], ...]
@@ -52,7 +52,7 @@ class Choice:
         prefill: bool | None = None,
         **params: Any,
     ) -> Choice:
-        """From keywords; interval and prefill None are the policy's own."""
+        """Build it from keywords; interval and prefill None are the policy's own."""
         return cls(policy, tuple(sorted(params.items())), budget, interval, prefill)
 
     @property
@@ -62,7 +62,7 @@ class Choice:
 
 
 class Retained(NamedTuple):
-    """A map of what events leave of a head; and the longest gap [E, 2] after each."""
+    """A tile of what events leave of a head, and the longest gap [E, 2] after each event."""
 
     tile: Tile
     gaps: NDArray[np.int64]
@@ -70,7 +70,7 @@ class Retained(NamedTuple):
 
 @st.cache_resource(max_entries=8, show_spinner=False)
 def trace(source: Source) -> Trace:
-    """The opened trace; its arrays are read when they are asked for."""
+    """Open a trace; its arrays are read on use."""
     return kvsim.open_trace(source.path)
 
 
@@ -78,7 +78,7 @@ def trace(source: Source) -> Trace:
 def record(
     source: Source, choice: Choice, layer: int | None = None, *, internals: bool = False
 ) -> Record:
-    """A replay of all layers, or of one alone; with what its events decided on request."""
+    """Replay all layers, or one alone; internals: keep the decisions of events."""
     return kvsim.replay(
         trace(source),
         kvsim.policy(choice.policy, **choice.keywords),
@@ -92,7 +92,7 @@ def record(
 
 @st.cache_data(show_spinner=False)
 def together(choice: Choice) -> bool:
-    """Whether the layers share one budget, so that none can be replayed alone."""
+    """Whether the layers share one budget, so that no layer can be replayed alone."""
     return kvsim.policy(choice.policy, **choice.keywords).layer_budgets.across_layers
 
 
@@ -100,25 +100,25 @@ def together(choice: Choice) -> bool:
 def course(
     source: Source, choice: Choice, alone: int | None, layer: int, head: int
 ) -> pl.DataFrame:
-    """What the events leave of a head; `alone`: the layer that was replayed, None for all."""
+    """Numbers of a head after each event; alone: the layer that was replayed, None for all."""
     return head_course(record(source, choice, alone), layer, head)
 
 
 @st.cache_data(max_entries=32, show_spinner="drawing")
 def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Retained:
     """What the events leave of every position of a head, and its longest gaps."""
-    found = record(source, choice, alone)
-    tile = retention_tile(found, found.layers.index(layer), head)
-    return Retained(tile, longest_gaps(found, layer, head, tile.rows))
+    replayed = record(source, choice, alone)
+    tile = retention_tile(replayed, replayed.layers.index(layer), head)
+    return Retained(tile, longest_gaps(replayed, layer, head, tile.rows))
 
 
 @st.cache_data(max_entries=32, show_spinner="computing attention")
 def attention(source: Source, layer: int, qhead: int, rows: range, positions: range) -> Tile:
-    """Pooled attention of one query head."""
+    """Attention of one query head, pooled."""
     return attention_tile(trace(source), layer, qhead, rows, positions)
 
 
 @st.cache_data(max_entries=64, show_spinner="measuring heads")
-def profile(source: Source, layer: int) -> HeadProfile:
-    """Where the heads of a layer put their attention."""
-    return head_profile(trace(source), layer)
+def heads(source: Source, layer: int) -> pl.DataFrame:
+    """What the query heads of a layer attend to, a row each."""
+    return head_table(trace(source), layer)

@@ -1,4 +1,4 @@
-"""Figures that plotly draws: what events leave of a head, and how an event cuts its cache."""
+"""Charts of events, drawn by plotly: retention of a head, and the segments of an event."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
-import cached
-import shown
 from kvsim.analysis.kept.segmentation import Segmented, thinned
 from kvsim.analysis.tiles import SIDE, STATES
 from kvsim.plots.style import COLOURS
 
+from . import cache, elements
+
 Ints = NDArray[np.int64]
 
-#: Seen on white and on black.
+#: Visible on white and on black.
 GREY = "#888888"
 PALE = "rgba(128,128,128,0.22)"
 
@@ -27,18 +27,18 @@ KEPT, MASS, CREDIT, QUOTA, ALONE = COLOURS[1], COLOURS[0], COLOURS[2], COLOURS[4
 # Colour of each of kvsim.analysis.tiles.STATES: they differ in lightness too.
 _STATES = ("rgba(0,0,0,0)", KEPT, PALE, "#1f3a68")
 _WIPED = 3
-# Cells up to which the pointer is told the state in words.
+# Cells up to which the state is shown in words under the pointer.
 _WORDS = 20_000
-# Segments up to which bars have their numbers.
+# Segments up to which bars are labelled.
 _LABELLED = 24
 
 
 def retention(
-    one: cached.Retained, texts: Sequence[str] | None, row: int, height: int
+    retained: cache.Retained, texts: Sequence[str] | None, row: int, height: int
 ) -> go.Figure:
-    """A line of cells for each event, the longest gap of each, and a frame around one event."""
-    tile, gaps = one
-    positions = shown.token_names(texts, tile.positions)
+    """Draw a line of cells for each event, its longest gap, and a frame around one event."""
+    tile, gaps = retained
+    positions = elements.token_names(texts, tile.positions)
     events = [f"row {event}" for event in tile.rows]
     edges = np.linspace(0, 1, len(_STATES) + 1)
     scale = [
@@ -64,12 +64,12 @@ def retention(
     for state in (1, 2, _WIPED):
         figure.add_trace(_key(STATES[state], _STATES[state], "square"))
     # the first and the last cell of each gap, and nothing between two gaps
-    known = gaps[:, 1] > gaps[:, 0]
-    cells = np.searchsorted(tile.positions, gaps[known] - [0, 1], side="right") - 1
+    dropped = gaps[:, 1] > gaps[:, 0]
+    cells = np.searchsorted(tile.positions, gaps[dropped] - [0, 1], side="right") - 1
     ends: list[str | None] = []
     for first, last in cells.tolist():
         ends += [positions[first], positions[last], None]
-    lines = [name for name, has in zip(events, known, strict=True) if has for _ in range(3)]
+    lines = [name for name, has in zip(events, dropped, strict=True) if has for _ in range(3)]
     figure.add_trace(
         go.Scatter(
             x=ends,
@@ -111,28 +111,28 @@ def retention(
 
 
 def segments(
-    one: Segmented,
+    event: Segmented,
     before: Segmented | None,
     alone: Ints,
     names: tuple[str, str],
     texts: Sequence[str] | None,
 ) -> go.Figure:
-    """How an event cuts a head's cache, in four parts over the positions.
+    """Draw how an event cuts a head's cache, in four parts over the positions.
 
-    Masses added up, with boundaries; where boundaries were at the event before; entries, quota and
-    what is kept of each segment; and what stays, also of the scorer alone.
+    Cumulative masses with boundaries; boundaries of the event before; entries, quota and kept
+    entries of each segment; positions that stay, also with the scorer alone.
 
-    before: the event before, None at the first one. alone: positions that the scorer alone holds.
+    before: the event before, None at the first event. alone: positions that the scorer alone holds.
     names: of the policy and of the scorer alone.
     """
     figure = make_subplots(
         rows=4, cols=1, shared_xaxes=True, row_heights=[0.42, 0.12, 0.29, 0.17],
         vertical_spacing=0.035,
     )  # fmt: skip
-    _masses(figure, one, before, texts)
-    _moves(figure, one, before)
-    _bars(figure, one, alone, names[1])
-    _ticks(figure, one, alone, names, texts)
+    _masses(figure, event, before, texts)
+    _moves(figure, event, before)
+    _bars(figure, event, alone, names[1])
+    _ticks(figure, event, alone, names, texts)
     figure.update_layout(
         height=760,
         margin={"l": 10, "r": 10, "t": 10, "b": 10},
@@ -140,25 +140,25 @@ def segments(
         legend={"orientation": "h", "y": 1.01, "yanchor": "bottom", "x": 0},
         hovermode="closest",
     )
-    figure.update_xaxes(range=[-0.01 * one.row, 1.01 * one.row], zeroline=False, showgrid=False)
+    figure.update_xaxes(range=[-0.01 * event.row, 1.01 * event.row], zeroline=False, showgrid=False)
     figure.update_xaxes(title="position", row=4)
     return figure
 
 
 def _masses(
-    figure: go.Figure, one: Segmented, before: Segmented | None, texts: Sequence[str] | None
+    figure: go.Figure, event: Segmented, before: Segmented | None, texts: Sequence[str] | None
 ) -> None:
-    """Cumulative curves; where segments begin now, and where they began."""
+    """Cumulative masses, and boundaries of this event and of the one before."""
     if before is not None:
         _uprights(figure, before.boundaries, GREY, "dot", "boundaries of the event before", 0.6)
-    _uprights(figure, one.boundaries, GREY, "solid", "boundaries", 1.0)
+    _uprights(figure, event.boundaries, GREY, "solid", "boundaries", 1.0)
     curves = (
         ("observed", "observed by the window", COLOURS[5], "dot", 1.5),
         ("credit", "credit", CREDIT, "dash", 2.0),
         ("mass", "mass that is cut", MASS, "solid", 2.5),
     )
     for name, label, colour, dash, width in curves:
-        pos, share = one.curve(name, SIDE)
+        pos, share = event.curve(name, SIDE)
         figure.add_trace(
             go.Scatter(
                 x=pos,
@@ -195,10 +195,10 @@ def _uprights(
     )
 
 
-def _moves(figure: go.Figure, one: Segmented, before: Segmented | None) -> None:
+def _moves(figure: go.Figure, event: Segmented, before: Segmented | None) -> None:
     """A line from the nearest boundary before to each boundary that the event before could have."""
     if before is not None:
-        pairs = one.moves(before)
+        pairs = event.moves(before)
         gap = np.full(len(pairs), np.nan)
         figure.add_trace(
             go.Scatter(
@@ -213,7 +213,7 @@ def _moves(figure: go.Figure, one: Segmented, before: Segmented | None) -> None:
             col=1,
         )
         _points(figure, before.boundaries, 0.0, "circle-open", GREY, "before")
-    _points(figure, one.boundaries, 1.0, "circle", MASS, "now")
+    _points(figure, event.boundaries, 1.0, "circle", MASS, "now")
     figure.update_yaxes(
         tickvals=[0, 1], ticktext=["before", "now"], range=[-0.35, 1.35], showgrid=False, row=2
     )
@@ -236,14 +236,14 @@ def _points(
     )
 
 
-def _bars(figure: go.Figure, one: Segmented, alone: Ints, scorer: str) -> None:
-    """Entries, quota and what is kept, each narrower; what the scorer alone holds there."""
-    starts, stops = one.starts, np.append(one.boundaries, one.row + 1)
+def _bars(figure: go.Figure, event: Segmented, alone: Ints, scorer: str) -> None:
+    """Bars of entries, quota and kept entries, each narrower; entries of the scorer alone."""
+    starts, stops = event.starts, np.append(event.boundaries, event.row + 1)
     middle, width = (starts + stops) / 2, stops - starts
     series = (
-        ("entries", one.counts(), PALE, 1.0),
-        ("quota", one.quota, QUOTA, 0.8),
-        ("kept", one.counts(one.kept), KEPT, 0.4),
+        ("entries", event.counts(), PALE, 1.0),
+        ("quota", event.quota, QUOTA, 0.8),
+        ("kept", event.counts(event.kept), KEPT, 0.4),
     )
     spans = np.array([f"{a} to {b - 1}" for a, b in zip(starts, stops, strict=True)])
     for label, heights, colour, share in series:
@@ -266,7 +266,7 @@ def _bars(figure: go.Figure, one: Segmented, alone: Ints, scorer: str) -> None:
     figure.add_trace(
         go.Scatter(
             x=middle,
-            y=one.spread(alone),
+            y=event.spread(alone),
             mode="markers",
             marker={"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}},
             name=f"{scorer} alone holds",
@@ -281,20 +281,20 @@ def _bars(figure: go.Figure, one: Segmented, alone: Ints, scorer: str) -> None:
 
 def _ticks(
     figure: go.Figure,
-    one: Segmented,
+    event: Segmented,
     alone: Ints,
     names: tuple[str, str],
     texts: Sequence[str] | None,
 ) -> None:
-    """A tick for each position that stays; taller ones are kept in any case."""
-    must = one.pos[one.kept & one.protected]
-    free = one.pos[one.kept & ~one.protected]
+    """A tick for each position that stays; taller ticks are protected."""
+    protected = event.pos[event.kept & event.protected]
+    chosen = event.pos[event.kept & ~event.protected]
     for at, height, colour, size, label in (
-        (free, 1.0, KEPT, 9, "stays"),
-        (must, 1.0, MASS, 16, "must stay"),
+        (chosen, 1.0, KEPT, 9, "stays"),
+        (protected, 1.0, MASS, 16, "protected"),
         (alone, 0.0, ALONE, 9, "stays with the scorer alone"),
     ):
-        pos = thinned(at, one.row + 1, SIDE)
+        pos = thinned(at, event.row + 1, SIDE)
         figure.add_trace(
             go.Scatter(
                 x=pos,
@@ -307,7 +307,7 @@ def _ticks(
                     "color": colour,
                 },
                 name=label,
-                showlegend=label == "must stay",  # the axis says what the others are
+                showlegend=label == "protected",  # the axis names the others
                 customdata=_tokens(pos, texts),
                 hovertemplate=f"{label}: %{{customdata}}<extra></extra>",
             ),
@@ -325,11 +325,11 @@ def _ticks(
 
 
 def _tokens(pos: Ints, texts: Sequence[str] | None) -> list[str]:
-    """What the pointer is told of positions, escaped."""
-    return [f"{at}" if texts is None else f"{at} {shown.shortened(texts[at])}" for at in pos]
+    """Text of positions under the pointer, escaped."""
+    return [f"{at}" if texts is None else f"{at} {elements.shortened(texts[at])}" for at in pos]
 
 
 def _key(label: str, colour: str, symbol: str) -> go.Scatter:
-    """An entry of the legend alone."""
+    """An entry of the legend without data."""
     marker: dict[str, Any] = {"color": colour, "symbol": symbol, "size": 11}
     return go.Scatter(x=[None], y=[None], mode="markers", marker=marker, name=label)

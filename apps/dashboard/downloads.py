@@ -1,4 +1,4 @@
-"""The table behind a picture: to look at, and to take away."""
+"""Tables behind pictures, shown folded and offered as files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import polars as pl
 import streamlit as st
 
 
-def below(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
-    """What the picture above shows, folded; as CSV and Parquet.
+def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
+    """Show the table of the picture above, folded, and offer it as CSV and Parquet.
 
-    what: its title, no text of a trace or a run. Columns without a value stay in the files and are
-    not shown.
+    what: its title, which must hold no text of a trace or a run. Columns without a value are in the
+    files but not shown.
     """
     plain = frame.with_columns(pl.selectors.enum().cast(pl.String))
     with st.expander(f"{what}, {frame.height} rows"):
-        shown = [one for one in plain.columns if plain[one].null_count() < plain.height]
+        shown = [name for name in plain.columns if plain[name].null_count() < plain.height]
         st.dataframe(plain.select(shown), hide_index=True, key=f"{key}-table")
         left, right, _ = st.columns([1, 1, 3])
         left.download_button(
@@ -39,7 +39,7 @@ def below(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> N
 
 
 def file_name(text: str) -> str:
-    """A name for a file from one that anyone gave: letters, digits, dots, no path."""
+    """Return a safe file name for untrusted text: letters, digits, dots, no path."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "table"
 
 

@@ -1,0 +1,17 @@
+"""The dashboard: widgets and layout; every number comes from `kvsim.analysis`.
+
+    app          the file that streamlit runs
+    navigation   the pages and the sidebar
+    views        one module per page, each with a function `page`
+    controls     widgets that pages share, with their values in the link
+    cache        opened traces, records, tables and tiles
+    runs         runs of the folder, and a small sweep over the chosen trace
+    rankings     ranks of the tokens of a prompt, and their picture
+    elements     titles, notes of fidelity, labels of tokens, heat maps
+    downloads    tables below pictures, as files
+    line_charts  lines over budgets, entries and layers
+    event_charts events of one head: retention, and segments of AMS
+
+The package is `apps.dashboard` in a checkout and `kvsim._dashboard` in a wheel; its imports are
+relative, so that they are the same in both.
+"""

@@ -1,0 +1,50 @@
+"""Pareto fronts of tables of means."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from kvsim.analysis.fronts import against_entries
+
+KEYS = {"params": "{}", "asked": "8", "interval": 4, "prefill": None}
+
+
+def means(rows):
+    """A table of (policy, metric, mean)."""
+    return pl.DataFrame(
+        [
+            {"policy": policy, "metric": metric, "mean": mean, **KEYS}
+            for policy, metric, mean in rows
+        ],
+        schema_overrides={"prefill": pl.Boolean},
+    )
+
+
+SIZES = [("a", "entries_seen", 10.0), ("b", "entries_seen", 20.0), ("c", "entries_seen", 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("output_error", {"a", "b"}),  # lower is better
+        ("retained_mass", {"a", "c"}),  # higher is better
+        ("key_similarity", set()),  # neither
+    ],
+)
+def test_the_front_follows_the_direction_of_the_metric(metric, best):
+    """No other result is better with as few entries."""
+    table = means([*SIZES, ("a", metric, 0.5), ("b", metric, 0.4), ("c", metric, 0.6)])
+
+    points = against_entries(table, metric)
+
+    assert points["seen"].to_list() == [10.0, 20.0, 20.0]
+    assert {*points.filter("best")["policy"]} == best
+
+
+def test_results_without_entries_are_left_out():
+    """They have no place on the axis."""
+    table = means([*SIZES[:1], ("a", "output_error", 0.5), ("b", "output_error", 0.4)])
+
+    assert against_entries(table, "output_error")["policy"].to_list() == ["a"]
+    assert against_entries(table, "wipeout").height == 0

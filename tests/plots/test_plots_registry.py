@@ -1,0 +1,85 @@
+"""The registry of figures: what it declares is what the functions take and the docs show."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsim import plots
+from kvsim.analysis.registry import METRICS
+from kvsim.cli.figures import Data
+from kvsim.plots.registry import FIGURES, FLAGS, PLOTTED
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_an_entry_fits_its_function(name):
+    """As many required positional arguments as inputs; every option is a keyword of it."""
+    figure = FIGURES[name]
+    parameters = inspect.signature(getattr(plots, name)).parameters.values()
+    required = [
+        one for one in parameters
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]  # fmt: skip
+    optional = {one.name for one in parameters if one.default is not one.empty}
+
+    assert getattr(plots, name).__module__ == f"kvsim.plots.{figure.module}"
+    if figure.command == "plot":
+        assert len(required) == len(figure.inputs)
+    assert {*figure.options} <= optional
+    assert {*figure.metrics} <= {*METRICS}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_an_entry_says_what_the_docstring_says(name):
+    """One sentence that is no longer than a line of a table; a source that the docstring cites."""
+    figure = FIGURES[name]
+    text = inspect.getdoc(getattr(plots, name))
+
+    assert figure.summary[0].isupper()
+    assert figure.summary.endswith(".")
+    assert figure.summary.count(". ") == 0
+    assert len(figure.summary) < 100
+    if figure.source.startswith(("AMS", "G-KV", "ASL")):
+        assert "arXiv" in text
+        (number,) = re.findall(r"(?:Figs?|App)\. (\w+)", figure.source)
+        assert re.search(rf"(?:Figs?|App)\. {number}\b", text)
+
+
+def test_every_input_can_be_prepared():
+    """The command line has all inputs of the figures that it draws."""
+    assert {one for name in PLOTTED for one in FIGURES[name].inputs} <= {*dir(Data([], []))} | {
+        *Data.__dataclass_fields__
+    }
+    assert {*FLAGS} <= {option for one in FIGURES.values() for option in one.options}
+
+
+def test_no_public_figure_is_missing_from_the_registry():
+    """Every public function of the modules that returns a Figure has an entry."""
+    modules = {inspect.getmodule(getattr(plots, name)) for name in FIGURES}
+    drawn = {
+        name
+        for module in modules
+        for name, one in inspect.getmembers(module, inspect.isfunction)
+        if one.__module__ == module.__name__
+        and not name.startswith("_")
+        and inspect.signature(one).return_annotation == "Figure"
+    }
+
+    assert drawn == {*FIGURES}
+
+
+def test_names_are_imported_on_first_use():
+    """The registry and the help load no matplotlib; an unknown name is an AttributeError."""
+    code = "import sys, kvsim.cli, kvsim.plots; sys.exit('matplotlib' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert {*FIGURES, "save"} < {*plots.__all__} <= {*dir(plots)}
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = plots.nothing
