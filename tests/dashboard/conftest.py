@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -69,8 +70,19 @@ def hostile_tokens():
     return HOSTILE
 
 
+@pytest.fixture(scope="session")
+def scanned_once():
+    """Streamlit reads what every installed package says of itself for each AppTest: only once."""
+    from streamlit.components.v2 import manifest_scanner
+
+    scan = functools.cache(manifest_scanner.scan_component_manifests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_scanner, "scan_component_manifests", scan)
+        yield
+
+
 @pytest.fixture
-def opened(monkeypatch):
+def opened(monkeypatch, scanned_once):
     """Give a folder to the app: `opened(folder, page, **link)` is its AppTest after one run."""
     from streamlit.testing.v1 import AppTest
 
