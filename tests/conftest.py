@@ -11,9 +11,11 @@ from pathlib import PurePath
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Before anything imports torch: processes that share the cores do not each take all of them.
+# Before anything imports torch: processes that share the cores do not each take all of them, and a
+# thread that waits for another one gives its core away instead of spinning.
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
