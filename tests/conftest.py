@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Before anything imports torch: processes that share the cores do not each take all of them.
+# Before anything imports torch: processes that share the cores do not each take all of them, and a
+# thread that waits for another one gives its core away instead of spinning.
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -77,6 +80,7 @@ def _no_test_reaches_out() -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """In CI everything is installed, so a skip hides a failure; only a GPU may be missing."""
     report = yield
+    report.cpu_seconds = _stopwatch.lap()
     expected = hasattr(report, "wasxfail") or item.get_closest_marker("gpu")
     if IN_CI and report.skipped and not expected:
         report.outcome = "failed"
@@ -92,6 +96,58 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         report.outcome = "failed"
         report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
     return report
+
+
+# -------------------------------------------------------------------------------- where time goes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--time-by-folder`."""
+    text = "print the tests, seconds and CPU seconds of each folder and of each slow file"
+    parser.addoption("--time-by-folder", action="store_true", help=text)
+
+
+class _Stopwatch:
+    """CPU time of this process and of the child processes that have ended."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def lap(self) -> float:
+        """Return the seconds since the last call."""
+        now = sum(os.times()[:4])
+        seconds, self.last = now - self.last, now
+        return seconds
+
+
+_stopwatch = _Stopwatch()
+
+
+def pytest_collection_finish() -> None:
+    """Start to measure after the imports of the test files."""
+    _stopwatch.lap()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print where the time went, if `--time-by-folder` asks for it."""
+    if not terminalreporter.config.option.time_by_folder:
+        return
+    rows: dict[str, list[float]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if not isinstance(report, pytest.TestReport):  # a warning, a failed collection
+                continue
+            file = PurePath(report.nodeid.partition("::")[0])
+            for key in ("all", str(file.parent), str(file)):
+                row = rows.setdefault(key, [0, 0.0, 0.0])
+                row[0] += report.when == "call"
+                row[1] += report.duration
+                row[2] += report.cpu_seconds
+    terminalreporter.section("time by folder, fixtures included")
+    terminalreporter.line("  tests  seconds      CPU")
+    for key, (tests, seconds, cpu) in sorted(rows.items(), key=lambda row: -row[1][1]):
+        if not key.endswith(".py") or seconds >= 5:
+            terminalreporter.line(f"{tests:7d} {seconds:8.1f} {cpu:8.1f}  {key}")
 
 
 # ------------------------------------------------------------------------------------ commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -69,6 +70,17 @@ def hostile_tokens():
     return HOSTILE
 
 
+@pytest.fixture(scope="session")
+def scanned_once():
+    """Streamlit reads what every installed package says of itself for each AppTest: only once."""
+    from streamlit.components.v2 import manifest_scanner
+
+    scan = functools.cache(manifest_scanner.scan_component_manifests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_scanner, "scan_component_manifests", scan)
+        yield
+
+
 @pytest.fixture
 def switch():
     """Turn an AppTest to another page: `switch(app, page)`, before it runs again."""
@@ -81,7 +93,7 @@ def switch():
 
 
 @pytest.fixture
-def opened(monkeypatch, switch):
+def opened(monkeypatch, switch, scanned_once):
     """Give a folder to the app: `opened(folder, page, **link)` is its AppTest after one run."""
     from streamlit.testing.v1 import AppTest
 

@@ -60,11 +60,11 @@ def test_every_block_says_whether_it_runs(name):
 
 
 @pytest.mark.parametrize("name", sorted({block.page for block in ALL if block.how == "run"}))
-def test_blocks_run(name, tmp_path, monkeypatch):
+def test_blocks_run(name, tmp_path, monkeypatch, warm_kvsim):
     """The blocks of a page run in order in one empty folder, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    monkeypatch.setenv("PATH", path)
+    path = [str(warm_kvsim), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
     monkeypatch.setattr(sys, "path", [*sys.path])  # a page may add to it
     names = {"__name__": "__main__"}
     for block in ALL:
