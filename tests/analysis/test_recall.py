@@ -4,13 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.attention import windows
 from kvsim.analysis.kept.retention import wipeout
-from kvsim.analysis.output.recall import attended
+from kvsim.analysis.output.recall import attended, strongest
 from kvsim.analysis.registry import METRICS
 from kvsim.core.record import Record
 from kvsim.schema import NEVER
@@ -143,6 +144,51 @@ def test_the_full_cache_recalls_everything():
     assert (found.recall == 1).all()
     assert (found.seen == 1).all()
     assert found.wiped[0][32, 0.0].shape == (1, 0)
+
+
+@pytest.mark.parametrize("top", [1, 3, 10, 39])
+def test_equal_attention_is_taken_from_the_lowest_positions(top):
+    """Of repeated keys the first ones are the strongest, whatever torch.topk takes."""
+    rng = np.random.default_rng(0)
+    z = torch.from_numpy(rng.integers(0, 4, size=(2, 3, 50, 40)).astype(np.float32))
+    z[:, :, :20, 5:] = -torch.inf  # rows with fewer entries than are asked for
+
+    places, real = strongest(z, top)
+
+    assert places.shape == real.shape == (2, 3, 50, top)
+    for row, at, above in zip(
+        z.flatten(0, 2).tolist(),
+        places.flatten(0, 2).tolist(),
+        real.flatten(0, 2).tolist(),
+        strict=True,
+    ):
+        order = sorted((p for p in range(40) if row[p] > -np.inf), key=lambda p: (-row[p], p))
+        assert {p for p, exists in zip(at, above, strict=True) if exists} == set(order[:top])
+    if top < 39:
+        assert any(
+            set(a) != set(b)
+            for a, b in zip(
+                z.topk(top).indices[:, :, 20:].flatten(0, 2).tolist(),
+                places[:, :, 20:].flatten(0, 2).tolist(),
+                strict=True,
+            )
+        )
+
+
+def test_recall_of_repeated_keys_asks_for_the_first_of_them():
+    """With all keys alike the strongest entries are the first ten: the recall of what is kept."""
+    case = make_case("zero_keys", heads=2, group=2, n=120, prompt_len=60)
+    first, last = (
+        some_record(case, 0, layers=(0,)),
+        some_record(case, 0, layers=(0,)),
+    )
+    first.evicted_at[:] = np.where(np.arange(case.n) < 10, NEVER, np.maximum(np.arange(case.n), 60))
+    last.evicted_at[:] = np.where(np.arange(case.n) < 10, 60, NEVER)
+
+    kept, lost = attended(case.trace(), [first, last])
+
+    assert (kept.recall == 1).all()
+    assert (lost.recall[..., 1:] == 0).all()
 
 
 def test_a_trace_without_a_response_has_no_rows():

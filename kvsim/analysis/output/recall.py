@@ -37,8 +37,8 @@ _ROWS, _WEIGHTS = 64, 1 << 24
 class Attended:
     """Of one record; rows are those after the prompt.
 
-    recall: share of the `top` entries with the most full attention (fewer in a row that has fewer)
-    that the row still sees; float32 [layer, qhead, row]. seen: share of all entries before it that
+    recall: share of the `top` entries with the most full attention (of equal ones the lower
+    positions; fewer in a row that has fewer) that the row still sees; float32 [layer, qhead, row]. seen: share of all entries before it that
     the row sees, which is the recall of a random choice; float32 [layer, head, row].
 
     events: for each layer the rows of its events [E]. wiped: for each layer, by (length,
@@ -80,16 +80,36 @@ def attended(
         # mass that all later rows put on each unit of positions
         later = np.zeros((trace.n_heads, trace.group, trace.n_pos // unit))
         for rows, z in log_attention(trace, layer, blocks, device=device):
-            best = z.topk(min(top, z.shape[-1]), dim=-1)
+            entries, real = strongest(z, top)
             # what is incomplete at the end of the block is counted at no event in it or before it
             n = rows.stop // unit
             mass = z.exp_()[..., : n * unit].unflatten(-1, (n, unit)).sum(-1).double().cpu().numpy()
             mass = mass[:, :, ::-1].cumsum(2)[:, :, ::-1] + later[:, :, None, :n]
             later[:, :, :n] = mass[:, :, 0]
             for one in own:
-                one.recall(rows, best.indices, best.values > -torch.inf)
+                one.recall(rows, entries, real)
                 one.lose(rows, mass, unit)
     return [one.done() for one in found]
+
+
+def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The `top` largest of each row of z [..., n], of equal ones the lower; at most n.
+
+    Returns their places [..., top], and which of them are above -inf.
+    """
+    n = z.shape[-1]
+    values, places = z.topk(min(top + 1, n), dim=-1)
+    real = values[..., :top] > -torch.inf
+    if n > top:  # torch takes any of equal values: look again where the cut lies between equals
+        cut = values[..., top - 1]
+        tied = (cut == values[..., top]) & (cut > -torch.inf)
+        rows, least = z[tied], cut[tied].unsqueeze(-1)
+        above, equal = rows > least, rows == least
+        room = top - above.sum(-1, keepdim=True)
+        places = places[..., :top].contiguous()
+        chosen = above | (equal & (equal.cumsum(-1) <= room))
+        places[tied] = chosen.nonzero()[:, -1].view(len(rows), top)
+    return places, real
 
 
 class _Walk:
@@ -123,12 +143,12 @@ class _Walk:
             # an entry that left before a row is at a position before it
             self._seen[self._at, head] = 1 - np.searchsorted(left, row) / (row + 1)
 
-    def recall(self, rows: slice, best: Tensor, real: Tensor) -> None:
-        """Look up the entries best [H, G, w, top] of a block of rows, as far as they are real."""
-        last = self._last.to(best.device)
-        at = best.flatten(1) if len(last) == len(best) else best.flatten(0, 1).flatten(1)
-        row = torch.arange(rows.start, rows.stop, device=best.device)[:, None]
-        seen = (last.gather(1, at).view(best.shape) >= row) & real
+    def recall(self, rows: slice, entries: Tensor, real: Tensor) -> None:
+        """Look up the strongest entries [H, G, w, top] of a block of rows, where they are real."""
+        last = self._last.to(entries.device)
+        heads = entries if len(last) == len(entries) else entries.flatten(0, 1)
+        row = torch.arange(rows.start, rows.stop, device=entries.device)[:, None]
+        seen = (last.gather(1, heads.flatten(1)).view(entries.shape) >= row) & real
         share = seen.sum(-1) / real.sum(-1)
         own = slice(rows.start - self.first, rows.stop - self.first)
         self._recall[self._at, :, own] = share.flatten(0, 1).cpu().numpy()
