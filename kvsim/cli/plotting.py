@@ -82,14 +82,17 @@ def plot(
     interval: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Rows between events, the same for every policy; default: each its own."
+            min=1,
+            help="Rows between events, the same events for every policy, with one after the "
+            "prompt; default: each policy its own schedule.",
         ),
     ] = None,
     prefill: Annotated[
         bool | None,
         typer.Option(
             "--prefill/--no-prefill",
-            help="Whether an event follows the prompt; default: each policy its own.",
+            help="Whether an event follows the prompt; default: with --interval it does, without "
+            "it each policy its own.",
         ),
     ] = None,
     settings: Settings = None,
@@ -380,10 +383,11 @@ def _read(runs: Sequence[str], policy: Sequence[str] | None, budget: Sequence[st
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     """Return one record with its Plans."""
     from kvsim.engine import replay
-    from kvsim.sweeps.run import resolve_budget
+    from kvsim.sweeps.run import resolve_budget, shared_prefill
 
     budget = resolve_budget(size, trace.n_pos)
-    record = replay(trace, policy, budget, internals=True, **schedule)
+    interval, prefill = schedule["interval"], shared_prefill(**schedule)
+    record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
     return Data([trace], [record], remarks=[record.remark])
 
 

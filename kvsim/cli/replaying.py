@@ -60,14 +60,17 @@ def replay(
     interval: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Rows between events, the same for every policy; default: each its own."
+            min=1,
+            help="Rows between events, the same events for every policy, with one after the "
+            "prompt; default: each policy its own schedule.",
         ),
     ] = None,
     prefill: Annotated[
         bool | None,
         typer.Option(
             "--prefill/--no-prefill",
-            help="Whether an event follows the prompt; default: each policy its own.",
+            help="Whether an event follows the prompt; default: with --interval it does, without "
+            "it each policy its own.",
         ),
     ] = None,
     settings: Settings = None,

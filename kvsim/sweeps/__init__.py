@@ -1,5 +1,23 @@
 """Policies times budgets times traces."""
 
-from kvsim.sweeps.run import SUMMARY, Failure, Run, check_output, resolve_budget, summarise, sweep
+from kvsim.sweeps.run import (
+    SUMMARY,
+    Failure,
+    Run,
+    check_output,
+    resolve_budget,
+    shared_prefill,
+    summarise,
+    sweep,
+)
 
-__all__ = ["SUMMARY", "Failure", "Run", "check_output", "resolve_budget", "summarise", "sweep"]
+__all__ = [
+    "SUMMARY",
+    "Failure",
+    "Run",
+    "check_output",
+    "resolve_budget",
+    "shared_prefill",
+    "summarise",
+    "sweep",
+]

@@ -110,6 +110,15 @@ def resolve_budget(budget: int | str, n_pos: int) -> int:
     return max(1, int(n_pos * share / 100 + 1e-9))
 
 
+def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
+    """Whether the prefill event fires where policies are compared; None is each policy's own.
+
+    An interval stands for one schedule, so it brings the prefill event along for all policies,
+    also for those whose own schedule leaves it out, unless `prefill` decides.
+    """
+    return True if interval is not None and prefill is None else prefill
+
+
 def check_output(path: Path) -> None:
     """Raise OutputError where something is at `path` already."""
     if path.exists():
@@ -132,6 +141,10 @@ def sweep(
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
 
+    interval: rows between events, the same events for every policy; the prefill event is one of
+    them unless prefill is False. Without an interval each policy keeps its own schedule, of which
+    prefill replaces the prefill event alone. The schedule is recorded with every result.
+
     regret: replay the mass oracle beside each cell, at the same events and with the same entries
     protected, and measure by how much it retains more (metric `regret`). Policies that no budget
     binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
@@ -144,6 +157,7 @@ def sweep(
     """
     _distinct(policies)
     check_distinct(traces)
+    prefill = shared_prefill(interval, prefill)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     read = frozenset[str]().union(*(m.notes for m in choose(metrics, oracles=regret).values()))

@@ -47,7 +47,7 @@ def test_numbers_are_those_of_measure(page):
         fit = {"window": 32, "min_segment": 8, "max_segment": 64, "recent": 32}
         params = fit if row["policy"] == "ams+tova" else {}
         policy = kvsim.policy(row["policy"], **params)
-        record = kvsim.replay(trace, policy, 96, interval=64, layers=[1])
+        record = kvsim.replay(trace, policy, 96, interval=64, prefill=True, layers=[1])
         table = kvsim.measure(
             trace, record, ["wipeout", "burst_length", "middle_coverage"], events=True
         ).filter(pl.col("head") == 2, pl.col("event") == 353)

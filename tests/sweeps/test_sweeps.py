@@ -13,12 +13,13 @@ from kvsim.analysis.registry import METRICS
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.core.record import read_records
 from kvsim.errors import BudgetError, MemoryLimitError, OutputError, PolicyError, ScoreError
+from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.policies.oracle import Oracle
 from kvsim.sweeps.run import resolve_budget, summarise, sweep
 
 
-def make_trace(name="a", tokens=80):
-    """A small random trace."""
+def make_trace(name="a", tokens=80, **more):
+    """A small random trace, and more arrays where they are given."""
     torch.manual_seed(0)
     return kvsim.Trace.from_arrays(
         torch.randn(2, 4, tokens, 8),
@@ -27,6 +28,7 @@ def make_trace(name="a", tokens=80):
         prompt_len=30,
         rope=kvsim.Rope.default(8),
         name=name,
+        **more,
     )
 
 
@@ -73,6 +75,48 @@ def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
         ("random", 16, None),
         ("random", 18, "25%"),
     ]
+
+
+@pytest.mark.parametrize("prefill", [None, False])
+def test_an_interval_is_one_schedule_for_every_policy(prefill):
+    """All policies and presets evict after the same rows, also those that skip the prompt's end."""
+    trace = make_trace(o_proj=torch.ones(2, 4, 8, 32))
+    policies = []
+    for name in names():
+        entry = CATALOGUE[name.partition("@")[0]].preset(name.partition("@")[2])
+        whole = name if entry.innermost or entry.default else f"{name}+knorm"
+        params = {key: "prefix:16" for key in entry.required}
+        if has_parameter(whole, "window"):
+            params["window"] = 4
+        if whole.startswith("ams"):
+            params["recent"] = 4
+        if has_parameter(whole, "protect_prompt"):
+            params["protect_prompt"] = False
+        policies.append(kvsim.policy(whole, **params))
+    assert {one.schedule.prefill for one in policies} == {True, False}
+
+    run = sweep([trace], policies, [16], interval=20, prefill=prefill, metrics=["entries_seen"])
+
+    assert run.failures == ()
+    assert (run.parameters["interval"], run.parameters["prefill"]) == (20, prefill is None)
+    first = [29] if prefill is None else []
+    for one, record in zip(policies, run.records, strict=True):
+        assert (record.interval, record.prefill) == (20, prefill is None), one.name
+        if one.bounded and one.propagation is None:
+            assert record.events == [*first, 49, 69], one.name
+    assert set(run.table["prefill"].drop_nulls()) == {prefill is None}
+
+
+def test_without_an_interval_each_policy_keeps_its_own_schedule():
+    """Given alone, prefill decides about the prefill event and leaves the intervals."""
+    trace, both = make_trace(), [kvsim.policy("tova"), kvsim.policy("ams", window=4, recent=4)]
+
+    own = sweep([trace], both, [16], metrics=["entries_seen"]).records
+    after = sweep([trace], both, [16], prefill=True, metrics=["entries_seen"]).records
+
+    assert [(one.interval, one.prefill) for one in own] == [(1, True), (512, False)]
+    assert [(one.interval, one.prefill) for one in after] == [(1, True), (512, True)]
+    assert [one.own_schedule for one in (*own, *after)] == [True, True, True, False]
 
 
 def test_every_metric_of_a_policy_has_a_main_variant():
@@ -258,7 +302,7 @@ def test_an_oracle_is_replayed_once_for_equal_terms(monkeypatch):
         calls.append((one.name, budget, one.protect.recent))
         return kvsim.replay(trace, one, budget, **options)
 
-    monkeypatch.setattr("kvsim.sweeps.replay", counted)
+    monkeypatch.setattr("kvsim.sweeps.run.replay", counted)
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
 

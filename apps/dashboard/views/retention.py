@@ -16,6 +16,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
 from kvsim.plots import token_html
+from kvsim.sweeps import shared_prefill
 
 from .. import cache, controls, elements, event_charts
 
@@ -148,7 +149,8 @@ def _replayed(settings: Settings, name: str) -> Replayed | str:
     try:
         check_unwindowed(trace, layer)
         params = controls.settings(name, trace, settings.params)
-        choice = cache.Choice.of(name, settings.budget, settings.interval, **params)
+        prefill = shared_prefill(settings.interval, None)  # the same events for both policies
+        choice = cache.Choice.of(name, settings.budget, settings.interval, prefill, **params)
         alone = None if cache.together(choice) else layer
         if alone is None and not settings.all_layers:
             return (
