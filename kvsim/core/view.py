@@ -152,6 +152,8 @@ class View:
         self.layers = layers
         #: entries that each head keeps when the layer's budget is shared equally, int [L, 1]
         self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
+        #: what the scorer itself protects, bool [L, H, n]; for an allocator, which plans later
+        self.scorer_protected = torch.zeros_like(entries.live)
 
     @property
     def prompt_len(self) -> int:

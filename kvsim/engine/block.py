@@ -62,6 +62,7 @@ class Block:
         values = scores.values
         check(policy, values, entries.live, self.layers, row)
         protected = protected_by(policy.requested, view)
+        view.scorer_protected = protected_by(policy.scorer.protection, view)
         plan = policy.allocator.plan(view, values, protected)
         if not policy.allocator.binds:
             protected = torch.zeros_like(protected)

@@ -10,12 +10,16 @@ Two modes. "strict" (default) keeps what the paper promises: every segment betwe
 max_segment >= 2 min_segment - 1), every segment at least min_quota entries while the budget
 suffices, exact size. "reference" does what the release does: splits before it merges, so that a
 merged segment can exceed max_segment; quotas rounded and settled by passes from the left; sinks
-give way to recent entries; and a final cut by global score, which can erase whole segments.
+give way to recent entries; what the scorer itself protects (its window, its sinks) ranks first in
+its segment and uses up the segment's quota; and a final cut by global score, which can erase whole
+segments.
 
 Deviations. Window rows are at their own positions and cover the last rows of the trace; the release
 rotates all of them to the current position. Mass is per head and sequence, in float64. The
 release's quota passes never end where segments outnumber the budget; here the strict rule for that
-case takes over. Hyper-parameters are the paper's Table 15 with recent = 32 and pool_kernel = 5,
+case takes over. The release gives what a scorer protects the largest score of the layer, a tie with
+the best entry; here it comes first. Its TOVA protects the last token in this way, `protect_last`.
+Hyper-parameters are the paper's Table 15 with recent = 32 and pool_kernel = 5,
 which it does not give, from the release; `ams@release` has the release's own.
 """
 
@@ -146,8 +150,9 @@ class AMS(Allocator):
         columns = {"credit": credit}
         if self.mode == "strict":
             return Plan(quotas.units, parts.group, columns=columns, notes=notes)
-        nothing = torch.zeros_like(protected)
-        candidates = select(scores, quotas.units, nothing, view.live, parts.group)
+        # what the scorer protects ranks first in its segment, and so uses up the segment's quota
+        first = view.scorer_protected
+        candidates = select(scores, quotas.units, first, view.live, parts.group)
         notes["quota"] = quotas.units
         notes["segment"] = parts.group
         return Plan(budget, eligible=candidates, columns=columns, notes=notes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kvsim
 import reference
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.core.record import NEVER
 from kvsim.errors import PolicyError
 from kvsim.policies.ams import AMS, Segments, cuts, merge, reference_quotas, split, strict_quotas
@@ -277,6 +277,60 @@ def test_worked_example(mode, starts, masses, quotas):
     assert rule.share(parts, torch.tensor([[6]])).units.flatten().tolist() == quotas
 
 
+@dataclass(frozen=True)
+class WorkedExample(AMS):
+    """AMS whose usage is the mass of the worked example."""
+
+    def _usage(self, view) -> tuple[Tensor, Tensor]:
+        mass, live, _ = worked_example()
+        return mass, torch.zeros_like(live)
+
+
+@dataclass(frozen=True)
+class Listed(Scorer):
+    """Given scores by position; what it protects is given too."""
+
+    scores: tuple[float, ...]
+    protects: Protection = Protection()
+
+    def score(self, view) -> Tensor:
+        """The score of each position."""
+        return torch.tensor(self.scores, dtype=torch.float64)[view.pos]
+
+    def protection(self, budget: int) -> Protection:
+        """What is given."""
+        return self.protects
+
+
+#: Cumulative mass of the worked example: later entries score higher.
+RISING = (0.31, 0.33, 0.35, 0.37, 0.39, 0.41, 0.51, 0.61, 0.71, 0.81, 0.91, 1.0)
+#: Slots 4 and 5 score highest of all.
+PEAKED = (0.0, 0.1, 0.2, 0.3, 0.9, 0.8, 0.4, 0.6, 0.5, 0.35, 0.7, 0.05)
+
+
+@pytest.mark.parametrize("protects", [Protection(), Protection(1, 1)])
+@pytest.mark.parametrize(
+    ("mode", "scores", "kept"),
+    [
+        ("strict", RISING, {0, 2, 5, 7, 8, 11}),
+        ("reference", RISING, {0, 5, 7, 8, 10, 11}),
+        # what the scorer protects takes a place of its segment's two: slot 5 is no candidate
+        ("reference", PEAKED, {0, 4, 7, 8, 10, 11}),
+    ],
+)
+def test_worked_example_whole(mode, scores, kept, protects):
+    """Six of twelve entries stay, the first and the last protected, by the scorer too or not."""
+    if scores is PEAKED and not protects.sink:
+        kept = {0, 4, 5, 7, 10, 11}  # slots 4 and 5 are candidates, and the final cut drops 8
+    rule = WorkedExample(
+        segment_mass=0.25, min_segment=2, max_segment=5, mode=mode, window=6, sink=1, recent=1
+    )
+    trace = make(n=12, layers=1, heads=1, group=1, prompt_len=12).trace()
+    policy = Policy("worked", Listed(scores, protects), rule, Schedule(None))
+    record = kvsim.replay(trace, policy, 6)
+    assert set((record.evicted_at[0, 0] == NEVER).nonzero()[0].tolist()) == kept
+
+
 def test_more_segments_than_entries_ends():
     """Sixteen segments and eight entries, where the released passes never end."""
     live = torch.ones(1, 1, 64, dtype=torch.bool)
@@ -513,7 +567,9 @@ def test_replay_with_any_parameters_equals_the_naive_replay():
     @settings(QUIET, max_examples=100)
     @given(
         params_of_ams(),
-        st.sampled_from(("ams+tova", "ams+snapkv", "ams@release+tova", "ams+random")),
+        st.sampled_from(
+            ("ams+tova", "ams+snapkv", "ams@release+tova", "ams+random", "ams+lagkv")
+        ),
         st.sampled_from(("normal", "sink", "sharp", "half")),
         st.integers(0, 10_000),
         st.integers(8, 20),
@@ -523,6 +579,8 @@ def test_replay_with_any_parameters_equals_the_naive_replay():
     def check(params, name, kind, seed, budget, interval, prefill):
         if name.endswith("snapkv"):
             params["scorer__window"] = 3
+        if name.endswith("lagkv"):
+            params |= {"scorer__lag": 5, "scorer__sink": 3}
         case = make(seed, kind, n=44, prompt_len=14)
         setup = {"interval": interval, "prefill": prefill}
         outcome = reference.replay(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Protocol
@@ -273,10 +273,12 @@ def ams(
     budget: int,
     params: Mapping[str, Any],
     credit: list[dict[int, float]],
+    unscored: list[set[int]] | None = None,
 ) -> Allocated:
     """Segments of about equal attention mass, a quota each, the best of each by score.
 
-    credit: per head {position: credit}, of this event's survivors afterwards.
+    credit: per head {position: credit}, of this event's survivors afterwards. unscored: per head
+    the positions that the scorer itself protects.
     """
     _check(protected, budget)
     strict = params["mode"] == "strict"
@@ -314,8 +316,12 @@ def ams(
             decisions += decided
         else:  # rounding may break their ties
             decisions += [(margin or _UNSURE, size) for margin, size in decided]
-        pick = pick_strict if strict else pick_reference
-        kept, decided = pick([live[a:b] for a, b in segments], quotas, scores[head], required)
+        parts = [live[a:b] for a, b in segments]
+        if strict:
+            kept, decided = pick_strict(parts, quotas, scores[head], required)
+        else:
+            ahead = unscored[head] if unscored else set[int]()
+            kept, decided = pick_reference(parts, quotas, scores[head], required, ahead)
         decisions += decided
         all_kept.append(kept)
         credit[head].clear()
@@ -527,14 +533,19 @@ def pick_reference(
     quotas: Sequence[int],
     score: Mapping[int, float],
     required: set[int],
+    unscored: Collection[int] = (),
 ) -> tuple[set[int], list[Decision]]:
-    """The required entries, and the best of what the segments' quotas let through."""
-    # required entries compete in their segment too; one that the scorer does not score counts 0
-    score = {p: score.get(p, 0.0) for positions in segments for p in positions}
+    """The required entries, and the best of what the segments' quotas let through.
+
+    What the scorer protects instead of scoring it counts as the best of its segment and takes its
+    share of the quota; other required entries compete by their score.
+    """
     through, decisions = list[int](), list[Decision]()
     for positions, quota in zip(segments, quotas, strict=True):
-        best, cut = _best(positions, quota, score)
-        through += best
+        ahead = [p for p in positions if p in unscored][:quota]
+        others = [p for p in positions if p not in unscored]
+        best, cut = _best(others, quota - len(ahead), score)
+        through += ahead + best
         decisions += cut
     candidates = [p for p in through if p not in required]
     best, cut = _best(candidates, sum(quotas) - len(required), score)

@@ -124,7 +124,13 @@ class _Pieces:
         params, budget, scores = self.chain.params[0], event.budgets[0], scored.values
         if self.is_ams:
             return allocation.ams(
-                event, scores, protected, budget=budget, params=params, credit=_memory(event, 0)
+                event,
+                scores,
+                protected,
+                budget=budget,
+                params=params,
+                credit=_memory(event, 0),
+                unscored=scored.protected,
             )
         if self.chain.allocator in ("adakv", "adakv@kvpress"):
             return allocation.adakv(

@@ -270,8 +270,21 @@ def test_worked_example_whole(mode, kept):
     event = Event(np.zeros((1, 12, 12)), [list(range(12))], 11, weights=dict(enumerate(MASS)))
     scores = [{p: float(p) for p in range(12)}]
     params = {**WORKED, "mode": mode}
-    found, _ = ams(event, scores, [{0, 11}], budget=6, params=params, credit=[{}])
-    assert found == [kept]
+    for unscored in ([set()], [{0, 11}]):
+        found, _ = ams(
+            event, scores, [{0, 11}], budget=6, params=params, credit=[{}], unscored=unscored
+        )
+        assert found == [kept]
+
+
+def test_what_the_scorer_protects_takes_a_place_of_its_segment():
+    """Slots 4 and 5 score highest; with slot 0 protected by the scorer only one is a candidate."""
+    scores = {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.9, 5: 0.8, 6: 0.4, 7: 0.6, 8: 0.5, 9: 0.3, 10: 1}
+    segments, required = [range(6), range(6, 9), range(9, 12)], {0, 11}
+    free, _ = allocation.pick_reference(segments, [2, 2, 2], {**scores, 11: 0.05}, required)
+    first, _ = allocation.pick_reference(segments, [2, 2, 2], scores, required, {0, 11})
+    assert free == {0, 4, 5, 7, 10, 11}
+    assert first == {0, 4, 7, 8, 10, 11}
 
 
 def test_multiples_that_are_never_reached():
