@@ -150,6 +150,10 @@ class Scorer(Piece, ABC):
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
 
+    def logarithm(self) -> Scorer:
+        """The same ranking by logarithms if the scores could underflow to 0, else the scorer."""
+        return self
+
     @abstractmethod
     def score(self, view: View) -> Tensor | Scores:
         """Scores of the view's entries, [L, H, n]."""
@@ -235,6 +239,8 @@ class Allocator(Piece, ABC):
     #: names of what its plans note that metrics read: a few numbers for each head, not one for each
     #: entry (`kvsim.analysis.kept.segments` says which)
     notes: ClassVar[frozenset[str]] = frozenset()
+    #: uses the order of scores alone, so that `kvsim.policy` gives it a scorer's logarithm
+    ordinal: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:

@@ -300,6 +300,17 @@ class View:
         self._windows[last] = self.rows(self.first(last), self.row + 1)
         return reduce_group(self._windows[last], group)
 
+    def log_attn(self, last: int) -> Tensor:
+        """The logarithm of `attn` in float64, which does not underflow; [L, H, G, w, n].
+
+        -inf where `attn` is 0 because a row does not see an entry.
+        """
+        z = self.logits(last).double()
+        total = z.logsumexp(-1, keepdim=True)
+        if self.formula.sinks:
+            total = total.logaddexp(self.formula.sink(z, z.shape[1])[..., None, None])
+        return (z - total).masked_fill_(z == -torch.inf, -torch.inf)
+
     def received(self) -> Tensor:
         """Attention each entry received since the last event that acted on its layer; [L, H, n].
 

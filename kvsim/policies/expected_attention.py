@@ -21,14 +21,15 @@ group; "v" is what its experiments use. `rope="mixture"` averages the expected w
 the positions, log mean exp(x), instead of the rotation; it costs n_future times as much.
 `expected_attention@kvpress` has epsilon 0, and at decode events takes positions from its buffer:
 the rows since the last event but its first `sink`, with the future beginning at their number
-(origin="buffer").
+(origin="buffer"). With epsilon 0 weights underflow to 0 in sharp heads; `log=True` ranks by the
+logarithm of the score instead, as AMS does then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -56,6 +57,7 @@ class ExpectedAttention(Scorer):
     query_buffer: Annotated[int, AtLeast(2)] = 256
     rope: Literal["mean", "mixture"] = "mean"
     origin: Literal["next", "buffer"] = "next"
+    log: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,13 +86,25 @@ class ExpectedAttention(Scorer):
                 f"{self.sink + 2}"
             )
 
+    @property
+    def signed(self) -> bool:
+        """Logarithms can be negative."""
+        return self.log
+
+    def logarithm(self) -> ExpectedAttention:
+        """The logarithm of the score where epsilon is 0; else nothing underflows."""
+        return self if self.epsilon else replace(self, log=True)
+
     def score(self, view: View) -> Tensor:
-        """(mean over the group of a_j + epsilon) ||v_j||; [L, H, n]."""
+        """(mean over the group of a_j + epsilon) ||v_j||, or its logarithm; [L, H, n]."""
         start, stop, future = self._samples(view)
         _, mu, sigma = moments(row_blocks(view.unrotated_span, start, stop), self.covariance)
         logits = self._logits(view, mu, sigma, future)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
-        expected = logits.masked_fill_(~scored, -torch.inf).softmax(-1).mean(2)  # [L, H, n]
+        logits.masked_fill_(~scored, -torch.inf)
+        if self.log:
+            return self._logarithm(view, logits)
+        expected = logits.softmax(-1).mean(2)  # [L, H, n]
         if self.value_norm == "none":
             return expected
         return (expected + self.epsilon) * self._size(view)
@@ -135,6 +149,13 @@ class ExpectedAttention(Scorer):
         # the transpose of the mean rotation over future..future+n_future-1
         back = view.rope.rotate_mean(view.keys, 1 - future - self.n_future, self.n_future)
         return expected_logits(back, mu, sigma, view.scale)
+
+    def _logarithm(self, view: View, logits: Tensor) -> Tensor:
+        mean = logits.double().log_softmax(-1).logsumexp(2) - math.log(logits.shape[2])
+        if self.value_norm == "none":
+            return mean
+        epsilon = mean.new_tensor(self.epsilon).log()
+        return mean.logaddexp(epsilon) + self._size(view).double().log()
 
     def _size(self, view: View) -> Tensor:
         if self.value_norm == "v":

@@ -215,6 +215,8 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
             policy = replace(policy, scorer=entry.piece(scorer=policy.scorer, **arguments))
         else:
             policy = replace(policy, allocator=entry.piece(**arguments))
+            if policy.allocator.ordinal and "log" not in routed[-1]:
+                policy = replace(policy, scorer=policy.scorer.logarithm())
         if entry.schedule is not None:
             policy = replace(policy, schedule=entry.schedule)
     title = policy.name if foreign and not outer else name

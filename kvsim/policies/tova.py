@@ -7,13 +7,16 @@ the layer, leaves: one ranking for all heads, nothing protected, not even the cu
 Deviations. `tova@kvpress` keeps the last token whatever its score and acts after the prompt only.
 Where heads keep sets of their own (inside AMS, AdaKV, CriticalKV), entries at one slot are
 different tokens and an average over all heads means nothing: there each KV head is ranked by its
-own group of query heads, `heads="group"`. `ams@release` averages by slot all the same.
+own group of query heads, `heads="group"`. `ams@release` averages by slot all the same. In sharp
+heads attention underflows to 0 and the tie rule would decide: `log=True` ranks by the logarithm of
+the average instead. AMS does, because in a segment far from the sharp peak every weight can be 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,11 +31,29 @@ class TOVA(Scorer):
 
     protect_last: bool = False
     heads: Literal["all", "group"] = "all"
+    log: bool = False
 
-    per_row: ClassVar[bool] = True
+    @property
+    def per_row(self) -> bool:  # type: ignore[override]  # a block of rows has no logarithms
+        """Whether rows can be replayed in blocks."""
+        return not self.log
+
+    @property
+    def signed(self) -> bool:
+        """Logarithms are negative."""
+        return self.log
+
+    def logarithm(self) -> TOVA:
+        """The logarithm of the average."""
+        return replace(self, log=True)
 
     def score(self, view: View) -> Tensor:
-        """s_j = mean over query heads of a_e(j); [L, H, n]."""
+        """s_j = mean over query heads of a_e(j), or its logarithm; [L, H, n]."""
+        if self.log:
+            weights = view.log_attn(1)[..., 0, :]  # [L, H, G, n]
+            heads = weights if self.heads == "group" else weights.flatten(1, 2).unsqueeze(1)
+            mean = heads.logsumexp(2) - math.log(heads.shape[2])
+            return mean.expand(-1, weights.shape[1], -1)
         attention = view.attn(1, group="mean")[..., 0, :]
         if self.heads == "group":
             return attention

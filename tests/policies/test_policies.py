@@ -97,7 +97,7 @@ def test_parameters_replace_defaults_and_presets():
         ("snapkw", {}, r"unknown policy 'snapkw'; did you mean 'snapkv'\?"),
         ("tova@origin", {}, "tova has no preset 'origin'.*tova@kvpress"),
         ("snapkv", {"windw": 8}, r"no parameter 'windw'; did you mean 'window'\?"),
-        ("tova", {"window": 8}, "parameters: protect_last, heads"),
+        ("tova", {"window": 8}, "parameters: protect_last, heads, log"),
         ("tova", {"heads": "some"}, "tova: heads is 'some'; expected 'all' or 'group'"),
         ("tova", {"protect": 4}, "protect is 4; expected Protection"),
         ("tova", {"protect": {"sinks": 4}}, "protect is .*; expected Protection"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -77,8 +78,31 @@ def observed_attention(event: Event) -> Scored:
 
 def tova(event: Event) -> Scored:
     """Attention of the last row, averaged over all heads, the group, or all heads by slot."""
-    recent = 1 if event.params["protect_last"] else 0
-    return Scored(averaged(event, [event.row]), last(event, recent))
+    protected = last(event, 1 if event.params["protect_last"] else 0)
+    if not event.params["log"]:
+        return Scored(averaged(event, [event.row]), protected)
+    values = log_averaged(event)
+    noise = [{p: max(1.0, -s) for p, s in of_head.items()} for of_head in values]
+    return Scored(values, protected, noise)
+
+
+def log_averaged(event: Event) -> list[dict[int, float]]:
+    """The logarithm of what `averaged` returns of the last row, from logits: nothing is 0."""
+    of_head = []
+    for h, live in enumerate(event.live):
+        logs = []
+        for i in event.qheads(h):
+            z = event.logits[i, event.row, live]
+            logs.append((z - np.logaddexp.reduce(z)).tolist())
+        of_head.append({p: [own[slot] for own in logs] for slot, p in enumerate(live)})
+    if event.average != "group":
+        slots = zip(*(own.values() for own in of_head), strict=True)
+        together = [[x for own in slot for x in own] for slot in slots]
+        of_head = [dict(zip(own, together, strict=True)) for own in of_head]
+    return [
+        {p: float(np.logaddexp.reduce(own)) - math.log(len(own)) for p, own in head.items()}
+        for head in of_head
+    ]
 
 
 def averaged(event: Event, rows: list[int]) -> list[dict[int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -62,6 +63,7 @@ def expected_attention(event: Event) -> Scored:
     for h, live in enumerate(event.live):
         open_to = [p for p in live if p >= sink]
         score = dict.fromkeys(live, 0.0)  # the first entries are kept, and expect nothing
+        logits = []
         rough = 1.0
         for i in event.qheads(h):
             mean = drawn[i].mean(axis=0)
@@ -76,6 +78,11 @@ def expected_attention(event: Event) -> Scored:
                 rough = max(rough, size)
             for p, a in zip(open_to, softmax(np.array(logit)).tolist(), strict=True):
                 score[p] += a / event.group
+            logits.append(logit)
+        if params["log"]:
+            values.append({**score, **_logarithms(event, h, open_to, logits)})
+            noise.append({p: abs(s) + rough for p, s in values[-1].items()})
+            continue
         if params["value_norm"] != "none":
             for p in live:
                 score[p] = (score[p] + epsilon) * _value_norm(event, h, p)
@@ -101,6 +108,23 @@ def _expected(
     x = np.array(each)
     top = float(x.max())
     return top + float(np.log(np.exp(x - top).mean())), float(np.abs(x).max())
+
+
+def _logarithms(
+    event: Event, head: int, positions: list[int], logits: list[list[float]]
+) -> dict[int, float]:
+    """The logarithm of each score, from the logits of the group's query heads."""
+    epsilon = float(event.params["epsilon"])
+    normal = [np.array(own) - np.logaddexp.reduce(own) for own in logits]
+    found = {}
+    for slot, p in enumerate(positions):
+        x = float(np.logaddexp.reduce([own[slot] for own in normal])) - math.log(len(normal))
+        if event.params["value_norm"] != "none":
+            size = _value_norm(event, head, p)
+            x = float(np.logaddexp(x, math.log(epsilon))) if epsilon > 0 else x
+            x += math.log(size) if size > 0 else -math.inf
+        found[p] = x
+    return found
 
 
 def _value_norm(event: Event, head: int, pos: int) -> float:

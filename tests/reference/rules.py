@@ -60,6 +60,7 @@ _EXPECTED = {
     "query_buffer": 256,
     "rope": "mean",
     "origin": "next",
+    "log": False,
 }
 _GKV = {
     "window": 16,
@@ -132,8 +133,8 @@ RULES: dict[str, Rule] = {
     "h2o": Rule(classic.h2o, {"recent": None}, accumulates=True),
     "h2o@kvpress": _alone(classic.observed_attention, {}),
     "observed_attention": _alone(classic.observed_attention, {}),
-    "tova": Rule(classic.tova, {"protect_last": False}),
-    "tova@kvpress": _alone(classic.tova, {"protect_last": True}),
+    "tova": Rule(classic.tova, {"protect_last": False, "log": False}),
+    "tova@kvpress": _alone(classic.tova, {"protect_last": True, "log": False}),
     "snapkv": _alone(classic.snapkv, _SNAP),
     "snapkv@kvpress": _alone(classic.snapkv, _SNAP_KVPRESS),
     "snapkv@original": _alone(classic.snapkv, _SNAP, per_query_head=True),
@@ -297,6 +298,10 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     else:
         own.insert(0, {})
     wrappers = tuple(names[1 if allocator else 0 : -1])
+    ordinal = allocator in ("ams", "ams@release") and not wrappers and "log" in own[-1]
+    if ordinal and not any(key.rpartition("scorer__")[2] == "log" for key in given):
+        # AMS looks at the order alone, and with an epsilon nothing comes near 0
+        own[-1]["log"] = own[-1].get("epsilon", 0.0) == 0
     if any(OUTER[name].wrap is None for name in wrappers):
         raise PolicyError(f"{policy} has an allocator inside; it comes first")
     return Chain(allocator, wrappers, names[-1], tuple(own), propagation, across)

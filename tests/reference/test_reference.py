@@ -722,7 +722,8 @@ def test_keyword_goes_to_the_outermost_piece_that_has_it():
     assert [piece.get("decay") for piece in deep.params] == [None, 0.1, 0.2]
     assert reference.parse("ams").scorer == "tova"
     assert reference.parse("global+tova", {"scorer__protect_last": True}).params[2] == {
-        "protect_last": True
+        "protect_last": True,
+        "log": False,
     }
     for name, params in [("tova", {"sink": 1}), ("adakv", {}), ("adakv+ams+tova", {}), ("x", {})]:
         with pytest.raises(PolicyError):

@@ -85,7 +85,7 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
     for name in names():
         entry = CATALOGUE[name.partition("@")[0]].preset(name.partition("@")[2])
         whole = name if entry.innermost or entry.default else f"{name}+knorm"
-        params = {key: "prefix:16" for key in entry.required}
+        params = dict.fromkeys(entry.required, "prefix:16")
         if has_parameter(whole, "window"):
             params["window"] = 4
         if whole.startswith("ams"):

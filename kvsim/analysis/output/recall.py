@@ -38,8 +38,9 @@ class Attended:
     """Of one record; rows are those after the prompt.
 
     recall: share of the `top` entries with the most full attention (of equal ones the lower
-    positions; fewer in a row that has fewer) that the row still sees; float32 [layer, qhead, row]. seen: share of all entries before it that
-    the row sees, which is the recall of a random choice; float32 [layer, head, row].
+    positions; fewer in a row that has fewer) that the row still sees; float32 [layer, qhead, row].
+    seen: share of all entries before it that the row sees, which is the recall of a random choice;
+    float32 [layer, head, row].
 
     events: for each layer the rows of its events [E]. wiped: for each layer, by (length,
     threshold), the share of the mass that all rows after an event put on the regions counted there
