@@ -18,9 +18,12 @@ Deviations. Window rows are at their own positions and cover the last rows of th
 rotates all of them to the current position. Mass is per head and sequence, in float64. The
 release's quota passes never end where segments outnumber the budget; here the strict rule for that
 case takes over. The release gives what a scorer protects the largest score of the layer, a tie with
-the best entry; here it comes first. Its TOVA protects the last token in this way, `protect_last`.
-Hyper-parameters are the paper's Table 15 with recent = 32 and pool_kernel = 5,
-which it does not give, from the release; `ams@release` has the release's own.
+the best entry; here it comes first. The release's TOVA protects the last token in this way: the
+option `protect_last`. The paper's ablation without mass weights is `weights="length"`. What the
+release runs for it (`reference_no_mass`) weighs by mass all the same, and its credit remembers
+usage before it is normalised: `credit_of="usage"`. Hyper-parameters are the paper's Table 15 with
+recent = 32 and pool_kernel = 5, which it does not give, from the release; `ams@release` has the
+release's own.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ class AMS(Allocator):
     """Quotas by segment.
 
     In the paper's letters: segment_mass Delta, min_segment L_min, max_segment L_max, min_quota
-    q_min, credit_decay lambda, credit_mix beta. Ablations: weights "length" or "equal", credit
-    False, segmentation "fixed", segment_mass >= 1 with a large max_segment for a single segment.
+    q_min, credit_decay lambda, credit_mix beta; credit_of says what is remembered, the mass or the
+    usage that it comes from. Ablations: weights "length" or "equal", credit False, segmentation
+    "fixed", segment_mass >= 1 with a large max_segment for a single segment.
     """
 
     segment_mass: Annotated[float, AtLeast(_LEAST_SHARE)] = 0.1
@@ -65,6 +69,7 @@ class AMS(Allocator):
     credit: bool = True
     credit_decay: Annotated[float, Between(0, 1)] = 0.9
     credit_mix: Annotated[float, Between(0, 1)] = 0.9
+    credit_of: Literal["mass", "usage"] = "mass"
     window: Annotated[int, AtLeast(1)] = 128
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
     suffix_fill: Literal["head_max", "global_max", "head_mean", "observed", "zero"] = "head_max"
@@ -128,10 +133,12 @@ class AMS(Allocator):
         observed = normalise(usage.clamp(min=0.0), view.live)
         mass, credit = observed, view["credit"].double()
         if self.credit:
-            credit = self.credit_decay * credit + (1 - self.credit_decay) * observed
-            remembered = normalise(credit.clamp(min=0.0), view.live)
-            mixed = self.credit_mix * observed + (1 - self.credit_mix) * remembered
-            mass = normalise(mixed, view.live)
+            raw = self.credit_of == "usage"
+            now = usage if raw else observed
+            credit = self.credit_decay * credit + (1 - self.credit_decay) * now
+            remembered = credit if raw else normalise(credit.clamp(min=0.0), view.live)
+            mixed = self.credit_mix * now + (1 - self.credit_mix) * remembered
+            mass = normalise(mixed.clamp(min=0.0), view.live)
         starts = self.segment(mass, view.live)
         parts = Segments.of(starts, mass, protected, view.live)
         budget = view.budget.expand_as(view.count).minimum(view.count)

@@ -15,9 +15,11 @@ score: pooled as `snapkv@gkv` (SnapKV, arXiv 2404.14469, carried over to decodin
 `morphkv@gkv` (MorphKV, arXiv 2503.00979).
 
 Deviations. As in the released code, the maxima run over the candidates and not over the window; the
-threshold of the redundancy zeroes one entry per row (see redundancy.py). The first event ranks by
-S / max S, too. `mix_lambda` is what the paper found best for R1-Distill-Qwen-7B
-(`gkv@r1_qwen_7b`); `gkv@r1_llama_8b` has 0.9, `gkv@release` the 0.5 of the released scripts.
+threshold of the redundancy zeroes one entry per row (see redundancy.py). The code has two versions
+of that: the kernel that it runs, and a raw one from R-KV, where a row without a similar entry has
+its first entry set to 0, `cosine="raw"`. The first event ranks by S / max S, too. `mix_lambda` is
+what the paper found best for R1-Distill-Qwen-7B (`gkv@r1_qwen_7b`); `gkv@r1_llama_8b` has 0.9,
+`gkv@release` the 0.5 of the released scripts.
 """
 
 from __future__ import annotations
@@ -133,6 +135,7 @@ class GKV(Scorer):
     redundancy: bool = True
     mix_lambda: Annotated[float, Between(0, 1)] = 0.7
     threshold: Annotated[float, Between(0, 1)] = 0.5
+    cosine: Literal["kernel", "raw"] = "kernel"
     pool: Literal["max", "avg"] | None = None
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
@@ -155,8 +158,13 @@ class GKV(Scorer):
         fused = fuse(view["global"], share, self.fusion, self.decay).where(older, 0.0)
         values = smooth(fused, self.pool, self.pool_kernel)
         if self.signed:
+            raw = self.cosine == "raw"
             alike = mean_similarity(
-                view.keys, view.live, threshold=self.threshold, epsilon=1e-6
+                view.keys,
+                view.live,
+                threshold=self.threshold,
+                epsilon=1e-8 if raw else 1e-6,
+                else_first=raw,
             ).masked_fill_(~older, -torch.inf)
             most = alike.amax(-1, keepdim=True)
             repeated = (alike - most).exp_()  # R' = R / max R, where R is a softmax

@@ -19,22 +19,29 @@ terms:
 `rkv` (= `rkv@gkv`) is G-KV's baseline (window 16, max-pool of 5), `rkv@original` the authors' code
 (window 8, pool 7), `rkv@ams` AMS's baseline, which also keeps `sink` first entries.
 
-Deviations. Candidates stay in the order of their positions, which pooling and "last" refer to; the
-original leaves them in the order of their scores, from the second event on. Its events are counted
+Deviations. Entries stay in the order of their positions, which pooling, "last" and "first" refer
+to. The code of the original and of AMS leaves what top-k kept in the order of its scores, before
+the window and what comes later, so that from the second event on neighbours are neighbours in
+score; `slot_order="topk"` scores in that order. In a replay it changes the scores alone: entries
+carry their slot along, and positions, windows and the tie rule stay those of the text. The
+original's events are counted
 from row 0 of the first sample; here from the end of the prompt. AMS's code turns the window's
 queries to slots of the compacted cache; here rows keep their own positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Annotated, Literal
 
+import torch
 from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.policy import Protection, Scorer, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_flops, local_score
 from kvsim.policies.pooling import smooth
@@ -53,6 +60,12 @@ class RKV(Scorer):
     threshold: Annotated[float, Between(0, 1)] = 0.5
     sink: Annotated[int, AtLeast(0)] = 0
     variant: Literal["gkv", "original", "ams"] = "gkv"
+    slot_order: Literal["position", "topk"] = "position"
+
+    @property
+    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # depends on a parameter
+        """The slot that top-k left an entry in, NaN for what it did not choose."""
+        return {"slot": nan} if self.slot_order == "topk" else {}
 
     @property
     def rows(self) -> int:
@@ -64,20 +77,49 @@ class RKV(Scorer):
         """Where redundancy is subtracted."""
         return self.mix_lambda < 1
 
-    def score(self, view: View) -> Tensor:
+    def score(self, view: View) -> Tensor | Scores:
         """mix_lambda pool_j(I_j) - (1 - mix_lambda) R_j of the candidates; [L, H, n]."""
         older = before_window(view, self.window)
-        attention = smooth(self._attention(view, older), self.pool, self.pool_kernel)
+        attention = self._attention(view, older)
         among = older if self.variant == "ams" else view.live
+        if self.slot_order == "position":
+            return self._mixed(attention, view.keys, among).where(older, 0.0)
+        order = self._slots(view)
+        keys = view.keys.take_along_dim(order.unsqueeze(-1), dim=2)
+        mixed = self._mixed(attention.gather(-1, order), keys, among.gather(-1, order))
+        values = torch.empty_like(mixed).scatter_(-1, order, mixed).where(older, 0.0)
+        return Scores(values, {"slot": self._left_in(view, values, older)})
+
+    def _mixed(self, attention: Tensor, keys: Tensor, among: Tensor) -> Tensor:
+        """The score of entries in the order in which the cache holds them."""
         alike = mean_similarity(
-            view.keys,
+            keys,
             among,
             threshold=self.threshold,
             epsilon=1e-6 if self.variant == "gkv" else 1e-8,
             else_first=self.variant != "gkv",
         )
-        repeated = shares(alike, among)
-        return (self.mix_lambda * attention - (1 - self.mix_lambda) * repeated).where(older, 0.0)
+        pooled = smooth(attention, self.pool, self.pool_kernel)
+        return self.mix_lambda * pooled - (1 - self.mix_lambda) * shares(alike, among)
+
+    def _slots(self, view: View) -> Tensor:
+        """Entries in the order of the released cache: pads, what top-k left, the others."""
+        slot = view["slot"]
+        behind = view.pos + view.row + 1  # every slot is below
+        key = torch.where(slot.isnan(), behind, slot.nan_to_num(0.0).long())
+        return key.masked_fill(~view.live, -1).argsort(dim=-1, stable=True)
+
+    def _left_in(self, view: View, values: Tensor, older: Tensor) -> Tensor:
+        """The slots in which top-k leaves entries, best first; AMS's has the protected in front."""
+        ranked = older
+        if self.variant == "ams":
+            ranked = view.live
+            first = protected_by(self.protection, view)
+            values = values.masked_fill(first, torch.inf)
+        values = values.masked_fill(~ranked, -torch.inf)
+        order = values.argsort(dim=-1, descending=True, stable=True)
+        place: Tensor = order.argsort(dim=-1)
+        return place.to(values.dtype).masked_fill(~ranked, nan)
 
     def _attention(self, view: View, older: Tensor) -> Tensor:
         """I_j before pooling, 0 but on candidates; [L, H, n]."""

@@ -399,6 +399,21 @@ def test_mix_of_one_does_not_depend_on_decay(mode):
     )
 
 
+@pytest.mark.parametrize("name", ["ams", "ams@release"])
+def test_credit_of_usage_is_the_same_at_the_first_event_alone(name):
+    """Usage that is not normalised is a multiple of the mass until two events are averaged."""
+    later = 0
+    for seed in range(5):
+        terms = {"credit_mix": 0.3, "credit_decay": 0.5}
+        mass = run(make(seed), name, **terms)
+        usage = run(make(seed), name, **terms, credit_of="usage")
+        assert ((mass.evicted_at == 19) == (usage.evicted_at == 19)).all()
+        later += bool((mass.evicted_at != usage.evicted_at).any())
+        for plans in usage.internals:
+            np.testing.assert_allclose(plans.notes["mass"].sum(-1), 1.0)
+    assert later >= 3
+
+
 def test_first_event_is_without_credit():
     """Credit changes nothing at the first event, and something later."""
     later = 0
@@ -610,6 +625,7 @@ def params_of_ams(draw) -> dict:
         "max_segment": draw(st.integers(shortest, 14)),
         "min_quota": draw(st.integers(0, 4)),
         "credit": draw(st.booleans()),
+        "credit_of": draw(st.sampled_from(("mass", "usage"))),
         "credit_decay": draw(st.sampled_from((0.0, 0.5, 0.9))),
         "credit_mix": draw(st.sampled_from((0.0, 0.5, 0.9))),
         "window": draw(st.integers(1, 14)),
@@ -681,6 +697,7 @@ def test_replay_with_any_parameters_equals_the_naive_replay():
         ({"min_segment": 9, "max_segment": 8}, "max_segment is 8; expected at least min_segment"),
         ({"pool_kernel": 4}, "pool_kernel is 4; expected an odd integer of at least 1"),
         ({"credit_decay": 1.5}, "credit_decay is 1.5; expected a number from 0 to 1"),
+        ({"credit_of": "score"}, "credit_of is 'score'; expected 'mass' or 'usage'"),
         ({"suffix_fill": "max"}, "suffix_fill is 'max'; expected 'head_max'"),
         ({"min_quota": -1}, "min_quota is -1; expected an integer of at least 0"),
     ],

@@ -28,6 +28,8 @@ from kvsim.policies.redundancy import mean_similarity
 from kvsim.policies.rkv import RKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.window import before_window, shares
+from kvsim.testing import reference
+from kvsim.testing.strategies import make_case
 
 FUSIONS = ("max", "mean", "sum")
 LAYERS, HEADS, GROUP, N, DIM, PROMPT = 2, 2, 3, 40, 8, 12
@@ -430,6 +432,69 @@ def test_rkv_equals_the_loop(variant, mix_lambda):
     assert scorer.signed == (mix_lambda < 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("rkv", {"slot_order": "topk"}),
+        ("rkv@original", {"slot_order": "topk"}),
+        ("rkv@ams", {"slot_order": "topk", "sink": 2}),
+        ("gkv", {"cosine": "raw"}),
+    ],
+)
+def test_options_of_the_releases_equal_the_naive_replay(name, params):
+    """Scores in top-k's order of slots, and raw cosines, over five events; both change sets."""
+    shared = {"window": 3, "mix_lambda": 0.3, "pool": "max", "pool_kernel": 3}
+    option = next(iter(params))
+    without = {key: value for key, value in params.items() if key != option}
+    differs = 0
+    for seed in range(8):
+        case = make_case(
+            ("normal", "sink", "sharp")[seed % 3],
+            seed=seed,
+            layers=2,
+            heads=2,
+            group=2,
+            n=44,
+            prompt_len=16,
+        )
+        terms = {"interval": 6, "prefill": True}
+        record, plain = (
+            kvsim.replay(case.trace(), kvsim.policy(name, **shared, **given), 12, **terms)
+            for given in (params, without)
+        )
+        outcome = reference.replay(
+            *(case.q, case.k, case.v),
+            prompt_len=case.prompt_len,
+            policy=name,
+            params={**shared, **params},
+            budget=12,
+            scale=case.scale,
+            **terms,
+        )
+        assert outcome.agrees(record.evicted_at, case.tolerance, faint=case.faint)
+        differs += bool((record.evicted_at != plain.evicted_at).any())
+        # nothing has a slot before the first event, and cosines differ at once
+        first = (record.evicted_at == 15) == (plain.evicted_at == 15)
+        assert first.all() or option == "cosine"
+    assert differs >= 2
+
+
+def test_slots_of_top_k_are_in_front_and_the_best_is_the_first():
+    """Kept candidates by falling score, then the old window and the rows since, by position."""
+    scorer = RKV(W, slot_order="topk")
+    view = view_of(make_trace(), keep=ragged(), columns=("slot",))
+    before = scorer.score(view)
+    slot = before.columns["slot"]
+    older = view.live & (view.pos < view.first(W))
+    assert (slot.isnan() == ~older).all()
+    for layer, head in np.ndindex(*slot.shape[:2]):
+        at = older[layer, head].nonzero().flatten()
+        ranked = at[slot[layer, head, at].argsort()]
+        values = before.values[layer, head, ranked]
+        assert (values[:-1] >= values[1:]).all()
+        assert sorted(slot[layer, head, at].tolist()) == list(range(len(at)))
+
+
 def test_rkv_variants_differ():
     """So that the comparison above tells them apart."""
     view = view_of(make_trace(), keep=ragged())
@@ -732,6 +797,8 @@ def test_rpc_of_ams_equals_the_loop():
             lambda: Cake(gamma=math.inf),
             "cake: gamma is inf; expected a finite number of at",
         ),
+        (lambda: RKV(slot_order="score"), "rkv: slot_order is 'score'; expected 'position' or"),
+        (lambda: GKV(cosine="exact"), "gkv: cosine is 'exact'; expected 'kernel' or 'raw'"),
         (lambda: Cake(dispersion="mad"), "cake: dispersion is 'mad'; expected 'var' or 'std'"),
         (lambda: Cake(group="sum"), "cake: group is 'sum'; expected 'mean' or 'max'"),
         (lambda: CakeBudgets(tau2=0.0), "cake: tau2 is 0.0; expected a finite number above 0"),

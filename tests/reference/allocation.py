@@ -294,7 +294,11 @@ def ams(
         now: dict[int, float] = {}
         if params["credit"]:
             past = [credit[head].get(p, 0.0) for p in live]
-            weight, fresh = credited(weight, past, params["credit_decay"], params["credit_mix"])
+            decay, mix = params["credit_decay"], params["credit_mix"]
+            if params["credit_of"] == "usage":
+                weight, fresh = credited_usage([u[p] for p in live], past, decay, mix)
+            else:
+                weight, fresh = credited(weight, past, decay, mix)
             now = dict(zip(live, fresh, strict=True))
         if params["segmentation"] == "fixed":
             starts = list(range(0, len(live), int(params["segment_length"])))
@@ -390,6 +394,14 @@ def credited(
     c = [decay * old + (1 - decay) * x for old, x in zip(past, m, strict=True)]
     mixed = [mix * x + (1 - mix) * y for x, y in zip(m, mass(c), strict=True)]
     return [x / sum(mixed) for x in mixed], c
+
+
+def credited_usage(
+    u: Sequence[float], past: Sequence[float], decay: float, mix: float
+) -> tuple[list[float], list[float]]:
+    """The release without mass: c averages usage u as it is, and mix u + (1 - mix) c is weighed."""
+    c = [decay * old + (1 - decay) * x for old, x in zip(past, u, strict=True)]
+    return mass([mix * x + (1 - mix) * y for x, y in zip(u, c, strict=True)]), c
 
 
 def cuts(m: Sequence[float], delta: float, *, strict: bool) -> tuple[list[int], list[Decision]]:

@@ -69,10 +69,18 @@ _GKV = {
     "redundancy": True,
     "mix_lambda": 0.7,
     "threshold": 0.5,
+    "cosine": "kernel",
     "pool": None,
     "pool_kernel": 5,
 }
-_RKV = {"window": 16, "pool": "max", "pool_kernel": 5, "mix_lambda": 0.1, "threshold": 0.5}
+_RKV = {
+    "window": 16,
+    "pool": "max",
+    "pool_kernel": 5,
+    "mix_lambda": 0.1,
+    "threshold": 0.5,
+    "slot_order": "position",
+}
 _CAKE = {
     "window": 32,
     "gamma": 200.0,
@@ -91,6 +99,7 @@ _AMS = {
     "credit": True,
     "credit_decay": 0.9,
     "credit_mix": 0.9,
+    "credit_of": "mass",
     "window": 128,
     "pool_kernel": 5,
     "suffix_fill": "head_max",

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -170,15 +172,42 @@ def _mixed(
     return score, {p: abs(mix * s) + (1 - mix) * repeated[p] for p, s in attention.items()}
 
 
+def in_slots(event: Event, head: int, positions: Iterable[int]) -> list[int]:
+    """Positions in the order in which the release holds them: what top-k left, then the others."""
+    slot = event.memory[head] if event.memory else {}
+    return sorted(positions, key=lambda p: (0, slot[p]) if p in slot else (1, p))
+
+
+def leave(
+    event: Event,
+    head: int,
+    score: dict[int, float],
+    terms: dict[int, float],
+    ahead: Iterable[int],
+) -> list[Decision]:
+    """Remember the slots of top-k: `ahead` in front, then the best first; what decided them."""
+    if event.params["slot_order"] == "position":
+        return []
+    front = sorted(ahead)
+    others = sorted((p for p in score if p not in front), key=lambda p: (-score[p], p))
+    event.memory[head].clear()
+    event.memory[head].update({p: float(i) for i, p in enumerate([*front, *others])})
+    pairs = [(score[a] - score[b], max(terms[a], terms[b])) for a, b in pairwise(others)]
+    return [(gap / size or 1e-300, size) for gap, size in pairs]
+
+
 def rkv(event: Event) -> Scored:
     """The pooled local score against redundancy among all live keys (G-KV's R-KV)."""
     rows = event.window(int(event.params["window"]))
     values, noise, decisions = [], [], []
     for h, live in enumerate(event.live):
-        mean, taken = redundancy(event, h, live, epsilon=1e-6, quirk=False)
+        mean, taken = redundancy(event, h, in_slots(event, h, live), epsilon=1e-6, quirk=False)
+        own = local(event, h, rows)
+        attention = {p: own[p] for p in in_slots(event, h, own)}
         score, terms = _mixed(
-            pooled(local(event, h, rows), event), _share(mean), float(event.params["mix_lambda"])
+            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
         )
+        taken += leave(event, h, score, terms, ())
         values.append(score)
         noise.append(terms)
         decisions.append(taken)
@@ -190,7 +219,7 @@ def rkv_original(event: Event) -> Scored:
     rows = event.window(int(event.params["window"]))
     values, noise, decisions = [], [], []
     for h, live in enumerate(event.live):
-        old = candidates(event, h, rows)
+        old = in_slots(event, h, candidates(event, h, rows))
         attention = dict.fromkeys(old, 0.0)
         for row in rows:
             largest = np.array(
@@ -199,10 +228,11 @@ def rkv_original(event: Event) -> Scored:
             )
             for p, a in zip(old, softmax(largest).tolist(), strict=True):
                 attention[p] += a / len(rows)
-        mean, taken = redundancy(event, h, live, epsilon=1e-8, quirk=True)
+        mean, taken = redundancy(event, h, in_slots(event, h, live), epsilon=1e-8, quirk=True)
         score, terms = _mixed(
             pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
         )
+        taken += leave(event, h, score, terms, ())
         values.append(score)
         noise.append(terms)
         decisions.append(taken)
@@ -213,8 +243,9 @@ def rkv_ams(event: Event) -> Scored:
     """Attention and redundancy among the candidates, averaged over the group (AMS's R-KV)."""
     rows = event.window(int(event.params["window"]))
     values, noise, decisions = [], [], []
+    protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
     for h in range(len(event.live)):
-        old = candidates(event, h, rows)
+        old = in_slots(event, h, candidates(event, h, rows))
         attention = dict.fromkeys(old, 0.0)
         for i in event.qheads(h):
             for row in rows:
@@ -224,10 +255,10 @@ def rkv_ams(event: Event) -> Scored:
         score, terms = _mixed(
             pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
         )
+        taken += leave(event, h, score, terms, protected[h])
         values.append(score)
         noise.append(terms)
         decisions.append(taken)
-    protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
     return Scored(values, protected, noise, decisions, rounded=True)
 
 
@@ -286,7 +317,8 @@ def gkv(event: Event) -> Scored:
         score = pooled(score, event)
         terms = dict(score)
         if params["redundancy"] and mix < 1 and score:
-            mean, more = redundancy(event, h, live, epsilon=1e-6, quirk=False)
+            raw = params["cosine"] == "raw"
+            mean, more = redundancy(event, h, live, epsilon=1e-8 if raw else 1e-6, quirk=raw)
             largest = max(mean[p] for p in score)
             repeated = {p: math.exp(mean[p] - largest) for p in score}
             score, terms = _mixed(score, repeated, mix)
