@@ -84,7 +84,7 @@ class RKV(Scorer):
         among = older if self.variant == "ams" else view.live
         if self.slot_order == "position":
             return self._mixed(attention, view.keys, among).where(older, 0.0)
-        order = self._slots(view)
+        order = self._slots(view, older)
         keys = view.keys.take_along_dim(order.unsqueeze(-1), dim=2)
         mixed = self._mixed(attention.gather(-1, order), keys, among.gather(-1, order))
         values = torch.empty_like(mixed).scatter_(-1, order, mixed).where(older, 0.0)
@@ -102,11 +102,11 @@ class RKV(Scorer):
         pooled = smooth(attention, self.pool, self.pool_kernel)
         return self.mix_lambda * pooled - (1 - self.mix_lambda) * shares(alike, among)
 
-    def _slots(self, view: View) -> Tensor:
+    def _slots(self, view: View, older: Tensor) -> Tensor:
         """Entries in the order of the released cache: pads, what top-k left, the others."""
         slot = view["slot"]
         behind = view.pos + view.row + 1  # every slot is below
-        key = torch.where(slot.isnan(), behind, slot.nan_to_num(0.0).long())
+        key = torch.where(older & ~slot.isnan(), slot.nan_to_num(0.0).long(), behind)
         return key.masked_fill(~view.live, -1).argsort(dim=-1, stable=True)
 
     def _left_in(self, view: View, values: Tensor, older: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ class Chain:
         """Whether the scorer's scores may be negative."""
         params = self.params[-1]
         mixes = params.get("redundancy", True) and params.get("mix_lambda", 0.0) < 1
-        return self.rule.signed and bool(mixes)
+        return (self.rule.signed and bool(mixes)) or bool(params.get("log"))
 
 
 def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
