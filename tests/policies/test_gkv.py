@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+import reference
 from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import Entries, Setting, View
@@ -28,7 +29,6 @@ from kvsim.policies.redundancy import mean_similarity
 from kvsim.policies.rkv import RKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.window import before_window, shares
-from kvsim.testing import reference
 from kvsim.testing.strategies import make_case
 
 FUSIONS = ("max", "mean", "sum")
