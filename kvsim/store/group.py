@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from kvsim.store.chunks import encode_chunk, read_part
 from kvsim.store.documents import find_document, read_document
-from kvsim.store.layout import DIMENSIONS, array_document
-from kvsim.store.metadata import StoredArray, parse_array
+from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
 from kvsim.store.place import Folder
 
 _ROOT = "zarr.json"

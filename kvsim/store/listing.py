@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvsim.errors import TraceError
 from kvsim.store.documents import find_document
-from kvsim.store.packing import SUFFIX, Packed
+from kvsim.store.packed import SUFFIX, Packed
 from kvsim.store.place import Folder
 
 #: How many folders deep is looked.

@@ -1,4 +1,4 @@
-"""Traces that were interrupted: where they lie, and what of them is a trace."""
+"""Recovery of interrupted captures: finding drafts and making traces of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.digest import CHECKSUMMED, ContentDigest
+from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import CHUNK
+from kvsim.store.attributes import attributes_of, read_header
+from kvsim.store.documents import read_json
 from kvsim.store.draft import (
     TOKENS,
     Kind,
@@ -26,9 +30,8 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.group import PARTIAL, Group
-from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
 from kvsim.store.interrupts import unbroken
-from kvsim.store.layout import DIMENSIONS, REQUIRED, read_json
+from kvsim.store.layout import DIMENSIONS, REQUIRED
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
@@ -305,7 +308,7 @@ class _Recovery:
             header = _noted(header, f"recovered without {name}, which was not complete")
         # The header comes first: an attempt that ends below leaves a draft of the same trace, and
         # what it dropped stays noted.
-        self.group.set(**header.attributes())
+        self.group.set(**attributes_of(header))
         for name in (*dropped, *_REWRITTEN):
             self.group.remove(name)
         self._truncate()
@@ -334,7 +337,7 @@ class _Recovery:
         ]
 
     def _header(self) -> Header:
-        return Header.from_attributes(
+        return read_header(
             self.group.attributes,
             layer_ids=tuple(self.group.read("layer", []).tolist()),
             source_dtypes={

@@ -10,16 +10,11 @@ from typing import Any
 import torch
 
 from kvsim.core.attention import attention_weights, causal_attention
+from kvsim.core.checks import first_row, relative_error, tolerance
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
+from kvsim.core.header import Header
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
-from kvsim.store.checks import first_row, relative_error, tolerance
-from kvsim.store.header import (
-    CHECKSUMMED,
-    ContentDigest,
-    Header,
-    content_digest,
-    text_checksum,
-)
 from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.reader import StoredTrace
 

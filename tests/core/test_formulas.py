@@ -22,7 +22,7 @@ from kvsim.core.policy import Policy, Scorer
 from kvsim.engine.replay import Options, run
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
-from kvsim.store.layout import read_json
+from kvsim.store.documents import read_json
 
 N, DIM, QHEADS, HEADS = 40, 8, 4, 2
 SINKS = (0.5, -1.0, 2.0, 0.0)

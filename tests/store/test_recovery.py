@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsim.core.trace import open_trace
 from kvsim.errors import CaptureError, TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.recorder import capture, capture_many, load_model
 from kvsim.recorder.prompts import Prompt
@@ -28,6 +27,7 @@ from kvsim.store import (
     describe,
     draft,
     find_drafts,
+    open_trace,
     publication,
     recover,
     verify,

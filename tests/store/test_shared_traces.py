@@ -24,9 +24,9 @@ import zarr
 
 import kvsim
 from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.store import describe, verify
+from kvsim.store import describe, open_trace, verify
 from kvsim.store.packing import pack, unpack
 from kvsim.tiny import tasks
 from kvsim.tiny.sample import sample_trace
@@ -264,9 +264,9 @@ def compressed(archive, member, data):
     [
         (twice, "is there twice"),
         (other_case, "is there twice"),
-        (mode(stat.S_IFLNK), "is no plain file"),
-        (mode(stat.S_IFIFO), "is no plain file"),
-        (mode(stat.S_IFDIR), "is no plain file"),
+        (mode(stat.S_IFLNK), "is not a regular file"),
+        (mode(stat.S_IFIFO), "is not a regular file"),
+        (mode(stat.S_IFDIR), "is not a regular file"),
         (compressed, "is compressed"),
         *((named(name), "has no place in a trace") for name in NAMES),
     ],
@@ -301,7 +301,7 @@ def patch(data, at, form, *values):
         (lambda data, _: patch(data, len(data) - 12, "<H", 0xFFFF), "64-bit record is missing"),
         (lambda data, _: data.extend(b"PK"), "does not end as a zip"),
         (lambda data, _: data.__delitem__(slice(9, None)), "does not end as a zip"),
-        (lambda data, _: data.__delitem__(slice(0, 100)), "is no kvsim trace: it is no zip"),
+        (lambda data, _: data.__delitem__(slice(0, 100)), "is not a kvsim trace: it is not a zip"),
         (lambda data, entry: patch(data, entry, "<I", 7), "is no usable packed trace"),
     ],
     ids=[

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceExistsError
 from kvsim.schema import FORMAT_VERSION
-from kvsim.store import describe, recover, verify
+from kvsim.store import describe, open_trace, recover, verify
 from kvsim.store.draft import TokenFile
 from kvsim.store.index import index
 from kvsim.store.packing import pack
@@ -106,11 +106,11 @@ REASONS = {
     "cut.zarr": ": zarr.json is not readable (",
     "cut.zarr.zip": " is no usable packed trace (",
     "early.zarr": " is incomplete (7 tokens were written), expected a finished trace; ",
-    "empty.zarr": " is no kvsim trace: zarr.json is missing, expected ",
-    "foreign.zarr": " is no kvsim trace: its zarr.json has no kvsim_format; ",
+    "empty.zarr": " is not a kvsim trace: zarr.json is missing, expected ",
+    "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format; ",
     "headless.zarr": ": attribute prompt_len is None, which ",
     "later.zarr": f" has format version {FORMAT_VERSION + 1}, this kvsim knows up to ",
-    "list.zarr": ": zarr.json is no JSON object; ",
+    "list.zarr": ": zarr.json is not a JSON object; ",
 }
 #: Whole ones, in order.
 WHOLE = ["a.zarr", "b/packed.zarr.zip", "b/whole.zarr", "bare.zarr", "plain", "plain.zip"]
@@ -210,7 +210,7 @@ def test_foreign_metadata_is_harmless(value, tmp_path):
     first, second = index(tmp_path)
 
     assert (first.state, first.model) == ("whole", None)
-    assert second.reason.startswith("b.zarr is no kvsim trace")
+    assert second.reason.startswith("b.zarr is not a kvsim trace")
 
 
 # ------------------------------------------------------------------------------- the command
