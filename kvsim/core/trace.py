@@ -71,7 +71,7 @@ class Trace:
         self._token_text = None if token_text is None else list(token_text)
         self._digest, self._path, self._base = digest, path, base
         same = None if base is None else base.full_attention
-        self.full_attention = FullAttention(
+        self.full_attention: FullAttention = FullAttention(
             source, header.formulas, dtype, cache=path is None, base=same
         )
 
