@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def check_numbers(value: Any, what: str, where: str) -> None:
     items = value.items() if isinstance(value, dict) else ()
     for key, item in items or (enumerate(value) if isinstance(value, list) else ()):
         check_numbers(item, f"{what}.{short_repr(key).strip(chr(39))}", where)
+
+
+def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the object at a key; empty if another writer put something else there."""
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def error_line(error: BaseException) -> str:

@@ -348,7 +348,9 @@ def test_no_draft_of_this_path(tmp_path):
     with pytest.raises(TraceNotFoundError, match="does not exist"):
         recover(tmp_path / ".a.zarr.tmp-1-0123abcd")
     left = interrupted(tmp_path / "a.zarr")
-    with pytest.raises(TraceNotFoundError, match=r"in it are .*\(512 tokens\), name one") as caught:
+    with pytest.raises(
+        TraceNotFoundError, match=r"it contains .*\(512 tokens\), name one"
+    ) as caught:
         recover(tmp_path)
     assert str(left.path) in str(caught.value)
 
@@ -694,7 +696,7 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
     if step == STEPS[2]:
         assert whole["a.zarr"] != old.digest
         assert left.kind == "old"
-        assert "did not say that it is on disk" in str(told.value)
+        assert "could not be flushed to disk" in str(told.value)
     else:
         assert whole["a.zarr"] == old.digest
         assert open_trace(recover(left.path, overwrite=True)).n_pos == PROMPT + RESPONSE

@@ -689,7 +689,7 @@ def test_what_was_not_uploaded_is_kept(name, memory, run, monkeypatch):
 
     assert status == 2
     assert "refuses" in error
-    kept = Path(re.search(r"what was not uploaded is kept in (\S+)", error)[1])
+    kept = Path(re.search(r"files that were not uploaded are kept in (\S+)", error)[1])
     assert verify(kept / name).ok
     shutil.rmtree(kept)
 

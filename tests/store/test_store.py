@@ -265,7 +265,7 @@ def test_only_whole_chunks_are_written(tmp_path):
     group.create("lse", (1, 2, 600), "float32")
 
     for start, size in ((0, 255), (1, 256), (256, 300), (512, 100)):
-        with pytest.raises(ValueError, match="no whole chunks"):
+        with pytest.raises(ValueError, match="not whole chunks"):
             group.write("lse", np.zeros((1, 2, size), np.float32), pos=start)
 
     assert group.written("lse") == 0

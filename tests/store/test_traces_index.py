@@ -237,7 +237,7 @@ def test_the_table(run, made):
     said = f"unfinished, 256 tokens are on disk; kvsim trace recover {draft}\n"
     assert f"b/.x.zarr.tmp-12-000000ab: {said}" in text
     discard = f"kvsim trace discard {made}/.y.zarr.tmp-13-000000cd removes it\n"
-    empty = f"unfinished, without a token, nothing is lost with it; {discard}"
+    empty = f"unfinished, without tokens; {discard}"
     assert f".y.zarr.tmp-13-000000cd: {empty}" in text
     size = sum(one.bytes for one in index(made) if one.state == "whole") / 1e6
     assert text.splitlines()[-1] == (
@@ -282,13 +282,13 @@ def test_drafts_whose_place_is_taken(run, tmp_path):
 
     _, text, _ = run("traces", tmp_path)
 
-    there = "a trace of 300 tokens has its place"
+    there = "a trace of 300 tokens is at its path"
     unfinished = f"unfinished, 512 tokens are on disk, {there}"
     assert text.splitlines()[3:] == [
         f"{aside.name}: 300 tokens, superseded: {there}; kvsim trace discard {aside} removes it",
         f"{fewer.name}: 256 tokens, superseded: {there}; kvsim trace discard {fewer} removes it",
         f"{more.name}: {unfinished}; kvsim trace recover {more} --out OTHER",
-        f"{alone.name}: was set aside for another trace; kvsim trace recover {alone} puts it back",
+        f"{alone.name}: was set aside for another trace; kvsim trace recover {alone} moves it back",
         text.splitlines()[-1],
     ]
     assert text.endswith(" MB, 1 unfinished, 1 set aside, 2 superseded\n")
@@ -346,7 +346,7 @@ def test_what_is_no_folder_of_traces(run, made):
     """A trace, a file and nothing are refused in one line."""
     for name, message in (
         ("plain.zip", "is a file; expected a folder of traces"),
-        ("a.zarr", "is a trace itself; see `kvsim info`"),
+        ("a.zarr", "is a trace; use `kvsim info`"),
         ("notes.txt", "is a file; expected a folder of traces"),
         ("none", "does not exist; expected a folder of traces"),
     ):
