@@ -953,6 +953,6 @@ def test_other_texts_of_tokens_are_found(saved, tmp_path):
 
     (problem,) = verify(saved).problems
 
-    assert "the text of the tokens is another one" in problem
+    assert "the text of the tokens is not the recorded one" in problem
     shutil.rmtree(saved / "token_text")
     assert "token_text has checksums and is not there" in verify(saved).problems[0]

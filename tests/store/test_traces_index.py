@@ -104,8 +104,8 @@ DAMAGE = {
 REASONS = {
     "chunkless.zarr": ": v has 1 of 2 chunks, the first missing is c/1/0/0/0, expected all; ",
     "cut.zarr": ": zarr.json is not readable (",
-    "cut.zarr.zip": " is no usable packed trace (",
-    "early.zarr": " is incomplete (7 tokens were written), expected a finished trace; ",
+    "cut.zarr.zip": " is not a usable packed trace (",
+    "early.zarr": " is incomplete (7 tokens were written), expected a complete trace; ",
     "empty.zarr": " is not a kvsim trace: zarr.json is missing, expected ",
     "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format; ",
     "headless.zarr": ": attribute prompt_len is None, which ",
