@@ -741,7 +741,7 @@ def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
     (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
 
     with pytest.raises(
-        TraceError, match=r"left of a trace that was replaced.*`kvsim trace discard "
+        TraceError, match=r"rest of a trace that was replaced.*`kvsim trace discard "
     ):
         recover(tmp_path / "a.zarr")
 
