@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from kvsim.core.attention import Rope
     from kvsim.core.policy import Policy
     from kvsim.core.record import Record
-    from kvsim.core.trace import Trace, open_trace
+    from kvsim.core.trace import Trace
     from kvsim.engine import replay
     from kvsim.errors import KvsimError
     from kvsim.policies import policy
     from kvsim.recorder import capture
     from kvsim.runner import recompute
+    from kvsim.store import open_trace, save_trace
+    from kvsim.store.labelled import to_xarray
     from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
@@ -46,6 +48,8 @@ __all__ = [
     "recompute",
     "replay",
     "sample_trace",
+    "save_trace",
+    "to_xarray",
 ]
 
 _HOME = {
@@ -56,11 +60,13 @@ _HOME = {
     "Trace": "core.trace",
     "capture": "recorder",
     "measure": "analysis",
-    "open_trace": "core.trace",
+    "open_trace": "store",
     "policy": "policies",
     "recompute": "runner",
     "replay": "engine",
     "sample_trace": "tiny.sample",
+    "save_trace": "store",
+    "to_xarray": "store.labelled",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import importlib.metadata
 import inspect
@@ -186,6 +187,30 @@ def test_imports_are_declared():
     # kvsim.testing is for those who have the test extra
     assert third_party - {"hypothesis"} <= declared
     assert core <= third_party
+
+
+def test_no_circle_of_files():
+    """No two files import each other, not even by way of others or inside functions."""
+    folder = Path(kvsim.__file__).parent
+    files = {
+        ".".join(("kvsim", *path.relative_to(folder).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in SOURCES
+    }
+    imports = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imports[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{name} has a relative import"
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                imports[name] |= (inner & files.keys()) or {node.module}
+    imports["kvsim"] = set()  # the public names are imported on first use
+
+    # raises CycleError, which lists the circle
+    graphlib.TopologicalSorter(imports).prepare()
 
 
 def test_constraints_cover_the_declared_dependencies():

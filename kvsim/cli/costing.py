@@ -96,8 +96,8 @@ def cost(
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
 
-    from kvsim.core.trace import open_trace
     from kvsim.cost import Model, bounded, estimate, no_selection
+    from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
     opened = None if trace is None else open_trace(locate(trace))

@@ -111,8 +111,8 @@ def layers(
     from kvsim.analysis.prompt.ranking import ranking
     from kvsim.analysis.prompt.tables import diagnose
     from kvsim.analysis.results import check_distinct
-    from kvsim.core.trace import open_trace
     from kvsim.policies.asl import ASL
+    from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
     parse_device(device)

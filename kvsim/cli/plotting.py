@@ -164,7 +164,7 @@ def plot(
         _check_single(name, figure, len(sources), len(names), len(budgets))
 
         from kvsim.analysis.results import check_distinct
-        from kvsim.core.trace import open_trace
+        from kvsim.store import open_trace
 
         policies = build_policies(names, settings or []) if names else []
         traces = [open_trace(locate(source)) for source in sources]

@@ -61,9 +61,9 @@ def recompute(
     names, budgets = split(policy, "--policy"), split(budget, "--budget")
     limit = None if memory is None else parse_memory(memory)
 
-    from kvsim.core.trace import open_trace
     from kvsim.recorder import load_model
     from kvsim.runner import recompute as prefill
+    from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
     opened = open_trace(locate(trace))

@@ -140,7 +140,7 @@ def replay(
     from kvsim.analysis.results import check_distinct
     from kvsim.analysis.table import choose
     from kvsim.core.policy import Protection
-    from kvsim.core.trace import open_trace
+    from kvsim.store import open_trace
     from kvsim.sweeps.run import SUMMARY, check_output, sweep
 
     if out is not None:

@@ -38,8 +38,8 @@ def report(
     Of runs: every policy with intervals over prompts. Of traces: what they say before any policy
     evicts. Traces beside runs have to be those that the runs replayed.
     """
-    from kvsim.core.trace import open_trace
     from kvsim.report import write_report
+    from kvsim.store import open_trace
 
     paths = [locate(one) for one in given]
     traces = [open_trace(path) for path in paths if _is_trace(path)]

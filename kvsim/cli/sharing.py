@@ -14,7 +14,7 @@ from kvsim.cli.values import local_path, locate
 from kvsim.schema import is_url
 
 Out = typer.Option(
-    parser=local_path, metavar="PATH", help="Where to write it; beside the trace by default."
+    parser=local_path, metavar="PATH", help="Where to write it; next to the trace by default."
 )
 
 
@@ -27,38 +27,38 @@ def pack(
     ],
     out: Annotated[Path | None, Out] = None,
 ) -> None:
-    """Write a trace as one file, TRACE.zip, which every command reads as it reads a folder.
+    """Write a trace as one file, TRACE.zip, which every command reads like a folder.
 
-    Its chunks are checked first. The same trace gives the same bytes.
+    Chunks are checked first. The same trace has the same bytes.
     """
-    from kvsim.store.packing import pack as write
+    from kvsim.store import packing
 
     if trace == "sample" and out is None:
-        out = Path("sample.zarr.zip")  # and not into the package
-    packed = write(locate(trace), out)
+        out = Path("sample.zarr.zip")  # not next to the sample, inside the package
+    packed = packing.pack(locate(trace), out)
     typer.echo(f"{packed}: {packed.stat().st_size / 1e6:.1f} MB")
 
 
 def unpack(
     file: Annotated[
         Path,
-        typer.Argument(parser=local_path, metavar="FILE", help="A packed trace on this machine."),
+        typer.Argument(parser=local_path, metavar="FILE", help="A local packed trace."),
     ],
     out: Annotated[Path | None, Out] = None,
 ) -> None:
     """Write a packed trace as a folder again.
 
-    A file that is anything else than a whole packed trace is refused before anything is written.
+    A file that is not a complete packed trace is refused before anything is written.
     """
-    from kvsim.store.packing import unpack as write
+    from kvsim.store import packing
 
-    typer.echo(str(write(file, out)))
+    typer.echo(str(packing.unpack(file, out)))
 
 
 def stage(context: typer.Context, out: str) -> Path:
-    """Where to record: `out` itself, or for a URL a folder that is removed when a command ends.
+    """Return where to record: `out`, or for a URL a local folder that is removed at the end.
 
-    What could not be uploaded, and what an interrupted capture has left, stays there.
+    Traces that could not be uploaded and drafts of interrupted captures stay there.
     """
     if not is_url(out):
         return Path(out)
@@ -68,9 +68,9 @@ def stage(context: typer.Context, out: str) -> Path:
 
 
 def _leave(folder: Path) -> None:
-    """Remove a staging folder without files, or say where what was not uploaded is."""
+    """Remove a staging folder without files, or print where the files are."""
     if any(path.is_file() for path in folder.rglob("*")):
-        echo_text(f"what was not uploaded is kept in {folder}", err=True)
+        echo_text(f"files that were not uploaded are kept in {folder}", err=True)
     else:
         shutil.rmtree(folder)
 
@@ -78,7 +78,7 @@ def _leave(folder: Path) -> None:
 def check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -> None:
     """Raise TraceExistsError unless traces may be written to all of these paths.
 
-    staged: what stands for `out` on this machine.
+    staged: the local path that stands for `out`.
     """
     from kvsim.store import check_target
 
@@ -91,7 +91,7 @@ def check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) ->
 
 
 def publish(paths: list[Path], staged: Path, out: str) -> None:
-    """Upload those traces that are there, if `out` is a URL."""
+    """Upload the traces that exist, if `out` is a URL."""
     if is_url(out):
         from kvsim.store.remote import upload
 
@@ -102,5 +102,5 @@ def publish(paths: list[Path], staged: Path, out: str) -> None:
 
 
 def final(path: Path, staged: Path, out: str) -> str:
-    """Where a trace that was recorded at `path` is when a command ends."""
+    """Return the final path or URL of a trace that was recorded at `path`."""
     return str(path) if not is_url(out) else out.rstrip("/") + str(path).removeprefix(str(staged))

@@ -1,4 +1,4 @@
-"""`kvsim trace COMMAND`: what is done to traces as files."""
+"""`kvsim trace COMMAND`: work on traces as files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DraftPath = Annotated[
     typer.Argument(
         parser=local_path,
         metavar="PATH",
-        help="The trace that was to be written, or the hidden folder beside it.",
+        help="The intended path of the trace, or the hidden folder next to it.",
     ),
 ]
 
@@ -39,25 +39,24 @@ def recover(
         typer.Option(
             parser=local_path,
             metavar="PATH",
-            help="Where to put the trace; default: where it was to be.",
+            help="Where to write the trace; default: its intended path.",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a trace that is there already.")
+        bool, typer.Option("--overwrite", help="Replace a trace at that path.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a trace of what an interrupted capture has left.
+    """Make a trace of what an interrupted capture has left behind.
 
-    It has the tokens that were written completely, 256 at a time, exactly as a whole capture would
-    have them.
+    The trace has the tokens that were written completely, in blocks of 256, exactly as in an
+    uninterrupted capture.
     """
-    from kvsim.store import describe
-    from kvsim.store import recover as make
+    from kvsim import store
 
     try:
         with bar("layers") as report:
-            made = make(
+            trace = store.recover(
                 path,
                 out=out,
                 overwrite=overwrite,
@@ -65,23 +64,23 @@ def recover(
             )
     except KeyboardInterrupt:
         raise Stop("interrupted, the draft is kept; run the same command again", 130) from None
-    facts = describe(made)
+    facts = store.describe(trace)
     if as_json:
         echo_json({"trace": facts})
         return
     prompt, total = facts["prompt_len"], facts["tokens"]
-    echo_text(f"{made}: {total} tokens (prompt {prompt}, response {total - prompt})")
+    echo_text(f"{trace}: {total} tokens (prompt {prompt}, response {total - prompt})")
     for note in facts["notes"]:
         echo_text(f"  note: {note}")
 
 
 @app.command()
 def discard(path: DraftPath) -> None:
-    """Remove what an interrupted capture has left, instead of recovering it.
+    """Remove what an interrupted capture has left behind, instead of recovering it.
 
-    A draft that is being written is refused, and a trace at its place is not touched.
+    A draft that is being written is refused; a trace at its intended path is not touched.
     """
-    from kvsim.store import discard as remove
+    from kvsim import store
 
-    gone = remove(path)
-    echo_text(f"removed {one_line(str(gone.path))} ({gone.tokens} tokens)")
+    draft = store.discard(path)
+    echo_text(f"removed {one_line(str(draft.path))} ({draft.tokens} tokens)")

@@ -1,37 +1,34 @@
-"""A trace: one token sequence through one model, as its attention saw it.
+"""A trace: one token sequence through one model, with everything its attention depends on.
 
-`Trace` answers the same questions whether its arrays are in memory (`Trace.from_arrays`) or on disk
-(`open_trace`, format in `docs/trace-format.md`). Layers are counted 0, 1, 2, ... among those that
-the trace holds; `layer_ids` gives the model's numbers. Axes are those of `kvsim.schema.AXES`.
+`Trace` has the same interface whether its arrays are in memory (`Trace.from_arrays`) or on disk
+(`kvsim.open_trace`): it reads them from a `Source` and knows nothing of files. Layers are counted
+0, 1, 2, ... among those of the trace; `layer_ids` has the model's numbers. Axes: `schema.AXES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Formula, Rope, attention_weights, causal_attention
+from kvsim.core.arguments import ArrayLike, Positions, as_positions, as_tensor, as_tokens
+from kvsim.core.attention import Formula, Rope
+from kvsim.core.checks import DTYPES, check_finite, check_shapes
+from kvsim.core.digest import array_digest
+from kvsim.core.full import FullAttention
+from kvsim.core.header import Header
+from kvsim.core.sources import Memory, PerQueryHead, SelectedRows, Source, check_steps
 from kvsim.errors import NeedsError, TraceError
-from kvsim.schema import AXES, is_url
-from kvsim.store.checks import DTYPES, check_finite, check_shapes, stored_dtype
-from kvsim.store.header import CHECKSUMMED, DIGESTED, ContentDigest, Header
-from kvsim.store.memory import ArrayLike, Memory, Source, as_tensor, as_tokens
 
 if TYPE_CHECKING:
     import xarray
 
-__all__ = ["Trace", "open_trace"]
-
 T = TypeVar("T")
-
-Positions = Sequence[int] | slice | Tensor
 
 _ALL = slice(None)
 
@@ -44,57 +41,19 @@ _ON_REQUEST = {
 }
 
 
-class _PerQueryHead:
-    """Another trace with the keys and values of a KV head repeated for each of its queries."""
-
-    def __init__(self, base: Trace) -> None:
-        self.base = base
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        shapes = dict(self.base.source.shapes)
-        for name in ("k", "v"):
-            layers, heads, *rest = shapes[name]
-            shapes[name] = (layers, heads * self.base.group, *rest)
-        return shapes
-
-    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        part = self.base.source.read(name, layers, pos)
-        return part.repeat_interleave(self.base.group, dim=1) if name in ("k", "v") else part
-
-
-class _Rows:
-    """Another trace with the rows at some positions alone, as a model that runs on them alone.
-
-    at: int64 [n], ascending. What full attention gave is left out: these rows see each other only.
-    """
-
-    _KEPT = ("q", "k", "v", "o_proj")
-
-    def __init__(self, base: Trace, at: Tensor) -> None:
-        self.base, self.at = base, at
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        shapes = {name: self.base.source.shapes[name] for name in self._KEPT if self.base.has(name)}
-        for name in ("q", "k", "v"):
-            layers, heads, _, dim = shapes[name]
-            shapes[name] = (layers, heads, len(self.at), dim)
-        return shapes
-
-    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        at = self.at[pos]
-        if name == "o_proj" or not len(at):
-            return self.base.source.read(name, layers, pos)
-        first, stop = int(at[0]), int(at[-1]) + 1
-        part = self.base.source.read(name, layers, slice(first, stop))
-        return part if stop - first == len(at) else part.index_select(2, at - first)
-
-
 class Trace:
-    """One token sequence through one model: q, k, v after RoPE, and what is known about them.
+    """One token sequence through one model: q, k, v after RoPE, and its header.
 
-    Made by `Trace.from_arrays`, `open_trace` or `kvsim.capture`, not by hand. Immutable.
+    Use `Trace.from_arrays`, `kvsim.open_trace` or `kvsim.capture` to get one. Immutable.
+
+    Args:
+        source: the arrays.
+        header: facts about the trace.
+        dtype: the compute dtype.
+        token_text: the text of each token.
+        digest: the recorded digest; computed from the arrays by default.
+        path: where the trace is stored; None in memory.
+        base: the trace whose KV heads `source` repeats, if it does.
     """
 
     def __init__(
@@ -106,15 +65,17 @@ class Trace:
         token_text: Sequence[str] | None = None,
         digest: str | None = None,
         path: Path | str | None = None,
+        base: Trace | None = None,
     ) -> None:
-        self.source, self._header, self._dtype = source, header, dtype
+        self.source, self.header, self._dtype = source, header, dtype
         self._token_text = None if token_text is None else list(token_text)
-        self._digest, self._path = digest, path
-        # attention of in-memory traces without a recorded one, filled layer by layer
-        self._computed: tuple[Tensor, Tensor] | None = None
-        self._computed_layers: set[int] = set()
+        self._digest, self._path, self._base = digest, path, base
+        same = None if base is None else base.full_attention
+        self.full_attention: FullAttention = FullAttention(
+            source, header.formulas, dtype, cache=path is None, base=same
+        )
 
-    # --- making and saving ---
+    # --- building and saving ---
 
     @classmethod
     def from_arrays(
@@ -137,7 +98,7 @@ class Trace:
         layer_ids: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A trace of arrays in memory, used without a copy where the dtype is the compute dtype.
+        """Build a trace of arrays in memory, not copied where their dtype is the compute dtype.
 
         Args:
             q: queries after RoPE [layer, qhead, pos, dim].
@@ -196,68 +157,40 @@ class Trace:
         return cls(Memory(arrays), header, dtype=dtype, token_text=token_text)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
-        """Write the trace to `path` in the format of `docs/trace-format.md`; gives the path.
+        """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
+        return cast("Path | str", _public("save_trace")(self, path, overwrite=overwrite))
 
-        Stores what the trace has, attention output and log-sum-exp included if there are any.
-
-        Args:
-            path: a folder to be, or a URL of a store, such as ``s3://bucket/x.zarr``.
-            overwrite: replace a trace that is there; not for a URL.
-
-        Raises:
-            TraceExistsError: something is at `path`, and it is no trace or `overwrite` is False.
-        """
-        if is_url(path):
-            from kvsim.store.remote import check_free, upload  # noqa: PLC0415  an optional extra
-
-            check_free(str(path), overwrite=overwrite)
-            with TemporaryDirectory(prefix="kvsim-") as staging:
-                return upload(Path(self.save(Path(staging, "trace"))), str(path))
-        from kvsim.store.writer import write_trace  # noqa: PLC0415  the writer needs zarr
-
-        names = [key for key in CHECKSUMMED if self.has(key)]
-
-        def read(key: str, layer: int) -> Tensor:
-            layers = slice(layer, layer + 1)
-            part = self.source.read(key, layers, _ALL)
-            return part if AXES[key][0] != "layer" else part[0]
-
-        return write_trace(
-            Path(path),
-            self._header,
-            shapes={key: self.source.shapes[key] for key in names},
-            compute_dtype=DTYPES[self._dtype],
-            read=read,
-            token_text=self._token_text,
-            overwrite=overwrite,
-        )
+    def to_xarray(self) -> xarray.Dataset:
+        """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
+        return cast("xarray.Dataset", _public("to_xarray")(self))
 
     def per_query_head(self) -> Trace:
-        """The same trace with keys and values repeated, so that every query head has its own.
+        """Return the trace with keys and values repeated, so that each query head has its own.
 
         Nothing is copied before it is read.
         """
         if self.group == 1:
             return self
         return Trace(
-            _PerQueryHead(self),
-            self._header,
+            PerQueryHead(self.source, self.group),
+            self.header,
             dtype=self._dtype,
             token_text=self._token_text,
             path=self._path,
+            base=self,
         )
 
     def only(self, prompt_rows: Tensor) -> Trace:
-        """The trace as layers see it that go on with some rows of the prompt alone.
+        """Return the trace of layers to which only some rows of the prompt are propagated.
 
-        prompt_rows: their positions, int [k], ascending. Rows after the prompt stay. Places in the
-        new trace count these rows; `positions` says where they are. Nothing is copied before it is
+        prompt_rows: their positions, int [k], ascending. Rows after the prompt stay. The new trace
+        counts these rows; its `positions` are those in the sequence. Nothing is copied before it is
         read; attention is that of these rows among themselves, with the recorded q, k, v.
         """
         after = torch.arange(self.prompt_len, self.n_pos)
-        at = torch.cat([prompt_rows.to("cpu", torch.int64), after])
-        header = replace(self._header, prompt_len=len(prompt_rows))
-        return Trace(_Rows(self, at), header, dtype=self._dtype)
+        rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
+        header = replace(self.header, prompt_len=len(prompt_rows))
+        return Trace(SelectedRows(self.source, rows), header, dtype=self._dtype)
 
     # --- facts ---
 
@@ -294,34 +227,31 @@ class Trace:
     @property
     def prompt_len(self) -> int:
         """Rows 0 to prompt_len - 1 are the prefill."""
-        return self._header.prompt_len
+        return self.header.prompt_len
 
     @property
     def positions(self) -> Tensor:
-        """Position of each row in the text, which RoPE turned it by; int64 [pos]."""
-        source = self.source
-        if isinstance(source, _PerQueryHead):
-            return source.base.positions
-        return source.at if isinstance(source, _Rows) else torch.arange(self.n_pos)
+        """Position of each row in the sequence, by which RoPE rotated it; int64 [pos]."""
+        return self.source.positions
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
         """What each layer computes from q, k, v."""
-        return self._header.formulas
+        return self.header.formulas
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embedding that q and k of each layer went through."""
-        return self._header.ropes
+        return self.header.ropes
 
     @property
     def scale(self) -> float:
-        """Factor of the logits q . k, where it is that of all layers; else NeedsError."""
+        """Factor of the logits q . k, if all layers share it; else NeedsError."""
         return self._shared("scale", [formula.scale for formula in self.formulas])
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding, where it is that of all layers; else NeedsError."""
+        """The rotary embedding, if all layers share it; else NeedsError."""
         return self._shared("rope", self.ropes)
 
     def _shared(self, name: str, of_layers: Sequence[T]) -> T:
@@ -334,31 +264,31 @@ class Trace:
 
     @property
     def windowed(self) -> tuple[int, ...]:
-        """Layers, by their place, whose sliding window hides something from some row."""
+        """Layers, by their place, whose sliding window masks something out for some row."""
         windows = ((i, formula.window) for i, formula in enumerate(self.formulas))
         return tuple(i for i, window in windows if window is not None and window < self.n_pos)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that `read` gives: float64 for float64 arrays, float32 for all others."""
+        """The dtype that `read` returns: float64 for float64 arrays, float32 for all others."""
         return self._dtype
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """The model's number of each layer."""
-        return self._header.layer_ids
+        return self.header.layer_ids
 
     @property
     def whole(self) -> bool:
-        """Whether these are all layers of the model, as far as the trace says how many it has."""
+        """Whether these are all layers of the model, as far as `meta` has their number."""
         model = self.meta.get("model")
-        said = model.get("layers") if isinstance(model, dict) else None
-        return self.layer_ids == tuple(range(said if isinstance(said, int) else self.n_layers))
+        layers = model.get("layers") if isinstance(model, dict) else None
+        return self.layer_ids == tuple(range(layers if isinstance(layers, int) else self.n_layers))
 
     @property
     def name(self) -> str:
         """A name for tables and figures."""
-        return self._header.name
+        return self.header.name
 
     @property
     def path(self) -> Path | str | None:
@@ -368,17 +298,17 @@ class Trace:
     @property
     def meta(self) -> Mapping[str, Any]:
         """Provenance: model, text, generation settings, answer check, versions."""
-        return self._header.meta
+        return self.header.meta
 
     @property
     def labels(self) -> dict[str, str | int]:
-        """What the prompt says of itself, as far as it does: `task`, `domain`, `level`."""
-        return self._header.labels
+        """Labels of the prompt, as far as it has them: `task`, `domain`, `level`."""
+        return self.header.labels
 
     @property
     def source_dtypes(self) -> Mapping[str, str]:
         """For each array, the dtype that it had in the model."""
-        return self._header.source_dtypes
+        return self.header.source_dtypes
 
     @property
     def token_text(self) -> list[str] | None:
@@ -387,12 +317,12 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what attention saw, the same in memory and on disk (docs/trace-format.md)."""
+        """SHA-256 of what attention depends on, the same in memory and on disk."""
         if self._digest is None:
-            if isinstance(self.source, _PerQueryHead):
-                self._digest = f"{self.source.base.digest}/per_query_head"
+            if self._base is not None:
+                self._digest = f"{self._base.digest}/per_query_head"
             else:
-                self._digest = self._compute_digest()
+                self._digest = array_digest(self.source, self.header, self._dtype)
         return self._digest
 
     def has(self, name: str) -> bool:
@@ -408,12 +338,12 @@ class Trace:
     # --- arrays ---
 
     def read(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
-        """Part of an array in the compute dtype (`tokens`: int64); a view where it is in memory.
+        """Return part of an array in the compute dtype (`tokens`: int64); a view if in memory.
 
         Args:
             name: an array of `kvsim.schema.AXES` that the trace has.
             layers: layers by their place in the trace, step 1.
-            pos: positions, step 1; for `attention`, rows; without meaning for `o_proj`.
+            pos: positions, step 1; for `attention`, rows; ignored for `o_proj`.
 
         Raises:
             NeedsError: the trace has no such array.
@@ -425,9 +355,7 @@ class Trace:
                 f"{', '.join(self.source.shapes)}; record it again with "
                 f"{_ON_REQUEST.get(name, 'what is missing')}"
             )
-        for part in (layers, pos):
-            if part.step not in (None, 1):
-                raise ValueError(f"step is {part.step}, expected 1")
+        check_steps(layers, pos)
         array = self.source.read(name, layers, pos)
         return array.to(torch.int64 if name == "tokens" else self._dtype)
 
@@ -472,9 +400,9 @@ class Trace:
     def residual(self) -> Tensor:
         """Residual stream: the input of each decoder layer [layer, pos, hidden].
 
-        residual[0] is what the first layer is given, the embedding of each token and what the model
-        makes of it; the output of layer l is residual[l + 1];
-        the output of the model's last layer is not stored.
+        residual[0] is the input of the first layer: the embedding of each token after everything
+        that the model does to it. The output of layer l is residual[l + 1]; the output of the
+        model's last layer is not stored.
 
         Raises:
             NeedsError: it was not recorded; `kvsim capture --residual` does.
@@ -487,144 +415,26 @@ class Trace:
         return self.read("tokens") if self.has("tokens") else None
 
     def full(self, layers: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Full attention of `layers`: attn_out [layer, qhead, pos, dim], lse [layer, qhead, pos].
+        """Return full attention of `layers`: attn_out [layer, qhead, pos, dim], lse without dim.
 
-        As recorded, else computed from q, k, v; what is computed stays in memory only for traces
-        that are in memory themselves.
+        As recorded, else computed from q, k, v; traces in memory keep what they have computed.
         """
-        if isinstance(self.source, _PerQueryHead):  # queries are the same, so is the output
-            return self.source.base.full(layers)
-        recorded = {name: self.read(name, layers) for name in ("attn_out", "lse") if self.has(name)}
-        if len(recorded) == 2:
-            return recorded["attn_out"], recorded["lse"]
-        out, lse = self._compute_full(range(*layers.indices(self.n_layers)))
-        return recorded.get("attn_out", out), recorded.get("lse", lse)
-
-    def _compute_full(self, wanted: range) -> tuple[Tensor, Tensor]:
-        stored = self._path is not None
-        if stored or self._computed is None:
-            shape = (len(wanted) if stored else self.n_layers, self.n_qheads, self.n_pos)
-            out = torch.empty((*shape, self.dim), dtype=self._dtype)
-            lse = torch.empty(shape, dtype=self._dtype)
-            if not stored:
-                self._computed = out, lse
-        else:
-            out, lse = self._computed
-        first = wanted.start if stored else 0
-        for layer in wanted:
-            if not stored and layer in self._computed_layers:
-                continue
-            one = slice(layer, layer + 1)
-            q, k, v = (self.read(name, one)[0] for name in "qkv")
-            out[layer - first], lse[layer - first] = causal_attention(q, k, v, self.formulas[layer])
-            if not stored:
-                self._computed_layers.add(layer)
-        return (out, lse) if stored else (out[_slice(wanted)], lse[_slice(wanted)])
+        check_steps(layers)
+        return self.full_attention.layers(layers)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
-        """Exact rows of full attention [qhead, row, pos], computed through the log-sum-exp.
+        """Return exact rows of full attention [qhead, row, pos], computed by the log-sum-exp.
 
         Args:
             layer: a layer by its place in the trace.
             rows: query positions.
-            pos: key positions, all of them by default; what the row does not see gives 0.
+            pos: key positions, all of them by default; masked ones have weight 0.
         """
-        at = _positions(rows, self.n_pos)
-        to = _positions(_ALL if pos is None else pos, self.n_pos)
+        at = as_positions(rows, self.n_pos)
+        to = as_positions(_ALL if pos is None else pos, self.n_pos)
         if not len(at) or not len(to):
             return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self._dtype)
-        layer = range(self.n_layers)[layer]
-        one = slice(layer, layer + 1)
-        q = self._pick("q", one, at)
-        k = self._pick("k", one, to)
-        if self.has("lse"):
-            lse = self._pick("lse", one, at)
-        else:
-            lse = self.full(one)[1][0].index_select(1, at)
-        return attention_weights(q, k, lse, self.formulas[layer], at, to)
-
-    def _pick(self, name: str, layer: slice, at: Tensor) -> Tensor:
-        """Positions `at` of one layer, reading no more than from the first to the last of them."""
-        low, high = int(at.min()), int(at.max())
-        return self.read(name, layer, slice(low, high + 1))[0].index_select(1, at - low)
-
-    def to_xarray(self) -> xarray.Dataset:
-        """The arrays as an xarray Dataset with named dimensions; lazy for a stored trace.
-
-        Raises:
-            ImportError: xarray is not installed (`pip install kvsim[xarray]`).
-        """
-        import xarray as xr  # noqa: PLC0415  an optional extra
-
-        from kvsim.store.labelled import variables  # noqa: PLC0415  as xarray
-        from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
-
-        data: dict[str, Any]
-        if isinstance(self.source, StoredTrace):
-            data = dict(variables(self.source))
-        else:
-            data = {
-                name: (AXES[name], self.read(name).numpy())
-                for name in self.source.shapes
-                if name != "attention"
-            }
-        if self._token_text is not None:
-            data["token_text"] = (AXES["token_text"], np.array(self._token_text))
-        coordinates = {"layer": list(self.layer_ids)}
-        return xr.Dataset(data, coords=coordinates, attrs=self._header.attributes())
-
-    def _compute_digest(self) -> str:
-        digest = ContentDigest()
-        shapes = dict(self.source.shapes)
-        for name in DIGESTED:
-            if name not in shapes:
-                continue
-            if name == "tokens":
-                digest.update_all(name, 0, self.tokens_int32(), axis=0)
-                continue
-            stored = stored_dtype(self.source_dtypes.get(name, DTYPES[self._dtype]))
-            for layer in range(self.n_layers):
-                part = self.source.read(name, slice(layer, layer + 1), _ALL)[0]
-                digest.update_all(name, layer, part.to(stored).numpy(), axis=1)
-        return digest.total(self._header, shapes)
-
-    def tokens_int32(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Token ids as they are stored."""
-        return self.read("tokens").numpy().astype(np.int32)
-
-
-def open_trace(path: str | Path) -> Trace:
-    """The trace stored at `path`; arrays are read when they are asked for.
-
-    Args:
-        path: a folder, a packed trace (`kvsim trace pack`), or the URL of a folder, such as
-            ``s3://bucket/x.zarr``.
-
-    Raises:
-        TraceNotFoundError: there is nothing at `path`, or nothing that says it is a trace.
-        TraceError: what is there is incomplete, damaged or of a newer format.
-    """
-    from kvsim.store.reader import StoredTrace  # noqa: PLC0415  the reader needs zarr
-
-    stored = StoredTrace(path)
-    return Trace(
-        stored,
-        stored.header,
-        dtype=stored.compute_dtype,
-        token_text=stored.token_text,
-        digest=stored.digest,
-        path=stored.path,
-    )
-
-
-def _positions(at: Positions, n_pos: int) -> Tensor:
-    if isinstance(at, slice):
-        return torch.arange(n_pos)[at]
-    index = torch.as_tensor(at, dtype=torch.int64)
-    index = torch.where(index < 0, index + n_pos, index)
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
-        raise IndexError(f"position out of range, expected 0 to {n_pos - 1}")
-    return index
+        return self.full_attention.weights(range(self.n_layers)[layer], at, to)
 
 
 def _plain(scale: float, where: str) -> Formula:
@@ -634,5 +444,6 @@ def _plain(scale: float, where: str) -> Formula:
         raise TraceError(f"{where}: {error}") from None
 
 
-def _slice(wanted: range) -> slice:
-    return slice(wanted.start, wanted.stop)
+def _public(name: str) -> Any:
+    """The public function `kvsim.NAME`, found at call time: core knows nothing of files."""
+    return getattr(import_module("kvsim"), name)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from kvsim.core.attention import Rope
 from kvsim.core.policy import Schedule, Scorer
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError
+from kvsim.store import open_trace
 
 _WAYS = (
     'give calibration="prefix:64" (the first 64 rows of each trace), another trace or the path of '

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Formula, Rope, recent_attention
+from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, projected_keys
 from kvsim.schema import CHUNK
-from kvsim.store.checks import DTYPES, relative_error, tolerance
 from kvsim.store.layout import pos_axis
 
 # Models take angles in float32: a position of this relative error times a frequency.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
-from kvsim.store.checks import DTYPES, relative_error, tolerance
 
 #: Names of the output projection in attention modules: most families, GPT-NeoX, GPT-2, OPT.
 NAMES = ("o_proj", "dense", "c_proj", "out_proj")

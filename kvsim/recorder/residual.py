@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
-from kvsim.store.checks import DTYPES, relative_error, tolerance
 
 #: Names of the norm between residual stream and attention: most families, GPT-2.
 NORMS = ("input_layernorm", "ln_1")

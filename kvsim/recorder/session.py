@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import attention_weights
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.checks import DTYPES
+from kvsim.core.header import Header
+from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.answers import check_answer
 from kvsim.recorder.blocks import BlockRecorder, MemorySink, Sink
@@ -35,8 +37,7 @@ from kvsim.recorder.prompts import Encoded, Labels, token_strings
 from kvsim.recorder.residual import Residual
 from kvsim.recorder.resuming import differences
 from kvsim.schema import CHUNK
-from kvsim.store.checks import DTYPES
-from kvsim.store.header import Header
+from kvsim.store import open_trace
 from kvsim.store.writer import TraceWriter
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.analysis.table import COLUMNS
+from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -32,7 +33,6 @@ from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.models import describe_model
 from kvsim.runner.decoder import Computed, Decoder
-from kvsim.store.checks import DTYPES, relative_error, tolerance
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
-"""Traces on disk: zarr groups in the format of `docs/trace-format.md`."""
+"""Traces as files, in the format of docs/trace-format.md."""
 
 from kvsim.store.publication import check_target, check_writable
+from kvsim.store.reader import open_trace
 from kvsim.store.recovery import Draft, discard, find_drafts, recover
 from kvsim.store.verification import Verification, describe, verify
-from kvsim.store.writer import TraceWriter
+from kvsim.store.writer import TraceWriter, save_trace
 
 __all__ = [
     "Draft",
@@ -14,6 +15,8 @@ __all__ = [
     "describe",
     "discard",
     "find_drafts",
+    "open_trace",
     "recover",
+    "save_trace",
     "verify",
 ]

@@ -1,14 +1,16 @@
-"""JSON of strangers: how large, how deep and how many values, before anything is made of it."""
+"""Untrusted JSON: its size, depth and number of values are limited before it is used."""
 
 from __future__ import annotations
 
 import json
 import math
 import reprlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvsim.errors import TraceError
-from kvsim.store.place import Place
+from kvsim.store.place import Folder, Place
 
 #: Largest metadata document in bytes: of the group (it holds text), and of one array.
 ROOT_LIMIT = 64 << 20
@@ -20,10 +22,10 @@ DEPTH = 64
 
 
 def read_document(place: Place, key: str, where: str) -> dict[str, Any]:
-    """The metadata document of a trace at `key`; `where` names the trace in error messages.
+    """Return the metadata document of a trace at `key`; `where` names the trace in messages.
 
     Raises:
-        TraceError: there is none, or it is unusable.
+        TraceError: it is missing or unusable.
     """
     document = find_document(place, key, where)
     if document is None:
@@ -34,8 +36,13 @@ def read_document(place: Place, key: str, where: str) -> dict[str, Any]:
     return document
 
 
+def read_json(path: Path, where: str) -> dict[str, Any]:
+    """Return the metadata document at `path`, as `read_document`."""
+    return read_document(Folder(path.parent), path.name, where)
+
+
 def find_document(place: Place, key: str, where: str) -> dict[str, Any] | None:
-    """The metadata document of a trace at `key`, None where there is none.
+    """Return the metadata document of a trace at `key`, None if it is missing.
 
     Raises:
         TraceError: it is unusable.
@@ -48,13 +55,13 @@ def find_document(place: Place, key: str, where: str) -> dict[str, Any] | None:
 
 
 def parse_json(data: bytes, name: str, where: str) -> dict[str, Any]:
-    """The object that the metadata document `data` holds.
+    """Return the JSON object `data`, a metadata document.
 
     Raises:
-        TraceError: it is no JSON object, or has more values, deeper nesting or larger whole numbers
+        TraceError: it is not a JSON object, or has more values, deeper nesting or larger integers
             than any trace needs.
     """
-    # each value but the first of a list or object comes after one of these; text has some too
+    # each value is preceded by one of these characters; text has some too
     if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
         raise TraceError(f"{where}: {name} has more than {VALUES} values; record the trace again")
     try:
@@ -65,24 +72,24 @@ def parse_json(data: bytes, name: str, where: str) -> dict[str, Any]:
             "copy the trace again or record it again"
         ) from error
     if not isinstance(document, dict):
-        raise TraceError(f"{where}: {name} is no JSON object; record the trace again")
+        raise TraceError(f"{where}: {name} is not a JSON object; record the trace again")
     _check_size(document, name, where)
     return document
 
 
 def _check_size(document: dict[str, Any], name: str, where: str) -> None:
-    """Refuse nesting that recursion would not survive, and numbers that no float holds."""
+    """Refuse nesting beyond what recursion allows, and integers beyond 64 bits."""
     level: list[Any] = [document]
     for _ in range(DEPTH):
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner.extend(one.values())
-            elif isinstance(one, list):
-                inner.extend(one)
-            elif isinstance(one, int) and abs(one) >= 1 << 63:
+        for value in level:
+            if isinstance(value, dict):
+                inner.extend(value.values())
+            elif isinstance(value, list):
+                inner.extend(value)
+            elif isinstance(value, int) and abs(value) >= 1 << 63:
                 raise TraceError(
-                    f"{where}: {name} has the number {brief(one)}, expected whole numbers of at "
+                    f"{where}: {name} has the number {short_repr(value)}, expected integers of at "
                     "most 64 bits; record the trace again"
                 )
         if not inner:
@@ -99,15 +106,21 @@ def check_numbers(value: Any, what: str, where: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise TraceError(f"{where}: {what} is {value}, expected a finite number; record it again")
     items = value.items() if isinstance(value, dict) else ()
-    for key, one in items or (enumerate(value) if isinstance(value, list) else ()):
-        check_numbers(one, f"{what}.{brief(key).strip(chr(39))}", where)
+    for key, item in items or (enumerate(value) if isinstance(value, list) else ()):
+        check_numbers(item, f"{what}.{short_repr(key).strip(chr(39))}", where)
 
 
-def said(error: BaseException) -> str:
-    """What an error says, on one line of no great length; its kind where it says nothing."""
+def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the object at a key; empty if another writer put something else there."""
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def error_line(error: BaseException) -> str:
+    """Return the message of an error on one line, shortened; its class if it has none."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def brief(value: object) -> str:
-    """The value as a few printable characters on one line, however large it is."""
+def short_repr(value: object) -> str:
+    """Return the repr of a value, shortened to a few printable characters on one line."""
     return reprlib.repr(value)

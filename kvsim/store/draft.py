@@ -1,4 +1,4 @@
-"""What a trace on its way has beside its arrays: a name, the tokens so far, and who writes it."""
+"""Drafts: traces that are being written. Their names, their tokens, and the lock of the writer."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from typing import Any, Literal
 if sys.platform != "win32":
     import fcntl
 
-#: A draft's file of tokens, a JSON object per line, which its writer also holds locked.
+#: The file of a draft's tokens, a JSON object per line, locked by its writer.
 TOKENS = "draft.jsonl"
 
-#: ``tmp`` a trace on its way, ``old`` a trace that is being replaced by one.
+#: ``tmp`` a trace that is being written, ``old`` a trace that is being replaced.
 Kind = Literal["tmp", "old"]
 
 _NAME = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+-[0-9a-f]{8}")
 
-# What locking fails with where a file system has no locks.
+# Errors of locking on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 def hidden(path: Path, kind: Kind) -> Path:
-    """A new hidden name beside `path`, where what belongs to the trace there is kept meanwhile."""
+    """Return a new hidden path next to `path`, for a draft or a replaced trace."""
     return path.parent / f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def belongs_to(folder: Path) -> tuple[Path, Kind] | None:
-    """The path of the trace that a hidden folder belongs to, and as what; None for other names."""
-    found = _NAME.fullmatch(folder.name)
-    if found is None:
+    """Return the path of the trace of a hidden folder, and its kind; None for other names."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
         return None
-    return folder.parent / found["name"], "tmp" if found["kind"] == "tmp" else "old"
+    return folder.parent / match["name"], "tmp" if match["kind"] == "tmp" else "old"
 
 
 def recover_command(folder: Path, *options: str) -> str:
-    """The command that makes a trace of a draft."""
+    """Return the command that makes a trace of a draft."""
     return " ".join(["kvsim trace recover", shlex.quote(str(folder)), *options])
 
 
 class TokenFile:
-    """The file of tokens of a draft, which is locked for as long as it is open.
+    """The file of a draft's tokens, locked while it is open.
 
-    The system drops the lock when the process ends, however it ends.
+    The system releases the lock when the process ends, however it ends.
 
     Args:
         folder: the draft.
-        wait: until nobody else holds it; else `held` says whether it was free.
+        wait: wait until the lock is free; otherwise `held` is False if it is not.
 
     Raises:
         OSError: the file cannot be opened.
@@ -62,7 +62,7 @@ class TokenFile:
 
     def __init__(self, folder: Path, *, wait: bool) -> None:
         self.path = folder / TOKENS
-        # a line goes to the system as a whole, so that a killed process leaves it there
+        # unbuffered: lines reach the system as a whole, so a kill cannot lose them
         self._file = self.path.open("ab", buffering=0)
         self.held = _lock(self._file, wait=wait)
 
@@ -76,24 +76,24 @@ class TokenFile:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close and unlock it."""
+        """Close and unlock the file."""
         self._file.close()
 
     def remove(self) -> None:
-        """Close it, and remove it from the draft."""
+        """Close the file and remove it."""
         self.close()
         self.path.unlink(missing_ok=True)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether some process is writing the draft."""
+    """Whether a process is writing the draft."""
     with contextlib.suppress(OSError), (folder / TOKENS).open("r+b", buffering=0) as file:
         return not _lock(file, wait=False)
     return False
 
 
 def read_tokens(folder: Path) -> tuple[list[int], list[str] | None]:
-    """The ids of the tokens of a draft, and their texts or None; up to a line that was torn."""
+    """Return the token ids of a draft and their texts or None, up to a torn line."""
     ids: list[int] = []
     texts: list[str] = []
     try:
@@ -112,9 +112,9 @@ def read_tokens(folder: Path) -> tuple[list[int], list[str] | None]:
 
 
 def _lock(file: Any, *, wait: bool) -> bool:
-    """Lock an open file; False if another process holds it.
+    """Lock an open file; False if another process has locked it.
 
-    Windows has no such locks: there nothing tells a dead draft from one that is being written.
+    Windows has no such locks: there abandoned drafts and those being written look the same.
     """
     if sys.platform != "win32":
         try:

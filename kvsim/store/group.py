@@ -1,7 +1,7 @@
-"""The zarr group of a trace on its way: its documents and chunks, one file after another.
+"""The zarr group of a trace that is being written: metadata and chunks, one file at a time.
 
-They are written here and not by zarr, whose threads hold memory of their own and go on after an
-error, when their folder may be gone already.
+They are written here and not by zarr, whose threads go on writing after an error, when the folder
+may have been removed (docs/decisions.md, section Store).
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from numpy.typing import NDArray
 
 from kvsim.store.chunks import encode_chunk, read_part
 from kvsim.store.documents import find_document, read_document
-from kvsim.store.layout import DIMENSIONS, array_document
-from kvsim.store.metadata import StoredArray, parse_array
+from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
 from kvsim.store.place import Folder
 
 _ROOT = "zarr.json"
 
-#: What a file is called until it is whole.
+#: Suffix of a file until it is whole.
 PARTIAL = ".partial"
 
 
 class Group:
-    """A group in a folder that no one else writes to.
+    """A group in a folder to which nothing else writes.
 
-    Each file is written under another name and renamed, by the thread that asks for it: after a
-    call, also one that failed, nothing is on its way.
+    Each file is written under a temporary name and renamed, in the calling thread: when a call has
+    returned or raised, nothing is still being written.
 
     Attributes:
-        folder: where it is.
-        attributes: those of the group.
+        folder: its path.
+        attributes: attributes of the group.
         arrays: its arrays by name.
 
     Raises:
         OSError: (any method that writes) the disk refuses.
-        TraceError: (any method that reads) what is there is no part of a trace, or damaged.
+        TraceError: (any method that reads) a file is damaged or does not belong to a trace.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,14 +51,14 @@ class Group:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """The group that is in a folder."""
+        """Open the group in a folder."""
         group, place, where = cls(folder), Folder(folder), str(folder)
         attributes = read_document(place, _ROOT, where).get("attributes")
         group.attributes = attributes if isinstance(attributes, dict) else {}
         for name in DIMENSIONS:
             document = find_document(place, f"{name}/{_ROOT}", where)
             if document is not None:
-                group._know(name, document)
+                group._register(name, document)
         return group
 
     def set(self, **attributes: Any) -> None:
@@ -70,16 +69,16 @@ class Group:
     def create(
         self, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None = None
     ) -> None:
-        """A new array without chunks; dtype is a numpy name or ``string``."""
+        """Create an array without chunks; dtype is a numpy name or ``string``."""
         self._declare(name, array_document(name, shape, dtype, source_dtype))
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
-        """Cut an array to `shape`; chunks beyond it are removed."""
+        """Change the shape of an array; chunks beyond it are removed."""
         array = self.arrays[name]
         document = {**self._documents[name], "shape": list(shape)}
-        smaller = parse_array(name, document, str(self.folder))
+        resized = parse_array(name, document, str(self.folder))
         for index in array.indices():
-            if any(at >= n for at, n in zip(index, smaller.grid, strict=True)):
+            if any(at >= n for at, n in zip(index, resized.grid, strict=True)):
                 (self.folder / array.key(index)).unlink(missing_ok=True)
         self._declare(name, document)
 
@@ -92,8 +91,8 @@ class Group:
     def write(self, name: str, values: NDArray[Any], **start: int) -> None:
         """Write whole chunks of an array.
 
-        values: as many axes as the array; they end where chunks do, or where the array does.
-        start: where they begin along the axes of these names; 0 along the others.
+        values: with all axes of the array; they end at the end of a chunk or of the array.
+        start: where they begin along the named axes; 0 along the others.
         """
         array = self.arrays[name]
         first = [start.get(axis, 0) for axis in DIMENSIONS[name]]
@@ -104,7 +103,7 @@ class Group:
             )
         ]
         if not all(ends) or any(np.mod(first, array.chunks)):
-            raise ValueError(f"{name}: {values.shape} from {first} are no whole chunks")
+            raise ValueError(f"{name}: {values.shape} from {first} are not whole chunks")
         count = [-(-n // chunk) for n, chunk in zip(values.shape, array.chunks, strict=True)]
         for place in itertools.product(*map(range, count)):
             cut = tuple(
@@ -118,16 +117,16 @@ class Group:
             self._put(array.key(index), *encode_chunk(array, values[cut]))
 
     def read(self, name: str, part: Sequence[slice]) -> NDArray[Any]:
-        """Part of an array: a slice for each leading axis."""
+        """Return part of an array: a slice for each leading axis."""
         return read_part(self.arrays[name], part, Folder(self.folder), str(self.folder))
 
     def written(self, name: str) -> int:
-        """How many chunks of an array are there."""
+        """Return the number of chunks of an array that are written."""
         array = self.arrays[name]
         return sum((self.folder / array.key(index)).is_file() for index in array.indices())
 
     def consolidate(self) -> None:
-        """Repeat the metadata of all arrays in that of the group, as zarr reads it."""
+        """Copy the metadata of all arrays into that of the group, for readers of zarr."""
         metadata = {name: self._documents[name] for name in sorted(self._documents)}
         inline = {"kind": "inline", "must_understand": False, "metadata": metadata}
         self._put(_ROOT, _json({**self._root(), "consolidated_metadata": inline}))
@@ -136,10 +135,10 @@ class Group:
         return {"attributes": self.attributes, "zarr_format": 3, "node_type": "group"}
 
     def _declare(self, name: str, document: dict[str, Any]) -> None:
-        self._know(name, document)
+        self._register(name, document)
         self._put(f"{name}/{_ROOT}", _json(document))
 
-    def _know(self, name: str, document: dict[str, Any]) -> None:
+    def _register(self, name: str, document: dict[str, Any]) -> None:
         self.arrays[name] = parse_array(name, document, str(self.folder))
         self._documents[name] = document
 

@@ -1,4 +1,4 @@
-"""What lies in a folder of traces, whole or not: each is opened, and no q, k or v is read."""
+"""Index of a folder of traces and drafts: each is opened, but no q, k or v is read."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsim.errors import TraceError
+from kvsim.store.documents import object_at
 from kvsim.store.listing import find_folders, find_traces
 from kvsim.store.reader import StoredTrace
 from kvsim.store.recovery import Draft, find_drafts
 
-#: Of a trace: it opens, or does not. Of a hidden folder: it is on its way, or nobody writes it any
-#: more, or it was set aside for another, or a whole trace has its place.
+#: State of a trace: it opens, or it does not. Of a hidden folder: see `Entry`.
 State = Literal["whole", "broken", "writing", "unfinished", "replaced", "superseded"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One trace of a folder, or what is left of one.
+    """One trace of a folder, or one draft.
 
     Attributes:
-        path: below the folder that was looked at.
+        path: relative to the folder.
         state: `whole` if it opens (`kvsim verify` reads the rest), else `broken`; of hidden
-            folders, `writing` for a trace on its way, `unfinished` for one that nobody writes any
-            more, `replaced` for one that was set aside for another, and `superseded` for both
-            where a whole trace, of no fewer tokens than are unfinished, has their place.
-        reason: why it does not open: the error, with `path` for the trace.
-        bytes: on disk.
-        tokens: prompt and response; of an unfinished one, those that are safe on disk.
-        place_tokens: of hidden folders, the tokens of the whole trace that has their place.
+            folders, `writing` if a process is writing it, `unfinished` if not, `replaced` if it was
+            set aside for another trace, and `superseded`, for the last two, if a whole trace with
+            at least as many tokens is at its path.
+        reason: why it does not open: the error message, with `path` for the trace.
+        bytes: size on disk.
+        tokens: prompt and response; of a draft, the committed ones.
+        place_tokens: of a draft, the tokens of the whole trace at its path.
         prompt_len: tokens of the prompt.
-        stopped: why its response ended, `interrupted` for a trace that was recovered.
-        layers: stored ones.
-        model_layers: how many the model has.
-        model: its name.
-        labels: of the prompt.
+        stopped: why the response ended, `interrupted` for a recovered trace.
+        layers: number of stored layers.
+        model_layers: number of layers of the model.
+        model: name of the model.
+        labels: labels of the prompt.
         answer: `right`, `wrong`, or `none` in the response; None if it was not checked.
-        versions: of what recorded it.
+        versions: versions of the packages that recorded it.
     """
 
     path: str
@@ -59,21 +59,21 @@ class Entry:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the entry as a dict, ready for JSON."""
         return asdict(self)
 
 
 def index(folder: str | Path) -> list[Entry]:
-    """Every trace below `folder`, and every unfinished one, in order of their paths.
+    """Return an entry for every trace and every draft below `folder`, by path.
 
-    Opens each trace, which reads its metadata and asks the file system for the sizes of its files.
+    Opening a trace reads its metadata and the sizes of its files.
     """
     root = Path(folder)
-    found = {name: _trace(name, path) for name, path in find_traces(root).items()}
+    traces = {name: _trace(name, path) for name, path in find_traces(root).items()}
     drafts = [
-        _draft(draft, root, found) for folder in find_folders(root) for draft in find_drafts(folder)
+        _draft(draft, root, traces) for inner in find_folders(root) for draft in find_drafts(inner)
     ]
-    return sorted([*found.values(), *drafts], key=lambda one: one.path)
+    return sorted([*traces.values(), *drafts], key=lambda entry: entry.path)
 
 
 def _trace(name: str, path: Path) -> Entry:
@@ -82,9 +82,9 @@ def _trace(name: str, path: Path) -> Entry:
     except TraceError as error:
         return Entry(name, "broken", _bytes(path), str(error).replace(str(path), name, 1))
     meta = stored.header.meta
-    model = _entry(meta, "model")
+    model = object_at(meta, "model")
     n_layers, _, n_pos, _ = stored.shapes["q"]
-    stopped = _entry(meta, "generation").get("stopped")
+    stopped = object_at(meta, "generation").get("stopped")
     return Entry(
         name,
         "whole",
@@ -96,8 +96,8 @@ def _trace(name: str, path: Path) -> Entry:
         model_layers=_number(model.get("layers")),
         model=str(model["name"]) if "name" in model else None,
         labels=stored.header.labels,
-        answer=_answer(_entry(meta, "answer_check")),
-        versions={key: str(value) for key, value in _entry(meta, "versions").items()},
+        answer=_answer(object_at(meta, "answer_check")),
+        versions={key: str(value) for key, value in object_at(meta, "versions").items()},
     )
 
 
@@ -110,9 +110,9 @@ def _answer(check: Mapping[str, Any]) -> Literal["right", "wrong", "none"] | Non
 
 
 def _draft(draft: Draft, root: Path, traces: Mapping[str, Entry]) -> Entry:
-    """An entry for a hidden folder beside `traces`, which are known by their paths."""
-    there = traces.get(draft.target.relative_to(root).as_posix())
-    tokens = None if there is None or there.state != "whole" else there.tokens
+    """Return the entry of a draft; traces: the entries of traces, by path."""
+    trace = traces.get(draft.target.relative_to(root).as_posix())
+    tokens = None if trace is None or trace.state != "whole" else trace.tokens
     state: State = "replaced" if draft.kind == "old" else "unfinished"
     if draft.writing:
         state = "writing"
@@ -128,7 +128,7 @@ def _draft(draft: Draft, root: Path, traces: Mapping[str, Entry]) -> Entry:
 
 
 def _bytes(path: Path) -> int:
-    """The size of a file or of all in a folder; what a writer moves away meanwhile is nothing."""
+    """Return the size of a file or a folder; files that disappear meanwhile count 0."""
     size = path.stat().st_size if path.is_file() else 0
     for root, _, names in os.walk(path):
         for name in names:
@@ -139,9 +139,3 @@ def _bytes(path: Path) -> int:
 
 def _number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _entry(document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object of the metadata; empty where a foreign writer put something else."""
-    value = document.get(key)
-    return value if isinstance(value, dict) else {}

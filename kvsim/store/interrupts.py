@@ -1,4 +1,4 @@
-"""What an interrupt may not break in two."""
+"""Deferral of interrupts while files are written."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ T = TypeVar("T")
 
 
 def unbroken(do: Callable[[], T]) -> T:
-    """What `do` gives; an interrupt that comes meanwhile is raised when it has ended, not before.
+    """Call `do` and return its result; an interrupt meanwhile is raised when it has ended.
 
-    A trace that is moved aside for another one is back, or replaced; and where zarr writes, in
-    threads of its own, none of them goes on in a folder that is removed. Only the main thread is
-    ever interrupted.
+    A file is then whole, and a trace that is being replaced is either old or new. Python interrupts
+    the main thread only, so other threads just call `do`.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         return do()
-    asked: list[int] = []
+    pending: list[int] = []
 
     def later(number: int, _: FrameType | None) -> None:
-        asked.append(number)
+        pending.append(number)
 
     signal.signal(signal.SIGINT, later)
     try:
         return do()
     finally:
         signal.signal(signal.SIGINT, before)
-        if asked:
+        if pending:
             signal.raise_signal(signal.SIGINT)

@@ -1,11 +1,11 @@
-"""Stored arrays as lazy arrays of xarray: decoded when, and as far as, they are asked for."""
+"""Traces as xarray Datasets; arrays of stored traces are lazy: decoded when they are accessed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from xarray import Variable
+from xarray import Dataset, Variable
 from xarray.backends import BackendArray
 from xarray.core.indexing import (
     ExplicitIndexer,
@@ -14,14 +14,37 @@ from xarray.core.indexing import (
     explicit_indexing_adapter,
 )
 
+from kvsim.core.trace import Trace
 from kvsim.schema import AXES
+from kvsim.store.attributes import attributes_of
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
 
 
-class _Lazy(BackendArray):
-    """One array of a stored trace as xarray's indexing sees it."""
+def to_xarray(trace: Trace) -> Dataset:
+    """Return the arrays of a trace with named dimensions; lazy for a stored trace.
+
+    Importing this module raises ImportError without xarray (`pip install kvsim[xarray]`).
+    """
+    data: dict[str, Any]
+    source = trace.source
+    if isinstance(source, StoredTrace):
+        data = {name: _lazy(source, name) for name in source.shapes}
+    else:
+        data = {
+            name: (AXES[name], trace.read(name).numpy())
+            for name in source.shapes
+            if name != "attention"
+        }
+    if trace.token_text is not None:
+        data["token_text"] = (AXES["token_text"], np.array(trace.token_text))
+    coordinates = {"layer": list(trace.layer_ids)}
+    return Dataset(data, coords=coordinates, attrs=attributes_of(trace.header))
+
+
+class _LazyArray(BackendArray):
+    """One array of a stored trace, as xarray's indexing accesses it."""
 
     def __init__(self, stored: StoredTrace, name: str) -> None:
         self.stored, self.name = stored, name
@@ -32,34 +55,29 @@ class _Lazy(BackendArray):
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)
 
     def _part(self, key: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
-        """The part at numbers and slices, of which layers and positions save reading."""
+        """Read the part at integers and slices; layers and positions limit what is decoded."""
         axes = AXES[self.name]
         blocked = "row" if "row" in axes else "pos"
-        saved = {"layer": _ALL, blocked: _ALL}
+        limits = {"layer": _ALL, blocked: _ALL}
         rest: list[int | slice] = []
-        for axis, n, one in zip(axes, self.shape, key, strict=True):
-            if axis not in saved:
-                rest.append(one)
+        for axis, n, part in zip(axes, self.shape, key, strict=True):
+            if axis not in limits:
+                rest.append(part)
                 continue
-            places = range(n)[one] if isinstance(one, slice) else range(one, one + 1)
+            places = range(n)[part] if isinstance(part, slice) else range(part, part + 1)
             low = min(places, default=0)
-            saved[axis] = slice(low, max(places, default=-1) + 1)
-            if isinstance(one, slice):
+            limits[axis] = slice(low, max(places, default=-1) + 1)
+            if isinstance(part, slice):
                 stop = places.stop - low
                 rest.append(slice(places.start - low, None if stop < 0 else stop, places.step))
             else:
                 rest.append(0)
-        values = self.stored.read(self.name, saved["layer"], saved[blocked]).numpy()
+        values = self.stored.read(self.name, limits["layer"], limits[blocked]).numpy()
         return values[tuple(rest)]
 
 
-def variables(stored: StoredTrace) -> dict[str, Variable]:
-    """The arrays of a stored trace by name, with their dimensions, in their stored dtype."""
-    return {
-        name: Variable(
-            AXES[name],
-            LazilyIndexedArray(_Lazy(stored, name)),
-            {"source_dtype": source} if (source := stored.arrays[name].source_dtype) else {},
-        )
-        for name in stored.shapes
-    }
+def _lazy(stored: StoredTrace, name: str) -> Variable:
+    """One array of a stored trace in its stored dtype, with its dimensions."""
+    dtype = stored.arrays[name].source_dtype
+    attributes = {} if dtype is None else {"source_dtype": dtype}
+    return Variable(AXES[name], LazilyIndexedArray(_LazyArray(stored, name)), attributes)

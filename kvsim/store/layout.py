@@ -1,18 +1,35 @@
-"""The arrays of a trace as zarr arrays: data types, chunks, codecs (docs/trace-format.md, 2)."""
+"""The arrays of a trace as zarr arrays: dimensions, chunks, codecs (docs/trace-format.md, 2).
+
+`array_document` is what a writer writes, and the only thing that a reader accepts.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from kvsim.core.checks import DTYPES
+from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
-from kvsim.store.documents import read_document
-from kvsim.store.place import Folder
+from kvsim.store.documents import short_repr
 
 FLOATS = ("float16", "float32", "float64")
 
 #: How chunks are written: blosc with this compressor at this level, and bit shuffle.
 COMPRESSOR, LEVEL = "lz4", 5
+
+#: Most bytes of one decoded chunk: what blosc can hold.
+CHUNK_LIMIT = (1 << 31) - 1
+
+#: Most bytes of the text of a token, on average.
+TEXT_LIMIT = 1 << 16
+
+#: Most chunks of one array.
+CHUNKS = 1 << 24
 
 #: Dense attention: of all rows, or of the last ones.
 DENSE = ("attention", "attention_window")
@@ -24,9 +41,77 @@ REQUIRED = ("layer", "q", "k", "v")
 DIMENSIONS = {**AXES, "layer": ("layer",)}
 del DIMENSIONS["evicted_at"]
 
+#: Data types of the arrays that are not floats.
+_TYPES = {"token_text": ("string",), "tokens": ("int32",), "layer": ("int32",)}
+
+_NUMPY = {
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "int32": "<i4",
+    "string": "object",
+}
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array of a stored trace.
+
+    Attributes:
+        name: its name in the group.
+        shape: its shape.
+        dtype: the dtype in which it is stored; object for text.
+        source_dtype: the dtype that it had in the model, None if not recorded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    source_dtype: str | None
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Shape of a chunk."""
+        return chunk_shape(self.name, self.shape)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each axis."""
+        return tuple(-(-n // size) for n, size in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def nchunks(self) -> int:
+        """Number of chunks."""
+        return math.prod(self.grid)
+
+    @property
+    def decoded(self) -> int:
+        """Bytes of a decoded chunk; for text, the upper limit."""
+        if self.dtype.hasobject:
+            return min(self.shape[0] * TEXT_LIMIT, CHUNK_LIMIT)
+        return math.prod(self.chunks) * self.dtype.itemsize
+
+    @property
+    def encoded(self) -> int:
+        """Most bytes of a stored chunk: blosc adds at most its header, crc32c four bytes."""
+        return self.decoded + self.decoded // 64 + 1024
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """Yield the index of each chunk in order, lazily: the grid may claim any size."""
+        for place in range(self.nchunks):
+            rest, index = place, []
+            for n in reversed(self.grid):
+                rest, at = divmod(rest, n)
+                index.append(at)
+            yield tuple(reversed(index))
+
+    def key(self, index: Sequence[int]) -> str:
+        """Return the key of the chunk at an index of the grid."""
+        return f"{self.name}/c/" + "/".join(map(str, index))
+
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One layer, all heads, 256 positions if there are any; without a layer axis one chunk."""
+    """Return the chunks: one layer, all heads, 256 positions; without a layer axis, all of it."""
     axes = DIMENSIONS[name]
     if len(axes) == 1:
         return (max(1, shape[0]),)
@@ -35,14 +120,14 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pos_axis(name: str) -> int:
-    """The axis of positions in one layer of an array that has both."""
+    """Return the axis of positions in one layer of an array."""
     return DIMENSIONS[name].index("pos") - 1
 
 
 def array_document(
     name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None
 ) -> dict[str, Any]:
-    """The metadata of an array of a trace; dtype is a numpy name or ``string``."""
+    """Return the metadata of an array; dtype is a numpy name or ``string``."""
     text = dtype == "string"
     size = 1 if text else {"float16": 2, "float64": 8}.get(dtype, 4)
     first = {"name": "vlen-utf8", "configuration": {}}
@@ -79,6 +164,58 @@ def array_document(
     }
 
 
-def read_json(path: Path, where: str) -> dict[str, Any]:
-    """The metadata document at `path`; `where` names the trace in error messages."""
-    return read_document(Folder(path.parent), path.name, where)
+def parse_array(name: str, document: Mapping[str, Any], where: str) -> StoredArray:
+    """Return the array that a metadata document describes.
+
+    The document must be equal to `array_document` of its shape and types; only attributes may be
+    more than it has. Nothing of the size that the document claims is allocated.
+
+    Raises:
+        TraceError: anything else; the message names the first difference.
+    """
+
+    def require(what: str, value: object, expected: object, *, valid: bool) -> None:
+        if not valid:
+            raise TraceError(
+                f"{where}: {name} has {what} {short_repr(value)}, expected {expected}; "
+                "kvsim reads nothing else, record the trace again"
+            )
+
+    axes, types = DIMENSIONS[name], _TYPES.get(name, FLOATS)
+    value = document.get("shape")
+    shape = tuple(value) if isinstance(value, list) else ()
+    valid = len(shape) == len(axes) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
+    require("shape", value, f"[{', '.join(axes)}], none of them 0", valid=valid)
+    dtype = document.get("data_type")
+    require("data type", dtype, " or ".join(types), valid=dtype in types)
+    attributes = document.get("attributes", {})
+    require("attributes", attributes, "an object", valid=isinstance(attributes, dict))
+    source = attributes.get("source_dtype")
+    sources = DTYPES.values()
+    require("source_dtype", source, " or ".join(sources), valid=source in (None, *sources))
+
+    array = StoredArray(name, shape, np.dtype(_NUMPY[str(dtype)]), source)
+    size, count = array.decoded, array.nchunks
+    require("bytes in a chunk:", size, f"at most {CHUNK_LIMIT}", valid=size <= CHUNK_LIMIT)
+    require("chunks:", count, f"at most {CHUNKS}", valid=count <= CHUNKS)
+    expected = array_document(name, shape, str(dtype), source)
+    document = {**document, "attributes": expected["attributes"]}
+    if (difference := _difference(document, expected)) is not None:
+        path, value, wanted = difference
+        require(path, value, short_repr(wanted), valid=False)
+    return array
+
+
+def _difference(value: Any, expected: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Where two JSON values first differ, as a dotted path, and what each has there."""
+    if isinstance(value, dict) and isinstance(expected, dict):
+        if odd := value.keys() ^ expected.keys():
+            key = min(odd)
+            return f"{path}{short_repr(key)[1:-1]}", value.get(key), expected.get(key)
+        pairs = [(key, value[key], expected[key]) for key in expected]
+    elif isinstance(value, list) and isinstance(expected, list) and len(value) == len(expected):
+        pairs = [(str(i), *pair) for i, pair in enumerate(zip(value, expected, strict=True))]
+    else:
+        return None if value == expected else (path.removesuffix("."), value, expected)
+    differences = (_difference(a, b, f"{path}{key}.") for key, a, b in pairs)
+    return next((first for first in differences if first is not None), None)

@@ -1,4 +1,4 @@
-"""Which traces and run folders lie in a folder."""
+"""Search of a folder for traces and run folders."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Literal
 
 from kvsim.errors import TraceError
 from kvsim.store.documents import find_document
-from kvsim.store.packing import SUFFIX, Packed
+from kvsim.store.packed import SUFFIX, Packed
 from kvsim.store.place import Folder
 
-#: How many folders deep is looked.
+#: Depth of the search.
 DEPTH = 4
 
 Kind = Literal["trace", "run", "folder"]
 
 
 def find_traces(root: Path) -> dict[str, Path]:
-    """Traces below `root`, folders and packed ones, by their relative path.
+    """Return traces below `root`, folders and packed ones, by their relative path.
 
-    What is called ``*.zarr`` or ``*.zarr.zip`` is one, whole or not, so that a damaged trace is
-    found too; of other names, whatever says of itself that it is one. What is hidden, as a trace
-    on its way is, and what lies inside a trace or a run is left out.
+    ``*.zarr`` and ``*.zarr.zip`` count as traces, whole or not, so that damaged ones are listed;
+    of other names, those whose metadata is that of a trace. Hidden folders (drafts), and whatever
+    is inside a trace or a run, are left out.
     """
     return _named(root, "trace")
 
 
 def find_folders(root: Path) -> list[Path]:
-    """`root` and the folders below it in which traces may lie."""
+    """Return `root` and the folders below it that may hold traces."""
     return [root, *(path for path, kind in _walk(root, DEPTH - 1) if kind == "folder")]
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Run folders below `root` (they hold a run.json), by their relative path."""
+    """Return run folders below `root` (with a run.json), by their relative path."""
     return _named(root, "run")
 
 
 def _named(root: Path, wanted: Kind) -> dict[str, Path]:
-    found = (path for path, kind in _walk(root, DEPTH) if kind == wanted)
-    return {path.relative_to(root).as_posix(): path for path in found}
+    paths = (path for path, kind in _walk(root, DEPTH) if kind == wanted)
+    return {path.relative_to(root).as_posix(): path for path in paths}
 
 
 def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
-    """What lies below a folder, in order of names; not what is in a trace or a run."""
+    """Yield the paths below a folder by name; traces and runs are not entered."""
     for path in sorted(folder.iterdir()):
         kind = None if path.name.startswith(".") or path.is_symlink() else _kind(path)
         if kind is None:
@@ -54,18 +54,18 @@ def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
 
 
 def _kind(path: Path) -> Kind | None:
-    """What a path is, None for other files."""
+    """Return the kind of a path, None for other files."""
     if path.is_dir():
         if (path / "run.json").is_file():
             return "run"
-        return "trace" if path.suffix == ".zarr" or _says_so(path) else "folder"
+        return "trace" if path.suffix == ".zarr" or _is_marked(path) else "folder"
     if path.suffix == SUFFIX and path.is_file():
-        return "trace" if path.stem.endswith(".zarr") or _says_so(path) else None
+        return "trace" if path.stem.endswith(".zarr") or _is_marked(path) else None
     return None
 
 
-def _says_so(path: Path) -> bool:
-    """Whether the metadata of a group is there and is that of a trace."""
+def _is_marked(path: Path) -> bool:
+    """Whether a path has the metadata of a trace."""
     if path.is_dir() and not (path / "zarr.json").is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Where the files of a stored trace are: a folder, one packed file, or a URL."""
+"""Places of stored traces: what reads the files of a trace, and a folder as the simplest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import is_url
+from kvsim.errors import TraceError
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Place(Protocol):
-    """The files of a trace by their keys, such as ``q/c/0/0/3/0``; they are only ever read."""
+    """The files of a trace by their keys, such as ``q/c/0/0/3/0``; read-only."""
 
     @property
     def path(self) -> Path | str:
@@ -24,30 +23,30 @@ class Place(Protocol):
 
     @property
     def readers(self) -> int:
-        """How many files are worth reading side by side, 1 or more."""
+        """Number of files worth reading in parallel, 1 or more."""
 
     @property
     def few_bytes(self) -> int:
-        """Reading fewer bytes than these is done one file after another."""
+        """Fewer bytes than this are read one file after another."""
 
     def read(self, key: str, limit: int) -> bytes:
-        """All of a file.
+        """Return the content of a file.
 
         Raises:
-            FileNotFoundError: there is none.
-            TraceError: it has more than `limit` bytes, is no plain file, or cannot be read.
+            FileNotFoundError: it does not exist.
+            TraceError: it has more than `limit` bytes, is not a regular file, or is not readable.
         """
 
     def sizes(self) -> Mapping[str, int] | None:
-        """The size of each file in bytes; None where files cannot be listed, as over HTTP.
+        """Return the size of each file in bytes; None where files cannot be listed, as over HTTP.
 
         Raises:
-            TraceError: there are other things than files and folders.
+            TraceError: something is neither a file nor a folder.
         """
 
 
 class Folder:
-    """A trace in a folder of this machine."""
+    """A trace in a local folder."""
 
     few_bytes = 1 << 20  # threads would cost more
 
@@ -56,20 +55,20 @@ class Folder:
         self.readers = os.cpu_count() or 1
 
     def read(self, key: str, limit: int) -> bytes:
-        """All of a file; a link is not followed, and nothing that could block is waited for."""
+        """Return the content of a file; links are not followed, pipes do not block."""
         try:
             handle = os.open(self.path / key, _FLAGS)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(key) from None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
-                raise self._strange(key) from error
+                raise self._not_regular(key) from error
             raise _unreadable(str(self.path), key, error) from error
         try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise self._strange(key)
-            check_limit(str(self.path), key, found.st_size, limit)
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise self._not_regular(key)
+            check_limit(str(self.path), key, status.st_size, limit)
             with open(handle, "rb", buffering=0, closefd=False) as file:
                 return file.read()
         except OSError as error:
@@ -78,8 +77,8 @@ class Folder:
             os.close(handle)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each file in bytes."""
-        found: dict[str, int] = {}
+        """Return the size of each file in bytes."""
+        sizes: dict[str, int] = {}
         folders = [""]
         while folders:
             prefix = folders.pop()
@@ -90,17 +89,17 @@ class Folder:
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(f"{key}/")
                         elif entry.is_file(follow_symlinks=False):
-                            found[key] = entry.stat(follow_symlinks=False).st_size
+                            sizes[key] = entry.stat(follow_symlinks=False).st_size
                         else:
-                            raise self._strange(key)
+                            raise self._not_regular(key)
             except OSError as error:
                 raise _unreadable(str(self.path), prefix, error) from error
-        return found
+        return sizes
 
-    def _strange(self, key: str) -> TraceError:
+    def _not_regular(self, key: str) -> TraceError:
         return TraceError(
-            f"{self.path}: {key!r} is no plain file, a trace holds files and folders alone; "
-            "if it is a link to one, copy the trace with `cp -rL`"
+            f"{self.path}: {key!r} is not a regular file, expected files and folders only; "
+            "if it is a link, copy the trace with `cp -rL`"
         )
 
 
@@ -109,37 +108,9 @@ def _unreadable(where: str, key: str, error: OSError) -> TraceError:
 
 
 def check_limit(where: str, key: str, size: int, limit: int) -> None:
-    """Raise TraceError for a file of more bytes than anything of a trace has in its place."""
+    """Raise TraceError if a file has more bytes than a trace can have at this key."""
     if size > limit:
         raise TraceError(
             f"{where}: {key!r} has {size} bytes, expected at most {limit}; "
             "copy the trace again or record it again"
         )
-
-
-def find_place(path: str | Path) -> Place:
-    """The place of the trace at a path: a folder, a packed trace (`kvsim trace pack`), or a URL.
-
-    Raises:
-        TraceNotFoundError: there is nothing.
-        TraceError: it is no folder and no packed trace.
-    """
-    if isinstance(path, str) and is_url(path):
-        from kvsim.store.remote import find_remote  # noqa: PLC0415  fsspec is an optional extra
-
-        return find_remote(path)
-    path = Path(path)
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
-        ways = "record one with `kvsim capture`"
-        if path == Path("sample"):
-            ways += ", or kvsim.open_trace(kvsim.sample_trace()) opens the one that ships"
-        raise TraceNotFoundError(f"{path} does not exist, expected a trace; {ways}") from error
-    if stat.S_ISDIR(mode):
-        return Folder(path)
-    if stat.S_ISREG(mode):
-        from kvsim.store.packing import Packed  # noqa: PLC0415  packing reads traces itself
-
-        return Packed(path)
-    raise TraceError(f"{path} is neither a file nor a folder, expected a trace")

@@ -1,4 +1,4 @@
-"""The last steps of every trace: completed in its hidden folder, then put at its path."""
+"""Publication of a trace: completed in its hidden folder, then renamed to its path."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from kvsim.core.digest import ContentDigest, text_checksum
+from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError
+from kvsim.store.attributes import attributes_of
+from kvsim.store.documents import read_json
 from kvsim.store.draft import TokenFile, hidden
 from kvsim.store.group import Group
-from kvsim.store.header import ContentDigest, Header, text_checksum
-from kvsim.store.layout import read_json
 
-# What renaming onto something that is there fails with.
+# Errors of renaming to a path that exists.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
-#: What is written to see whether a folder takes anything: as much as the smallest file takes.
+#: Written to test whether a folder is writable: one block, as the smallest file takes.
 _PROBE = bytes(4096)
 
 
@@ -40,16 +42,16 @@ def check_target(path: Path, *, overwrite: bool) -> None:
             marked = "kvsim_format" in root.get("attributes", {})
     if not marked:
         raise TraceExistsError(
-            f"{path} exists and is no kvsim trace, expected a free path or a trace to overwrite; "
-            "give another path, or move away what is there"
+            f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
+            "overwrite; give another path, or move away what is there"
         )
 
 
 def check_writable(folder: Path) -> None:
-    """Raise TraceError where no trace can be written to `folder`, which need not be there yet.
+    """Raise TraceError if no trace can be written to `folder`, which need not exist yet.
 
-    A file is written to the nearest folder that is there, and is gone again: permissions alone do
-    not tell about disks that are full or mounted for reading only.
+    A temporary file is written to the nearest folder that exists: permissions alone do not show
+    that a disk is full or read-only.
     """
     nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
     if not nearest.is_dir():
@@ -61,8 +63,8 @@ def check_writable(folder: Path) -> None:
             probe.write(_PROBE)
     except OSError as error:
         raise TraceError(
-            f"{nearest} cannot be written to ({error.strerror or error}), expected a folder that "
-            "takes files; change that or give another output path"
+            f"{nearest} cannot be written to ({error.strerror or error}), expected a writable "
+            "folder; change that or give another output path"
         ) from error
 
 
@@ -75,7 +77,7 @@ def complete(
     token_text: Sequence[str] | None,
     where: str,
 ) -> None:
-    """Write what is written last, after a look whether everything else is there.
+    """Write tokens and the final attributes, once everything else is there.
 
     Raises:
         TraceError: a chunk is missing, the header does not fit, or a text is half of a character.
@@ -95,7 +97,7 @@ def complete(
     n_layers, n_qheads, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
     group.set(
-        **header.attributes(),
+        **attributes_of(header),
         n_tokens=n_pos,
         committed_tokens=n_pos,
         checksums=checksums,
@@ -105,14 +107,14 @@ def complete(
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:
-    """Put a complete trace at `path`, on disk and in one rename.
+    """Flush a complete trace to disk and move it to `path` in one rename.
 
-    file: what it held as a draft, and is removed.
+    file: the tokens of the draft, which are removed.
 
     Raises:
-        TraceExistsError: something has come to be at `path`.
-        TraceError: it is there, but nobody knows whether it is on disk.
-        OSError: the disk refuses; the trace is where it was.
+        TraceExistsError: something has appeared at `path`.
+        TraceError: it is at `path`, but perhaps not on disk.
+        OSError: the disk refuses; the trace stays where it was.
     """
     group.consolidate()
     _sync_tree(group.folder)
@@ -122,7 +124,7 @@ def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) ->
 
 
 def require_chunks(group: Group, name: str, where: str, advice: str) -> None:
-    """Raise TraceError, which ends with `advice`, where a chunk of an array is missing."""
+    """Raise TraceError, with `advice`, if a chunk of an array is missing."""
     written, expected = group.written(name), group.arrays[name].nchunks
     if written != expected:
         raise TraceError(
@@ -137,7 +139,7 @@ def write_whole(group: Group, name: str, values: np.ndarray[Any, Any], dtype: st
 
 
 def _check_text(texts: Sequence[str], where: str) -> None:
-    """Raise TraceError for a text that UTF-8 cannot hold."""
+    """Raise TraceError for text that UTF-8 cannot hold."""
     for place, text in enumerate(texts):
         try:
             text.encode()
@@ -149,14 +151,14 @@ def _check_text(texts: Sequence[str], where: str) -> None:
 
 
 def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
-    """Rename `folder` to `path`; a trace that is there is set aside before and removed after."""
+    """Rename `folder` to `path`; an old trace there is set aside before and removed after."""
     check_target(path, overwrite=overwrite)
     aside = hidden(path, "old")
     replaced = path.exists()
     if replaced:
         path.rename(aside)
     try:
-        # onto a folder that is not empty this fails, so a race cannot lose anything either
+        # renaming to a folder that is not empty fails, so a race cannot lose anything
         folder.rename(path)
     except BaseException as error:
         if replaced:
@@ -169,8 +171,8 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
     except OSError as error:
         kept = f", and the trace that it replaced is {aside}" if replaced else ""
         raise TraceError(
-            f"{path} is written, but the system did not say that it is on disk "
-            f"({error.strerror or error}){kept}; look with `kvsim verify`"
+            f"{path} is written, but could not be flushed to disk "
+            f"({error.strerror or error}){kept}; check it with `kvsim verify`"
         ) from error
     if replaced:
         shutil.rmtree(aside, ignore_errors=True)
@@ -196,7 +198,7 @@ def _sync_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder):
         folders.append(Path(root))
         files += [Path(root, name) for name in names]
-    # side by side, because each waits for the disk
+    # in parallel, because each waits for the disk
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(sync, files))
         list(pool.map(sync, folders))

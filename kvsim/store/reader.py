@@ -1,8 +1,9 @@
-"""Reading a stored trace: metadata first and by hand, so that nothing unknown is ever decoded."""
+"""Reading stored traces: metadata is checked before anything is decoded."""
 
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,29 +13,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsim.core.checks import check_finite, check_shapes, first_row
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import AXES, FORMAT_VERSION
-from kvsim.store.checks import check_finite, check_shapes, first_row
+from kvsim.schema import AXES, FORMAT_VERSION, is_url
+from kvsim.store.attributes import read_header
 from kvsim.store.chunks import check_chunks, read_part
-from kvsim.store.documents import brief, check_numbers, find_document, read_document
-from kvsim.store.header import Header
-from kvsim.store.layout import DENSE, DIMENSIONS, REQUIRED
-from kvsim.store.metadata import StoredArray, check_extensions, parse_array
-from kvsim.store.place import Place, find_place
+from kvsim.store.documents import check_numbers, find_document, read_document, short_repr
+from kvsim.store.layout import DENSE, DIMENSIONS, REQUIRED, StoredArray, parse_array
+from kvsim.store.packed import Packed
+from kvsim.store.place import Folder, Place
+from kvsim.store.remote import find_remote
 
 _ALL = slice(None)
 
-#: Arrays that must be finite: a writer refuses NaN.
+#: Arrays that must be finite: writers refuse NaN, so a reader that finds one has lost data.
 _FINITE = ("q", "k", "v", "attn_out", "lse", *DENSE, "o_proj", "residual")
 
 
+#: Keys of the metadata of a group.
+_ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
+
+
+def open_trace(path: str | Path) -> Trace:
+    """Open the trace stored at `path`; arrays are read when they are needed.
+
+    Args:
+        path: a folder, a packed trace (`kvsim trace pack`), or the URL of a folder, such as
+            ``s3://bucket/x.zarr``.
+
+    Raises:
+        TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
+        TraceError: the trace is incomplete, damaged or of a newer format.
+    """
+    stored = StoredTrace(path)
+    return Trace(
+        stored,
+        stored.header,
+        dtype=stored.compute_dtype,
+        token_text=stored.token_text,
+        digest=stored.digest,
+        path=stored.path,
+    )
+
+
+def find_place(path: str | Path) -> Place:
+    """Return the place of the trace at `path`: a folder, a packed trace, or a URL.
+
+    Raises:
+        TraceNotFoundError: nothing is there.
+        TraceError: it is neither a folder nor a packed trace.
+    """
+    if isinstance(path, str) and is_url(path):
+        return find_remote(path)
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        advice = "record one with `kvsim capture`"
+        if path == Path("sample"):
+            advice += ", or open the shipped one with kvsim.open_trace(kvsim.sample_trace())"
+        raise TraceNotFoundError(f"{path} does not exist, expected a trace; {advice}") from error
+    if stat.S_ISDIR(mode):
+        return Folder(path)
+    if stat.S_ISREG(mode):
+        return Packed(path)
+    raise TraceError(f"{path} is neither a file nor a folder, expected a trace")
+
+
 class StoredTrace:
-    """The arrays and the header of the trace at `path`, a source for `kvsim.core.trace.Trace`.
+    """The arrays and the header of the trace at `path`, as a source of `Trace`.
 
     path: a folder, a packed trace, or a URL.
 
     Raises:
-        TraceNotFoundError: there is nothing at `path`, or nothing that says it is a trace.
+        TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
         TraceError: incomplete, a newer format, a missing chunk, wrong shapes, or anything
             that docs/trace-format.md does not allow.
     """
@@ -58,7 +111,7 @@ class StoredTrace:
             if name in _FINITE
         }
         layer_ids = tuple(int(layer) for layer in self._read("layer", (_ALL,)))
-        self.header = Header.from_attributes(
+        self.header = read_header(
             self.attributes, layer_ids=layer_ids, source_dtypes=sources, where=self.where
         )
         n_layers, n_qheads, n_pos, dim = self._shapes["q"]
@@ -68,8 +121,13 @@ class StoredTrace:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array that `read` gives."""
+        """Shape of each array that `read` returns."""
         return self._shapes
+
+    @property
+    def positions(self) -> Tensor:
+        """0, 1, 2, ..."""
+        return torch.arange(self._shapes["q"][2])
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -79,7 +137,7 @@ class StoredTrace:
 
     @property
     def digest(self) -> str:
-        """The digest that the writer recorded."""
+        """The recorded digest."""
         return str(self.attributes["digest"])
 
     @cached_property
@@ -90,12 +148,12 @@ class StoredTrace:
         return [str(text) for text in self._read("token_text", (_ALL,))]
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
-        """Part of an array in its stored dtype, decoding only the chunks that it touches."""
+        """Return part of an array in its stored dtype, decoding only the chunks that it touches."""
         if AXES[name][0] != "layer":
             tokens = torch.from_numpy(self._read(name, (pos,)))
             if (tokens < 0).any():
                 raise TraceError(
-                    f"{self.where}: {name} has {int(tokens.min())}, expected numbers of 0 or more; "
+                    f"{self.where}: {name} has {int(tokens.min())}, expected 0 or more; "
                     "record the trace again"
                 )
             return tokens
@@ -113,11 +171,11 @@ class StoredTrace:
         return tensor
 
     def _parse(self) -> dict[str, StoredArray]:
-        """What the metadata of each known array says."""
+        """Parse the metadata of each array of the format."""
         arrays: dict[str, StoredArray] = {}
         listed = {key.partition("/")[0] for key in self.sizes or ()}
         for name in DIMENSIONS:
-            # where nothing says what is there, what cannot be found is not there
+            # where files cannot be listed, an array is missing if its metadata is
             read = read_document if name in listed else find_document
             document = read(self.place, f"{name}/zarr.json", self.where)
             if document is not None:
@@ -131,7 +189,7 @@ class StoredTrace:
         return arrays
 
     def _check(self) -> None:
-        """Whether the arrays fit together and all their chunks are there."""
+        """Raise TraceError unless the arrays fit together and all their chunks are there."""
         floats = {name: shape for name, shape in self._shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
         n_layers, _, n_pos, _ = self._shapes["q"]
@@ -142,9 +200,10 @@ class StoredTrace:
                     f"{self.where}: {name} has shape {self.arrays[name].shape}, expected "
                     f"{(length,)}; record the trace again"
                 )
-        if self.attributes.get("n_tokens") != n_pos:
+        n_tokens = self.attributes.get("n_tokens")
+        if n_tokens != n_pos:
             raise TraceError(
-                f"{self.where}: n_tokens is {brief(self.attributes.get('n_tokens'))}, but q has "
+                f"{self.where}: n_tokens is {short_repr(n_tokens)}, but q has "
                 f"{n_pos} positions; record the trace again"
             )
         if self.sizes is not None:
@@ -156,47 +215,46 @@ class StoredTrace:
 
 
 def _root_attributes(place: Place, where: str) -> dict[str, Any]:
-    """Attributes of the group, after everything that decides whether this is a usable trace."""
+    """Return the attributes of the group, once they have shown that the trace is usable."""
     root = find_document(place, "zarr.json", where)
     if root is None:
         raise TraceNotFoundError(
-            f"{where} is no kvsim trace: zarr.json is missing, expected a zarr group written by "
+            f"{where} is not a kvsim trace: zarr.json is missing, expected a zarr group written by "
             "kvsim; give the folder of a trace"
         )
     attributes = root.get("attributes")
     version = attributes.get("kvsim_format") if isinstance(attributes, dict) else None
     if not isinstance(attributes, dict) or type(version) is not int or version < 1:
         raise TraceNotFoundError(
-            f"{where} is no kvsim trace: its zarr.json has no kvsim_format; "
+            f"{where} is not a kvsim trace: its zarr.json has no kvsim_format; "
             "give the folder of a trace"
         )
     if version > FORMAT_VERSION:
         raise TraceError(
-            f"{where} has format version {version}, this kvsim knows up to {FORMAT_VERSION}; "
+            f"{where} has format version {version}, this kvsim reads up to {FORMAT_VERSION}; "
             "install a newer kvsim"
         )
     if attributes.get("complete") is not True:
+        committed = short_repr(attributes.get("committed_tokens", 0))
         raise TraceError(
-            f"{where} is incomplete ({brief(attributes.get('committed_tokens', 0))} tokens were "
-            "written), expected a finished trace; `kvsim trace recover` makes one of what was "
-            "written"
+            f"{where} is incomplete ({committed} tokens were "
+            "written), expected a complete trace; `kvsim trace recover` makes one of them"
         )
     kind = root.get("zarr_format"), root.get("node_type")
     if kind != (3, "group"):
         raise TraceError(
-            f"{where}: zarr_format and node_type are {brief(kind)}, expected 3 and 'group'; "
+            f"{where}: zarr_format and node_type are {short_repr(kind)}, expected 3 and 'group'; "
             "record the trace again"
         )
-    check_extensions(
-        root,
-        ("zarr_format", "node_type", "attributes", "consolidated_metadata"),
-        "the group",
-        where,
-    )
+    if unknown := root.keys() - _ROOT_KEYS:
+        raise TraceError(
+            f"{where}: zarr.json has {short_repr(min(unknown))}, expected only "
+            f"{', '.join(sorted(_ROOT_KEYS))}; install a newer kvsim or record the trace again"
+        )
     digest = attributes.get("digest")
     if not (isinstance(digest, str) and re.fullmatch("sha256:[0-9a-f]{64}", digest)):
-        raise TraceError(f"{where} has no digest, expected one; record it again")
+        raise TraceError(f"{where} has no digest, expected one; record the trace again")
     for key, value in attributes.items():
         if key != "meta":  # the configuration of a model may hold an infinity
-            check_numbers(value, f"attribute {brief(key)}", where)
+            check_numbers(value, f"attribute {short_repr(key)}", where)
     return attributes

@@ -1,4 +1,4 @@
-"""Traces that were interrupted: where they lie, and what of them is a trace."""
+"""Recovery of interrupted captures: finding drafts and making traces of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.digest import CHECKSUMMED, ContentDigest
+from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import CHUNK
+from kvsim.store.attributes import attributes_of, read_header
+from kvsim.store.documents import object_at, read_json
 from kvsim.store.draft import (
     TOKENS,
     Kind,
@@ -26,33 +30,32 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.group import PARTIAL, Group
-from kvsim.store.header import CHECKSUMMED, ContentDigest, Header
 from kvsim.store.interrupts import unbroken
-from kvsim.store.layout import DIMENSIONS, REQUIRED, read_json
+from kvsim.store.layout import DIMENSIONS, REQUIRED
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
 
-# Arrays that are written last of all, from what is elsewhere in the draft.
+# Arrays that are written at the end, from the file of tokens.
 _REWRITTEN = ("tokens", "token_text")
 
 Progress = Callable[[int, int], None]
 
-#: `generation.stopped` of a trace whose capture did not end.
+#: `generation.stopped` of a recovered trace.
 INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A hidden folder that a writer has left, or still uses.
+    """A hidden folder that a writer has left behind or is still writing.
 
     Attributes:
         path: the folder.
-        target: the path of the trace that it belongs to.
-        kind: ``tmp`` a trace on its way, ``old`` one that was to be replaced.
-        tokens: how many of its tokens can be recovered.
-        complete: whether only its name is missing.
-        writing: whether a process is writing it; False where the system cannot tell.
+        target: the path of its trace.
+        kind: ``tmp`` a trace that was being written, ``old`` one that was being replaced.
+        tokens: number of tokens that can be recovered.
+        complete: whether it only has to be renamed.
+        writing: whether a process is writing it; False where the system has no file locks.
     """
 
     path: Path
@@ -75,13 +78,13 @@ class Draft:
 
 
 def find_drafts(folder: str | Path) -> list[Draft]:
-    """What writers have left in a folder, in order of their names; not in folders below."""
-    found = []
+    """Return the drafts in a folder by name; folders below it are not searched."""
+    drafts = []
     for path in sorted(Path(folder).iterdir()):
         owner = belongs_to(path)
         if owner is not None and path.is_dir() and not path.is_symlink():
-            found.append(_look(path, *owner))
-    return found
+            drafts.append(_draft(path, *owner))
+    return drafts
 
 
 def recover(
@@ -91,23 +94,23 @@ def recover(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Make a trace of what an interrupted capture has left; gives its path.
+    """Make a trace of the draft of an interrupted capture and return its path.
 
-    The trace has the tokens that were committed, exactly as they were recorded. A draft that is
-    complete is put in its place as it is, and so is a trace that was set aside to be replaced. The
-    draft stays until the trace is there: this can be interrupted, too, and begun again.
+    The trace has the committed tokens, exactly as they were recorded. A complete draft is published
+    as it is; a trace that was set aside to be replaced is moved back. The draft stays until the
+    trace is published, so a recovery that is interrupted can be repeated.
 
     Args:
-        path: the path that the trace was to have, or the hidden folder of the draft.
-        out: where to put the trace, on the same file system; None where it was to be.
-        overwrite: replace a trace that is there.
-        progress: called with (layers done, layers in all).
+        path: the intended path of the trace, or the hidden folder of the draft.
+        out: where to write the trace, on the same file system; its intended path by default.
+        overwrite: replace a trace at that path.
+        progress: called with (layers done, total layers).
 
     Raises:
         TraceNotFoundError: there is no such draft.
-        TraceError: several drafts, a draft that is being written, is damaged or has no committed
-            tokens, or a file system that refuses.
-        TraceExistsError: something is where the trace is to be.
+        TraceError: there are several drafts, the draft is being written, is damaged or has no
+            committed tokens, or the file system refuses.
+        TraceExistsError: something is at the path of the trace.
     """
     draft = _find(Path(path))
     target = draft.target if out is None else Path(out)
@@ -116,10 +119,10 @@ def recover(
             _restore(draft.path, target)
         else:
             if not overwrite:
-                _check_place(draft, target)
+                _check_free(draft, target)
             check_target(target, overwrite=overwrite)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _publish(draft.path, target, overwrite=overwrite, progress=progress or _silent)
+            _publish(draft.path, target, overwrite=overwrite, progress=progress or _no_progress)
     except TraceError:
         raise
     except OSError as error:
@@ -136,29 +139,30 @@ def recover(
 
 
 def discard(path: str | Path) -> Draft:
-    """Remove what a writer has left; gives what that was.
+    """Remove a draft and return its description.
 
     Args:
-        path: the hidden folder, or the path that its trace was to have.
+        path: the hidden folder, or the intended path of its trace.
 
     Raises:
         TraceNotFoundError: there is no such draft.
-        TraceError: several drafts, one that is being written, or a file system that refuses.
+        TraceError: there are several drafts, the draft is being written, or the file system
+            refuses.
     """
     draft = _find(Path(path))
     try:
-        with _held(draft.path):
+        with _locked(draft.path):
             shutil.rmtree(draft.path)
     except OSError as error:
         raise TraceError(
-            f"{draft.path} cannot be removed ({error.strerror or error}), some of it may be left"
+            f"{draft.path} cannot be removed ({error.strerror or error}), part of it may be left"
         ) from error
     return draft
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[TokenFile | None]:
-    """The file of tokens of a draft, held so that nobody else works on it; None if it has none."""
+def _locked(folder: Path) -> Iterator[TokenFile | None]:
+    """The locked file of tokens of a draft; None if the draft has none."""
     if not (folder / TOKENS).exists():
         yield None
         return
@@ -171,22 +175,22 @@ def _held(folder: Path) -> Iterator[TokenFile | None]:
         yield file
 
 
-def _check_place(draft: Draft, target: Path) -> None:
-    """Raise TraceExistsError where a trace is at `target`, with what would replace what."""
+def _check_free(draft: Draft, target: Path) -> None:
+    """Raise TraceExistsError if a trace is at `target`; the message compares the lengths."""
     try:
-        there = StoredTrace(target).shapes["q"][2]
+        n_tokens = StoredTrace(target).shapes["q"][2]
     except TraceError:
         return
     raise TraceExistsError(
         f"{target} exists, expected a free path: --overwrite (overwrite=True) would replace its "
-        f"{there} tokens by the {draft.tokens} of {draft.path}; give another path (--out), or "
+        f"{n_tokens} tokens by the {draft.tokens} of {draft.path}; give another path (--out), or "
         f"`{_removal(draft.path)}`"
     )
 
 
 def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
-    """Complete a draft, unless it is, and put it at its path."""
-    with _held(folder) as file:
+    """Complete a draft if necessary, and publish it."""
+    with _locked(folder) as file:
         group = _group(folder)
         if group.attributes.get("complete") is not True:
             _Recovery(group).run(progress)
@@ -194,42 +198,42 @@ def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress)
 
 
 def _find(path: Path) -> Draft:
-    """The draft at `path`, or the only one that belongs to the trace there."""
+    """Return the draft at `path`, or the only draft of the trace at `path`."""
     owner = belongs_to(path)
     if owner is not None:
         if not path.is_dir():
             raise TraceNotFoundError(f"{path} does not exist, expected the folder of a draft")
-        return _look(path, *owner)
-    near = find_drafts(path.parent) if path.parent.is_dir() else []
-    found = [draft for draft in near if draft.target == path]
-    if not found:
+        return _draft(path, *owner)
+    siblings = find_drafts(path.parent) if path.parent.is_dir() else []
+    drafts = [draft for draft in siblings if draft.target == path]
+    if not drafts:
         inside = find_drafts(path) if path.is_dir() else []
-        hint = f"; in it are {_listed(inside)}, name one" if inside else ""
+        hint = f"; it contains {_listed(inside)}, name one of them" if inside else ""
         raise TraceNotFoundError(
             f"nothing to recover for {path}, expected a hidden folder .{path.name}.tmp-* "
-            f"beside it{hint}"
+            f"next to it{hint}"
         )
-    if len(found) > 1:
-        raise TraceError(f"{path} has several drafts, {_listed(found)}; name one of them")
-    return found[0]
+    if len(drafts) > 1:
+        raise TraceError(f"{path} has several drafts, {_listed(drafts)}; name one of them")
+    return drafts[0]
 
 
 def _listed(drafts: list[Draft]) -> str:
     return ", ".join(str(draft) for draft in drafts)
 
 
-def _look(path: Path, target: Path, kind: Kind) -> Draft:
+def _draft(path: Path, target: Path, kind: Kind) -> Draft:
     try:
-        attributes = read_json(path / "zarr.json", str(path)).get("attributes")
-    except TraceError:  # a writer that has only begun, or what is left of a removed trace
-        attributes = None
-    known = attributes if isinstance(attributes, dict) else {}
+        value = read_json(path / "zarr.json", str(path)).get("attributes")
+    except TraceError:  # only just created, or partly removed
+        value = None
+    attributes = value if isinstance(value, dict) else {}
     return Draft(
         path=path,
         target=target,
         kind=kind,
-        tokens=_committed(known),
-        complete=known.get("complete") is True,
+        tokens=_committed(attributes),
+        complete=attributes.get("complete") is True,
         writing=is_held(path),
     )
 
@@ -240,12 +244,12 @@ def _committed(attributes: Mapping[str, Any]) -> int:
 
 
 def _restore(folder: Path, target: Path) -> None:
-    """Put a trace that was set aside back; never over another one."""
+    """Move a trace that was set aside back, never over another one."""
     try:
         StoredTrace(folder)
     except TraceError as error:
         raise TraceError(
-            f"{folder} is what is left of a trace that was replaced ({error}); "
+            f"{folder} is the rest of a trace that was replaced ({error}); "
             f"remove it with `{_removal(folder)}`"
         ) from error
     if target.exists() or target.is_symlink():
@@ -257,13 +261,13 @@ def _restore(folder: Path, target: Path) -> None:
 
 
 def _group(folder: Path) -> Group:
-    """The group of a draft, once it is known to be one and what kills leave is gone."""
-    if not _look(folder, folder, "tmp").tokens:
+    """Open the group of a draft, without the partial files that kills leave behind."""
+    if not _draft(folder, folder, "tmp").tokens:
         raise TraceError(
             f"{folder} has no committed tokens, so there is nothing to recover; "
             f"remove it with `{_removal(folder)}`"
         )
-    # half written files, and half of an array that was removed
+    # partly written files, and arrays that were partly removed
     for stray in folder.rglob("*" + PARTIAL):
         stray.unlink()
     for part in folder.iterdir():
@@ -277,7 +281,7 @@ def _removal(folder: Path) -> str:
 
 
 class _Recovery:
-    """Makes a draft complete. Each step can be taken again by the next attempt."""
+    """Completion of a draft. Each step can be repeated by the next attempt."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.where = group, str(group.folder)
@@ -297,15 +301,15 @@ class _Recovery:
         if not has_tokens:
             ids, texts = [], None
         header = self._header()
-        if n_pos != self.committed or "stopped" not in _entry(header.meta, "generation"):
+        if n_pos != self.committed or "stopped" not in object_at(header.meta, "generation"):
             header = _cut(header, self.committed, n_pos, texts)
         if not has_tokens:
             header = _noted(header, "recovered without token ids, which were not on disk")
         for name in dropped:
             header = _noted(header, f"recovered without {name}, which was not complete")
-        # The header comes first: an attempt that ends below leaves a draft of the same trace, and
-        # what it dropped stays noted.
-        self.group.set(**header.attributes())
+        # The header comes first, so that the notes on dropped arrays survive an attempt that ends
+        # below.
+        self.group.set(**attributes_of(header))
         for name in (*dropped, *_REWRITTEN):
             self.group.remove(name)
         self._truncate()
@@ -320,7 +324,7 @@ class _Recovery:
         )
 
     def _incomplete(self) -> list[str]:
-        """Arrays that are not written with the positions, and are not whole."""
+        """Return the arrays that are incomplete, of those not appended with the positions."""
         arrays = self.group.arrays
         whole = arrays["q"].shape[2] == self.committed
         return [
@@ -334,7 +338,7 @@ class _Recovery:
         ]
 
     def _header(self) -> Header:
-        return Header.from_attributes(
+        return read_header(
             self.group.attributes,
             layer_ids=tuple(self.group.read("layer", []).tolist()),
             source_dtypes={
@@ -346,7 +350,7 @@ class _Recovery:
         )
 
     def _truncate(self) -> None:
-        """Cut every array to the committed positions, a multiple of its chunks or its end."""
+        """Cut every array to the committed positions, which end a chunk or the array."""
         for name, array in list(self.group.arrays.items()):
             shape = tuple(
                 self.committed
@@ -361,7 +365,7 @@ class _Recovery:
             require_chunks(self.group, name, self.where, "record the trace again")
 
     def _read(self, n_layers: int, progress: Progress) -> ContentDigest:
-        """Read everything once, which fails for a damaged chunk; gives the checksums."""
+        """Read every array, which raises for a damaged chunk, and return the checksums."""
         digest = ContentDigest()
         for layer in range(n_layers):
             for name in self.group.arrays:
@@ -373,7 +377,7 @@ class _Recovery:
         return digest
 
     def _blocks(self, name: str, layer: int) -> Iterator[NDArray[Any]]:
-        """One layer, cut into blocks of positions if it has any."""
+        """Yield one layer, in blocks of positions if it has an axis of them."""
         axes, shape = DIMENSIONS[name], self.group.arrays[name].shape
         one = slice(layer, layer + 1)
         axis = next((i for i, axis in enumerate(axes) if axis in ("row", "pos")), None)
@@ -386,14 +390,14 @@ class _Recovery:
 
 
 def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) -> Header:
-    """The header of the first tokens of a trace that was to have up to `n_pos`."""
+    """Return the header of the first `committed` tokens of at most `n_pos`."""
     prompt_len = min(header.prompt_len, committed)
     response = None if texts is None else "".join(texts[prompt_len:committed])
     meta = {
         **header.meta,
-        "text": {**_entry(header.meta, "text"), "response": response},
+        "text": {**object_at(header.meta, "text"), "response": response},
         "generation": {
-            **_entry(header.meta, "generation"),
+            **object_at(header.meta, "generation"),
             "new_tokens": committed - prompt_len,
             "stopped": INTERRUPTED,
         },
@@ -410,18 +414,13 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
 
 
 def _noted(header: Header, note: str) -> Header:
-    """With one note more, unless it is there."""
-    notes = header.meta.get("notes")
-    known = notes if isinstance(notes, list) else []
-    if note in known:
+    """Return the header with one more note, unless it has it."""
+    value = header.meta.get("notes")
+    notes = value if isinstance(value, list) else []
+    if note in notes:
         return header
-    return replace(header, meta={**header.meta, "notes": [*known, note]})
+    return replace(header, meta={**header.meta, "notes": [*notes, note]})
 
 
-def _entry(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = meta.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _silent(done: int, total: int) -> None:
-    """No progress."""
+def _no_progress(done: int, total: int) -> None:
+    """Show nothing."""

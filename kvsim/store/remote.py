@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store.documents import said
+from kvsim.store.documents import error_line
 from kvsim.store.place import Folder, Place, check_limit
 
 #: Files that are on their way at the same time.
@@ -27,7 +27,7 @@ _ROOT = "zarr.json"
 
 
 class Web:
-    """A trace behind an HTTP URL, of which one file after another can be asked for by name."""
+    """A trace behind an HTTP URL: files are requested by name and cannot be listed."""
 
     readers = _READERS
     few_bytes = 0
@@ -36,13 +36,13 @@ class Web:
         self.path = url
 
     def read(self, key: str, limit: int) -> bytes:
-        """All of a file."""
+        """Return the content of a file."""
         parts = _split(self.path)
         path = f"{parts.path.rstrip('/')}/{key}"
         url = parts._replace(path=path).geturl()
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:  # noqa: S310  http alone
-                data: bytes = answer.read(limit + 1)
+            with urllib.request.urlopen(url, timeout=_TIMEOUT) as response:  # noqa: S310  http only
+                data: bytes = response.read(limit + 1)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (404, 410):
@@ -50,18 +50,18 @@ class Web:
             raise TraceError(f"{url} is not readable (HTTP {error.code} {error.reason})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise TraceError(
-                f"{url} is not readable ({said(error)}), expected a server that has the trace; "
-                "check the URL and the network"
+                f"{url} is not readable ({error_line(error)}), expected a server that has the "
+                "trace; check the URL and the network"
             ) from error
         check_limit(self.path, key, len(data), limit)
         return data
 
     def sizes(self) -> None:
-        """HTTP has no lists of files."""
+        """Return None: HTTP has no lists of files."""
 
 
 class Remote:
-    """A trace in a store that fsspec knows, such as ``s3://bucket/run.zarr``."""
+    """A trace in a store that fsspec supports, such as ``s3://bucket/run.zarr``."""
 
     readers = _READERS
     few_bytes = 0
@@ -72,66 +72,66 @@ class Remote:
         self._sizes: dict[str, int] = {}
 
     def read(self, key: str, limit: int) -> bytes:
-        """All of a file."""
+        """Return the content of a file."""
         path = f"{self._root}/{key}"
-        with _one_line(self.path, "read"):
+        with _store_errors(self.path, "read"):
             size = self._sizes[key] if key in self._sizes else self._system.info(path)["size"]
             check_limit(self.path, key, size, limit)
             data: bytes = self._system.cat_file(path)
         return data
 
     def sizes(self) -> dict[str, int]:
-        """The size of each file in bytes."""
-        with _one_line(self.path, "read"):
+        """Return the size of each file in bytes."""
+        with _store_errors(self.path, "read"):
             self._system.invalidate_cache()
-            found = self._system.find(self._root, detail=True)
+            files = self._system.find(self._root, detail=True)
         start = len(self._root) + 1
-        self._sizes = {path[start:]: int(one["size"]) for path, one in found.items()}
+        self._sizes = {path[start:]: int(info["size"]) for path, info in files.items()}
         return self._sizes
 
 
 def find_remote(url: str) -> Place:
-    """The place behind a URL.
+    """Return the place behind a URL.
 
     Raises:
-        TraceError: a URL that kvsim cannot read, and what is missing for that.
+        TraceError: kvsim cannot read such a URL, or a package is missing for it.
     """
     if _split(url).path.endswith(".zip"):
         raise TraceError(
-            f"{url} is one packed file, which is read on this machine alone; download it first"
+            f"{url} is a packed file, which can only be read locally; download it first"
         )
     return Web(url) if _is_web(url) else Remote(url)
 
 
 def check_free(url: str, *, overwrite: bool) -> None:
-    """Raise TraceError unless a trace can be written to `url`, where nothing may be.
+    """Raise TraceError unless a trace can be written to `url`, which must be free.
 
     Raises:
         TraceExistsError: something is there.
     """
     if _is_web(url):
-        raise TraceError(f"{url}: HTTP is for reading; write to a folder or to a store, as s3://")
+        raise TraceError(f"{url}: HTTP is read-only; write to a folder or to a store, as s3://")
     if overwrite:
         raise TraceError(
-            f"{url}: a store has no renaming, so that nothing is overwritten there; "
+            f"{url}: stores cannot rename, so nothing is overwritten there; "
             "remove what is there, or give another URL"
         )
     system, root = _filesystem(url)
-    with _one_line(url, "written"):
+    with _store_errors(url, "written"):
         system.invalidate_cache()
         try:
             taken = bool(system.find(root, maxdepth=1, withdirs=True))
         except FileNotFoundError:
             taken = False
     if taken:
-        raise TraceExistsError(f"{url} exists, expected a free place; give another URL")
+        raise TraceExistsError(f"{url} exists, expected a free URL; give another URL")
 
 
 def upload(folder: Path, url: str) -> str:
-    """Write the trace in a folder to `url`, what says that it is complete last; gives the URL.
+    """Upload the trace in a folder to `url`, its root metadata last, and return the URL.
 
-    If that fails, what was written is removed again; if even that does, no reader takes what is
-    left for a trace.
+    If that fails, the uploaded files are removed; if that fails too, no reader takes the rest for
+    a trace.
 
     Raises:
         TraceExistsError: something is there.
@@ -146,7 +146,7 @@ def upload(folder: Path, url: str) -> str:
         system.pipe_file(f"{root}/{key}", place.read(key, sizes[key]))
 
     try:
-        with _one_line(url, "written"):
+        with _store_errors(url, "written"):
             system.makedirs(root, exist_ok=True)
             with ThreadPoolExecutor(_READERS) as pool:
                 for _ in pool.map(put, sorted(sizes.keys() - {_ROOT})):
@@ -163,7 +163,9 @@ def _split(url: str) -> urllib.parse.SplitResult:
     try:
         return urllib.parse.urlsplit(url)
     except ValueError as error:
-        raise TraceError(f"{url} is no URL ({said(error)}); expected one or a path") from error
+        raise TraceError(
+            f"{url} is not a URL ({error_line(error)}); expected one or a path"
+        ) from error
 
 
 def _is_web(url: str) -> bool:
@@ -171,30 +173,34 @@ def _is_web(url: str) -> bool:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it."""
+    """Return the fsspec file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415  an optional extra
     except ImportError as error:
-        raise TraceError(f"{url} takes fsspec; `pip install 'kvsim[remote]'`") from error
+        raise TraceError(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
     try:
         system, root = url_to_fs(url.rstrip("/"))
     except ImportError as error:
-        raise TraceError(f"{url} takes a driver that is not installed ({said(error)})") from error
+        raise TraceError(
+            f"{url} needs a driver that is not installed ({error_line(error)})"
+        ) from error
     except (ValueError, TypeError, OSError) as error:
-        raise TraceError(f"{url} is no place that fsspec knows ({said(error)})") from error
+        raise TraceError(
+            f"{url} is not a URL that fsspec supports ({error_line(error)})"
+        ) from error
     if "file" in system.protocol or "local" in system.protocol:
-        raise TraceError(f"{url} is on this machine; give its path, without file://")
+        raise TraceError(f"{url} is local; give its path, without file://")
     return system, root
 
 
 @contextmanager
-def _one_line(url: str, what: str) -> Iterator[None]:
-    """Turn what a store has to say into one clear line."""
+def _store_errors(url: str, what: str) -> Iterator[None]:
+    """Raise TraceError, with one line, for what a store raises."""
     try:
         yield
     except (TraceError, FileNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise TraceError(
-            f"{url} cannot be {what} ({said(error)}); check the URL and the network"
+            f"{url} cannot be {what} ({error_line(error)}); check the URL and the network"
         ) from error

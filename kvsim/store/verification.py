@@ -1,4 +1,4 @@
-"""Is a stored trace whole and undamaged, and does its attention follow from its q, k, v?"""
+"""Verification of a stored trace: its checksums, and attention recomputed from q, k, v."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 import torch
 
 from kvsim.core.attention import attention_weights, causal_attention
+from kvsim.core.checks import first_row, relative_error, tolerance
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
+from kvsim.core.header import Header
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
-from kvsim.store.checks import first_row, relative_error, tolerance
-from kvsim.store.header import (
-    CHECKSUMMED,
-    ContentDigest,
-    Header,
-    content_digest,
-    text_checksum,
-)
+from kvsim.store.documents import object_at
 from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.reader import StoredTrace
 
@@ -28,22 +24,22 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
         path: the trace.
         layers: the model's numbers of the stored layers.
         chunks: number of chunks read.
         output_error: for each layer, the largest relative error of a head (`relative_error`)
-            between the recorded attention output and the one recomputed; empty if none is recorded
-            or none was recomputed.
-        output_tolerance: what it may be.
+            between recorded and recomputed attention output; empty if it is not recorded or was
+            not recomputed.
+        output_tolerance: its limit.
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
             is the relative error of attention weights; empty as above.
-        lse_tolerance: what it may be.
+        lse_tolerance: its limit.
         attention_error: the same for dense attention, the largest difference of a weight.
-        digest: the digest as recorded.
-        problems: one sentence for everything that is wrong.
+        digest: the recorded digest.
+        problems: one sentence for each problem.
     """
 
     path: str
@@ -59,29 +55,29 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the result as a dict, ready for JSON."""
         return {**asdict(self), "ok": self.ok}
 
 
 def verify(
     path: str | Path, *, deep: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Verification:
-    """Read every chunk of the trace at `path`, and compare it with checksums and digest.
+    """Read every chunk of the trace at `path` and compare it with checksums and digest.
 
     Args:
         path: a stored trace.
-        deep: compute attention again from q, k, v too, which takes time that grows with the square
-            of the length, and compare it with what was recorded.
-        progress: called with (layers done, layers in all).
+        deep: also recompute attention from q, k, v and compare it with the recorded one, which
+            takes time that grows with the square of the length.
+        progress: called with (layers done, total layers).
 
     Raises:
-        TraceNotFoundError: there is nothing at `path`, or nothing that says it is a trace.
+        TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
         TraceError: the trace cannot be opened: incomplete, newer, a chunk missing, wrong shapes.
-            What is found after that is in `problems`.
+            Later problems are in the result.
     """
     stored = StoredTrace(path)
     check = _Check(stored, deep=deep)
@@ -93,7 +89,7 @@ def verify(
 
 
 class _Check:
-    """The running results of `verify`."""
+    """The results of `verify` so far."""
 
     def __init__(self, stored: StoredTrace, *, deep: bool) -> None:
         self.stored, self.deep = stored, deep
@@ -101,12 +97,12 @@ class _Check:
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
-        kept = {name: stored.arrays[name].dtype.name for name in sources}
+        dtypes = {name: stored.arrays[name].dtype.name for name in sources}
         involved = [sources.get("attn_out", "float32"), sources["q"]]
-        involved += [kept[name] for name in ("q", "k", "v", "attn_out") if name in kept]
+        involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
         self.output_tolerance = max(tolerance(*involved), _recorded_tolerance(stored))
-        # computed from the stored numbers in float32 or float64, so rounding of q, k has no part
-        self.lse_tolerance = tolerance(kept.get("lse", "float32"))
+        # it was computed from the stored q, k in float32 or float64: their rounding has no effect
+        self.lse_tolerance = tolerance(dtypes.get("lse", "float32"))
 
     def layer(self, layer: int) -> None:
         stored, one = self.stored, slice(layer, layer + 1)
@@ -124,7 +120,7 @@ class _Check:
             self._attention(layer, parts)
 
     def _attention(self, layer: int, parts: Mapping[str, torch.Tensor]) -> None:
-        """Compute attention again; dense attention, which has no checksum, in any case."""
+        """Recompute attention if deep; always check dense attention, which has no checksum."""
         stored, dtype = self.stored, self.stored.compute_dtype
         dense = [name for name in DENSE if name in stored.arrays]
         q, k, v = (parts[name].to(dtype) for name in "qkv")
@@ -151,34 +147,34 @@ class _Check:
             rows = slice(start, min(start + CHUNK, n_pos))
             at = slice(rows.start - first, rows.stop - first)
             try:
-                found = stored.read(name, slice(layer, layer + 1), at)[0]
+                recorded = stored.read(name, slice(layer, layer + 1), at)[0]
             except TraceError as error:
                 self.problems.append(str(error))
                 return
             expected = attention_weights(
                 q[:, rows], k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
             )
-            worst = max(worst, float((found - expected).abs().max()))
+            worst = max(worst, float((recorded - expected).abs().max()))
         self._judge(name, layer, worst, self.lse_tolerance)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
-        """The residual stream begins with embeddings: wherever a token stands, the same numbers.
+        """Check that equal tokens have equal embeddings in the residual stream of layer 0.
 
-        A model that turns nothing in any layer has added the position to its embeddings.
+        Models without RoPE in any layer add the position to their embeddings and are skipped.
         """
         if not any(rope.inv_freq for rope in self.stored.header.ropes):
             return
         rows = self.stored.read("residual", slice(0, 1), _ALL)[0]  # [pos, hidden]
-        kinds, kind = tokens.unique(return_inverse=True)
-        some = torch.empty_like(kinds, dtype=torch.int64)
-        some[kind] = torch.arange(len(tokens))  # a position of each token
-        other = (rows != rows[some[kind]]).any(-1).nonzero()
-        if len(other):
-            first = int(other[0])
+        distinct, index = tokens.unique(return_inverse=True)
+        example = torch.empty_like(distinct, dtype=torch.int64)
+        example[index] = torch.arange(len(tokens))  # a position of each distinct token
+        different = (rows != rows[example[index]]).any(-1).nonzero()
+        if len(different):
+            first = int(different[0])
             self.problems.append(
                 f"{self.stored.where}: residual of layer 0 differs between positions {first} and "
-                f"{int(some[kind[first]])}, which are the same token, expected its embedding at "
-                "both; record the trace again"
+                f"{int(example[index[first]])}, which are the same token, expected its embedding "
+                "at both; record the trace again"
             )
 
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
@@ -186,7 +182,7 @@ class _Check:
             self.digest.update_all(name, layer, values.numpy(), pos_axis(name))
         else:
             self.digest.update(name, layer, values.numpy())
-        recorded = _entry(self.stored.attributes, "checksums").get(name)
+        recorded = object_at(self.stored.attributes, "checksums").get(name)
         recorded = recorded if isinstance(recorded, list) else []
         computed = self.digest.checksums()[name][-1]
         if layer >= len(recorded) or recorded[layer] != computed:
@@ -205,18 +201,18 @@ class _Check:
             )
 
     def _texts(self, recorded: object) -> None:
-        """The text of the tokens; `recorded`: its checksum, None in older traces."""
+        """Check the text of the tokens; `recorded`: its checksum, None in older traces."""
         texts = self.stored.token_text
         if texts is not None and recorded not in (None, [text_checksum(texts)]):
             self.problems.append(
-                f"{self.stored.where}: the text of the tokens is another one than was recorded; "
+                f"{self.stored.where}: the text of the tokens is not the recorded one; "
                 "copy the trace again or record it again"
             )
 
     def result(self) -> Verification:
         stored = self.stored
         shapes = dict(stored.shapes)
-        recorded = _entry(stored.attributes, "checksums")
+        recorded = object_at(stored.attributes, "checksums")
         try:
             self._texts(recorded.get("token_text"))
             if "tokens" in shapes:
@@ -234,10 +230,10 @@ class _Check:
         ]
         dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}
         if not self.problems:
-            found = content_digest(stored.header, shapes, dtypes, self.digest.checksums())
-            if found != stored.digest:
+            digest = content_digest(stored.header, shapes, dtypes, self.digest.checksums())
+            if digest != stored.digest:
                 self.problems.append(
-                    f"{stored.where}: the digest is {found[:19]}..., recorded is "
+                    f"{stored.where}: the digest is {digest[:19]}..., recorded is "
                     f"{stored.digest[:19]}...; tokens or attributes were changed after recording"
                 )
         return Verification(
@@ -255,13 +251,13 @@ class _Check:
 
 
 def _recorded_tolerance(stored: StoredTrace) -> float:
-    """What the capture allowed: a model's kernel may round more than its dtype alone tells."""
-    recorded = _entry(stored.header.meta, "capture_check").get("tolerance")
+    """Return the tolerance of the capture: a kernel may round more than its dtype does."""
+    recorded = object_at(stored.header.meta, "capture_check").get("tolerance")
     return min(float(recorded), 0.5) if isinstance(recorded, int | float) else 0.0
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What `kvsim info` prints: shapes, dtypes, sizes, model, labels, text, answer check, for JSON.
+    """Return shapes, dtypes, sizes, model, labels, text and answer check, ready for JSON.
 
     Sizes are None where files cannot be listed, as over HTTP.
 
@@ -271,7 +267,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     stored = StoredTrace(path)
     sizes = stored.sizes
     meta = stored.header.meta
-    text = _entry(meta, "text")
+    text = object_at(meta, "text")
     notes = meta.get("notes")
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
     return {
@@ -298,14 +294,14 @@ def describe(path: str | Path) -> dict[str, Any]:
         },
         "bytes": None if sizes is None else _bytes(sizes),
         "files": None if sizes is None else len(sizes),
-        "model": {key: value for key, value in _entry(meta, "model").items() if key != "config"},
-        "versions": _entry(meta, "versions"),
-        "generation": _entry(meta, "generation"),
+        "model": {key: value for key, value in object_at(meta, "model").items() if key != "config"},
+        "versions": object_at(meta, "versions"),
+        "generation": object_at(meta, "generation"),
         "labels": stored.header.labels,
         "prompt": _head(text.get("prompt")),
         "response": _head(text.get("response")),
-        "answer_check": _entry(meta, "answer_check") or None,
-        "capture_check": _entry(meta, "capture_check") or None,
+        "answer_check": object_at(meta, "answer_check") or None,
+        "capture_check": object_at(meta, "capture_check") or None,
         "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
 
@@ -315,7 +311,7 @@ def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:
 
 
 def _kinds(header: Header) -> list[dict[str, Any]]:
-    """What the layers compute and turn, each kind with the model's numbers of its layers."""
+    """Return each kind of attention and RoPE, with the model's numbers of its layers."""
     kinds: dict[str, dict[str, Any]] = {}
     for number, formula, rope in zip(header.layer_ids, header.formulas, header.ropes, strict=True):
         kind = {
@@ -328,12 +324,6 @@ def _kinds(header: Header) -> list[dict[str, Any]]:
         }
         kinds.setdefault(repr(kind), {"layers": [], **kind})["layers"].append(number)
     return list(kinds.values())
-
-
-def _entry(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object of the metadata; empty where a foreign writer put something else."""
-    value = meta.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 def _head(text: object, length: int = 200) -> str | None:

@@ -1,4 +1,4 @@
-"""Writing a trace: block by block into a hidden sibling, then published in one rename."""
+"""Writing traces: block by block into a hidden folder, then published in one rename."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,41 +14,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsim.core.checks import DTYPES, check_finite, stored_dtype
+from kvsim.core.digest import CHECKSUMMED, ContentDigest
+from kvsim.core.header import Header
+from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
-from kvsim.store.checks import check_finite, stored_dtype
+from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, is_url
+from kvsim.store.attributes import attributes_of
 from kvsim.store.draft import TokenFile, hidden, recover_command
 from kvsim.store.group import Group
-from kvsim.store.header import ContentDigest, Header
 from kvsim.store.interrupts import unbroken
 from kvsim.store.layout import DENSE, pos_axis
 from kvsim.store.publication import check_target, complete, put, write_whole
+from kvsim.store.remote import check_free, upload
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0
 
-#: Arrays that are not appended position by position, so that nothing committed waits for them.
+#: Arrays that are not appended position by position; commits do not wait for them.
 LATE = (*DENSE, "o_proj")
 
 
 class TraceWriter:
-    """A trace on its way to `path`.
+    """Writer of the trace at `path`.
 
-    Use it as a context manager. Nothing is at `path`, or what was there before is, until `publish`
-    returns. Leaving it without `publish` removes what was written, with these exceptions: a draft
-    that is complete stays, and one with committed tokens stays after an interrupt, a full disk or
-    any error that is not of kvsim. `kvsim.store.recover` makes a trace of what stays.
+    Use it as a context manager. `path` is not touched before `publish`. Leaving the context without
+    `publish` removes the draft, with two exceptions: a complete draft stays, and one with committed
+    tokens stays after an interrupt, a full disk or an error that is not a KvsimError.
+    `kvsim.store.recover` makes a trace of a draft that stays.
 
     Args:
-        path: where the trace will be.
+        path: where the trace is published.
         shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
         layer_ids: the model's number of each layer.
-        store_dtype: ``float16`` to store all but lse and attention in less than their precision.
+        store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
 
     Raises:
-        TraceExistsError: something is at `path`, and it is no trace or `overwrite` is False.
+        TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class TraceWriter:
         self._complete = self._refused = False
         try:
             self._write(lambda: self._create(shapes, source_dtypes, store_dtype))
-        except BaseException:  # an interrupt here comes before there is an __exit__ to clean up
+        except BaseException:  # an interrupt here comes before __exit__ could clean up
             self._discard()
             raise
 
@@ -86,7 +91,7 @@ class TraceWriter:
         source_dtypes: Mapping[str, str],
         store_dtype: str | None,
     ) -> None:
-        """The hidden folder with its empty arrays."""
+        """Create the hidden folder with its empty arrays."""
         self.folder.mkdir(parents=True)
         self._file = TokenFile(self.folder, wait=True)
         self._group.set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
@@ -107,7 +112,7 @@ class TraceWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # what kvsim says itself, but for a full disk, is about the model or the numbers
+        # errors of kvsim, except a full disk, are about the model or the numbers
         usable = error is not None and (self._refused or not isinstance(error, KvsimError))
         if not self._complete and not (usable and self._committed):
             self._discard()
@@ -123,34 +128,33 @@ class TraceWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin(self, header: Header, so_far: Callable[[Header], Header] | None = None) -> None:
-        """Write the header, so that what is committed from here on can be recovered.
+        """Write the header, so that tokens committed from here on can be recovered.
 
-        Once more where more is known; `publish` has the last word.
+        May be called again with a newer header; `publish` writes the final one.
 
-        header: what is known by now. so_far: what is known later, asked for whenever tokens are
-            committed.
+        header: the facts so far. so_far: updates it, called whenever tokens are committed.
         """
         self._header, self._so_far = header, so_far
         self._write(lambda: self._group.set(**self._attributes()))
 
     def add_tokens(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
-        """Keep the next tokens, and their texts if they have any, before they are committed."""
+        """Write the next tokens, and their texts if they have any, before they are committed."""
         if self._file is None:
             raise RuntimeError("no draft")
         file = self._file
         self._write(lambda: file.add(ids, texts))
 
     def _attributes(self) -> dict[str, Any]:
-        """The header as it is now."""
+        """Return the attributes of the header so far."""
         if self._header is None:
             raise RuntimeError("not begun")
         header = self._header if self._so_far is None else self._so_far(self._header)
-        return header.attributes()
+        return attributes_of(header)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which `name` is stored."""
-        found: torch.dtype = getattr(torch, self._group.arrays[name].dtype.name)
-        return found
+        """Return the dtype in which `name` is stored."""
+        dtype: torch.dtype = getattr(torch, self._group.arrays[name].dtype.name)
+        return dtype
 
     @property
     def n_pos(self) -> int:
@@ -158,11 +162,11 @@ class TraceWriter:
         return self._group.arrays["q"].shape[2]
 
     def set_length(self, n_pos: int) -> None:
-        """Fix the number of positions; the last blocks may come after this, not before."""
+        """Fix the number of positions; last blocks that are not full must come after this."""
         for name in self._next:
             array = self._group.arrays[name]
             shape = tuple(
-                # dense rows are all of the sequence, or no more than its last ones
+                # dense attention has all rows, or the last ones
                 n_pos if axis == "pos" else min(n_pos, length) if axis == "row" else length
                 for axis, length in zip(AXES[name], array.shape, strict=True)
             )
@@ -202,7 +206,7 @@ class TraceWriter:
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
 
     def _commit(self) -> None:
-        if self._header is None:  # without one nothing can be recovered
+        if self._header is None:  # nothing could be recovered
             return
         written = self._next.items()
         committed = min(min(ends) for name, ends in written if name not in LATE)
@@ -231,7 +235,7 @@ class TraceWriter:
         self._write(lambda: self._group.write(name, values[None], layer=layer, row=start))
 
     def read_back(self, name: str, layer: int) -> Tensor:
-        """One layer as it is stored [head, pos, ...]."""
+        """Return one layer as it is stored [head, pos, ...]."""
         return torch.from_numpy(self._group.read(name, [slice(layer, layer + 1)])[0])
 
     def publish(
@@ -241,11 +245,11 @@ class TraceWriter:
         tokens: np.ndarray[Any, Any] | None = None,
         token_text: Sequence[str] | None = None,
     ) -> Path:
-        """Complete the trace and put it at `path`; gives the path.
+        """Complete the trace, move it to `path` and return the path.
 
         Raises:
             TraceError: a chunk is missing.
-            TraceExistsError: something has come to be at `path` meanwhile; the draft is kept.
+            TraceExistsError: something has appeared at `path`; the draft is kept.
         """
         self._write(lambda: self._publish(header, tokens, token_text))
         return self.path
@@ -273,7 +277,7 @@ class TraceWriter:
             raise type(error)(f"{error}; {self._kept('--out', 'OTHER')}") from error
 
     def _write(self, do: Callable[[], None]) -> None:
-        """Write to the end, and turn what the disk has to say into one clear line."""
+        """Write to the end despite interrupts; raise TraceError, with one line, for disk errors."""
         try:
             unbroken(do)
         except TraceError:
@@ -287,38 +291,50 @@ class TraceWriter:
             ) from error
 
     def _kept(self, *options: str) -> str:
-        """What of the trace can be recovered, and how; empty for nothing."""
+        """Return a message: what can be recovered and how; empty if nothing can."""
         command = recover_command(self.folder, *options)
         if self._complete:
-            return f"the complete trace is kept, `{command}` puts it in its place"
+            return f"the complete trace is kept, `{command}` moves it into place"
         if self._committed:
             count = f"{self._committed} of at most {self.n_pos} tokens"
             return f"{count} are kept, `{command}` makes a trace of them"
         return ""
 
 
-def write_trace(
-    path: Path,
-    header: Header,
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    compute_dtype: str,
-    read: Callable[[str, int], Tensor],
-    token_text: Sequence[str] | None,
-    overwrite: bool,
-) -> Path:
-    """Write arrays that are at hand, layer by layer: read(name, layer) has no layer axis."""
-    arrays = {name: shape for name, shape in shapes.items() if name != "tokens"}
-    sources = {name: header.source_dtypes.get(name, compute_dtype) for name in arrays}
+def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path | str:
+    """Write a trace to `path` in the format of `docs/trace-format.md` and return the path.
+
+    Stores the arrays that the trace has, including attention output and log-sum-exp.
+
+    Args:
+        trace: in memory or stored.
+        path: a new folder, or a URL of a store, such as ``s3://bucket/x.zarr``.
+        overwrite: replace a trace at `path`; not for a URL.
+
+    Raises:
+        TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
+    """
+    if is_url(path):
+        check_free(str(path), overwrite=overwrite)
+        with TemporaryDirectory(prefix="kvsim-") as staging:
+            return upload(Path(save_trace(trace, Path(staging, "trace"))), str(path))
+    source, header = trace.source, trace.header
+    names = [name for name in CHECKSUMMED[1:] if trace.has(name)]
+    dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
     with TraceWriter(
-        path, shapes=arrays, source_dtypes=sources, layer_ids=header.layer_ids, overwrite=overwrite
+        Path(path),
+        shapes={name: source.shapes[name] for name in names},
+        source_dtypes=dtypes,
+        layer_ids=header.layer_ids,
+        overwrite=overwrite,
     ) as writer:
-        for name, shape in arrays.items():
-            for layer in range(shape[0]):
+        for name in names:
+            for layer in range(trace.n_layers):
+                values = source.read(name, slice(layer, layer + 1), slice(None))[0]
                 if name == "o_proj":
-                    writer.write_o_proj(layer, read(name, layer))
+                    writer.write_o_proj(layer, values)
                     continue
-                for block in read(name, layer).split(CHUNK, dim=pos_axis(name)):
+                for block in values.split(CHUNK, dim=pos_axis(name)):
                     writer.append(name, layer, block)
-        tokens = read("tokens", 0).numpy() if "tokens" in shapes else None
-        return writer.publish(header, tokens=tokens, token_text=token_text)
+        tokens = None if trace.tokens is None else trace.tokens.numpy()
+        return writer.publish(header, tokens=tokens, token_text=trace.token_text)

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder import capture, load_model
-from kvsim.store import find_drafts, recover, verify
+from kvsim.store import find_drafts, open_trace, recover, verify
 
 #: Tokens of the prompt and of the response: commits in the prefill and while tokens come.
 PROMPT, RESPONSE = 600, 200

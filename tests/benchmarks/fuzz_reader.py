@@ -113,7 +113,7 @@ def _write_full(path: Path) -> None:
             for start in (0, 256):
                 rows = list(range(start, min(start + 256, n)))
                 writer.write_attention("attention", layer, start, trace.attention(layer, rows))
-        header = open_trace(trace.save(path.with_name("header.zarr")))._header
+        header = open_trace(trace.save(path.with_name("header.zarr"))).header
         header = type(header)(**{**header.__dict__, "layer_ids": (0, 3)})
         writer.publish(header, tokens=tokens, token_text=[str(token) for token in tokens])
 

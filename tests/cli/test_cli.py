@@ -470,7 +470,7 @@ def test_capture_refuses_what_exists(run, tmp_path, trace, prompt):
 
     status, _, err = run(*arguments, "--out", tmp_path / "file", "--overwrite")
     assert status == 2
-    assert "is no kvsim trace" in one_line(err)
+    assert "is not a kvsim trace" in one_line(err)
     assert (tmp_path / "file").read_text() == "mine"
 
     status, _, err = run(*arguments, "--out", tmp_path / "file" / "t.zarr")
@@ -614,7 +614,7 @@ def test_what_is_no_trace(run, tmp_path, command, kind):
     status, out, err = run(command, given, *more)
 
     assert (status, out) == (2, "")
-    assert re.match(r"error: \S+t\.zarr is no kvsim trace: ", one_line(err))
+    assert re.match(r"error: \S+t\.zarr is not a kvsim trace: ", one_line(err))
     assert "damaged" not in err
 
 

@@ -22,7 +22,7 @@ from kvsim.core.policy import Policy, Scorer
 from kvsim.engine.replay import Options, run
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
-from kvsim.store.layout import read_json
+from kvsim.store.documents import read_json
 
 N, DIM, QHEADS, HEADS = 40, 8, 4, 2
 SINKS = (0.5, -1.0, 2.0, 0.0)
@@ -474,6 +474,6 @@ def test_info_says_what_layers_compute(run, tmp_path):
     assert [kind["window"] for kind in kinds] == [7, None, None, None, None]
     assert (
         "layers 0: a window of 7; layers 2: plain; layers 3: a softcap of 2; layers 4: sinks; "
-        "layers 9: nothing turned"
+        "layers 9: no RoPE"
     ) in text
     assert "attention  " not in run("info", plain)[1]

@@ -339,7 +339,7 @@ def test_large_finite_numbers_are_accepted():
         ({"layer_ids": [1]}, "1 layer numbers for 2 layers"),
         ({"scale": 0.0}, "scale is 0.0, expected a positive number"),
         ({"scale": math.nan}, "scale is nan"),
-        ({"rope": Rope.default(16)}, "rope turns 16 dimensions, but a head has 8"),
+        ({"rope": Rope.default(16)}, "rope rotates 16 dimensions, but a head has 8"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

@@ -24,13 +24,12 @@ from families import FAMILIES, ids
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.cli import recording
 from kvsim.cli.values import OptionError, parse_layers
-from kvsim.core.trace import open_trace
 from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import declared, select_layers
-from kvsim.store import TraceWriter, describe, verify
+from kvsim.store import TraceWriter, describe, open_trace, verify
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "

@@ -35,7 +35,7 @@ from kvsim.recorder.hub import unreachable
 from kvsim.recorder.models import read_ropes
 from kvsim.recorder.progress import progress_bar
 from kvsim.store import describe, verify
-from kvsim.store.layout import read_json
+from kvsim.store.documents import read_json
 from kvsim.tiny import tasks
 
 NAMES = ("llama", "qwen2", "qwen3")

@@ -291,7 +291,7 @@ def test_what_is_neither_run_nor_trace_is_refused(run, tmp_path, capsys):
     for path, says in (
         (missing, "does not exist, expected a trace"),
         (plain, "is no run folder"),
-        (run / "records.zarr", "is no kvsim trace"),
+        (run / "records.zarr", "is not a kvsim trace"),
     ):
         assert _status(["report", "sample", str(path), *out]) == 2
         (line,) = capsys.readouterr().err.splitlines()

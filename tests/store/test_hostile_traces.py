@@ -1,4 +1,4 @@
-"""Traces of strangers: whatever they claim is refused at once, and nothing of that size is made."""
+"""Untrusted traces: false claims are refused at once, and nothing of that size is allocated."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
 from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-from kvsim.store import verify
+from kvsim.store import open_trace, verify
+from kvsim.store.layout import array_document
 
 N = 300
 
@@ -82,11 +84,8 @@ def seal(body):
 # --- what the metadata of an array may say ---
 
 GRID = ("chunk_grid", "configuration", "chunk_shape")
-CODECS = [
-    {"name": "bytes", "configuration": {"endian": "little"}},
-    {"name": "blosc", "configuration": {"cname": "lz4", "typesize": 4, "shuffle": "bitshuffle"}},
-    {"name": "crc32c"},
-]
+CODECS = array_document("q", (2, 4, N, 8), "float32", None)["codecs"]
+BLOSC = ("codecs", 1, "configuration")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +119,12 @@ CODECS = [
         ("tokens", {("fill_value",): 0}, "tokens has fill_value 0, expected -1"),
         ("q", {("fill_value",): {"a": 1}}, "q has fill_value"),
         ("q", {("storage_transformers",): [{"name": "x"}]}, "q has storage_transformers"),
-        ("q", {("later",): {"name": "x"}}, "the metadata of q has 'later', which this kvsim"),
-        ("q", {("later",): {"must_understand": True}}, "the metadata of q has 'later'"),
-        ("q", {("dimension_names",): None}, "q has dimensions None"),
-        ("q", {("dimension_names", 3): "pos"}, "q has dimensions"),
+        ("q", {("later",): {"name": "x"}}, "q has later {'name': 'x'}, expected None"),
+        ("q", {("later",): {"must_understand": False}}, "q has later"),
+        ("q", {("",): None}, "q has  None"),
+        ("q", {("a\nb",): 1}, r"q has a\\nb 1"),
+        ("q", {("dimension_names",): None}, "q has dimension_names None"),
+        ("q", {("dimension_names", 3): "pos"}, "q has dimension_names.3 'pos', expected 'dim'"),
         ("q", {("attributes",): []}, "q has attributes"),
         ("q", {("attributes", "source_dtype"): "int4"}, "q has source_dtype 'int4'"),
         ("q", {("attributes", "source_dtype"): ["float32"]}, "q has source_dtype"),
@@ -133,19 +134,28 @@ CODECS = [
         ("tokens", {("data_type",): "float32"}, "tokens has data type 'float32'"),
         ("token_text", {("data_type",): "float32"}, "token_text has data type 'float32'"),
         ("q", {("codecs",): []}, "q has codecs"),
-        ("q", {("codecs",): CODECS[:2]}, r"q has codecs \['bytes', 'blosc'\]"),
+        ("q", {("codecs",): CODECS[:2]}, r"q has codecs \[.*\], expected"),
         ("q", {("codecs",): CODECS[1:]}, "q has codecs"),
         ("q", {("codecs",): [CODECS[0], CODECS[2], CODECS[1]]}, "q has codecs"),
         ("q", {("codecs",): [*CODECS[:2], *CODECS[1:]]}, "q has codecs"),
-        ("q", {("codecs", 0, "name"): "vlen-utf8"}, "q has codecs"),
-        ("q", {("codecs", 0, "name"): "transpose"}, "q has codec 'transpose'"),
-        ("q", {("codecs", 0, "name"): "sharding_indexed"}, "q has codec 'sharding_indexed'"),
-        ("q", {("codecs", 0, "name"): ["bytes"]}, "q has codec"),
-        ("q", {("codecs", 0, "configuration", "endian"): "big"}, "q has endian 'big'"),
-        ("q", {("codecs", 1, "configuration", "typesize"): 8}, "q has typesize 8, expected 4"),
-        ("q", {("codecs", 1, "configuration", "cname"): "zlib"}, "q has blosc with 'zlib'"),
-        ("q", {("codecs", 1, "configuration"): 7}, "q has codec settings 7"),
-        ("q", {("codecs", 1, "later"): 7}, "codec blosc of q has 'later'"),
+        ("q", {("codecs", 0, "name"): "vlen-utf8"}, "q has codecs.0.name"),
+        ("q", {("codecs", 0, "name"): "transpose"}, "q has codecs.0.name 'transpose'"),
+        ("q", {("codecs", 0, "name"): "sharding_indexed"}, "q has codecs.0.name 'sharding_in"),
+        ("q", {("codecs", 0, "name"): ["bytes"]}, "q has codecs.0.name"),
+        ("q", {("codecs", 0, "configuration", "endian"): "big"}, "endian 'big', expected 'little'"),
+        ("q", {(*BLOSC, "typesize"): 8}, "typesize 8, expected 4"),
+        *(
+            ("q", {(*BLOSC, "cname"): name}, f"cname '{name}', expected 'lz4'")
+            for name in ("zlib", "zstd")
+        ),
+        ("q", {(*BLOSC, "shuffle"): "noshuffle"}, "q has codecs.1.configuration.shuffle"),
+        ("q", {(*BLOSC, "later"): 7}, r"q has codecs\.1\.configuration\.later 7, expected None"),
+        *(("q", {("codecs", 1): {"name": name}}, "q has codecs.1") for name in ("zstd", "gzip")),
+        ("q", {("codecs",): [CODECS[0], CODECS[2]]}, "q has codecs"),
+        ("q", {("codecs", 2): "crc32c"}, "q has codecs.2 'crc32c'"),
+        ("q", {("chunk_key_encoding",): "default"}, "q has chunk_key_encoding 'default'"),
+        ("q", {("codecs", 1, "configuration"): 7}, "q has codecs.1.configuration 7"),
+        ("q", {("codecs", 1, "later"): 7}, "q has codecs.1.later 7"),
     ],
 )
 def test_metadata_of_an_array_that_is_refused(stored, array, changes, message):
@@ -164,16 +174,24 @@ def test_metadata_of_an_array_that_is_refused(stored, array, changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_need_not_be_understood_is_ignored(stored):
-    """An extension that says so is ignored, and so are other spellings of what is understood."""
-    found = document(stored / "q" / "zarr.json")
-    found["later"] = {"must_understand": False}
-    found["chunk_key_encoding"] = "default"
-    found["codecs"][2] = "crc32c"
-    del found["storage_transformers"]
-    write(stored / "q" / "zarr.json", found)
+def test_attributes_of_later_versions_are_ignored(stored):
+    """Attributes that this version does not know, of an array or the group, have no effect."""
+    for key in ("zarr.json", "q/zarr.json"):
+        metadata = document(stored / key)
+        metadata["attributes"]["later"] = {"a": 1}
+        write(stored / key, metadata)
 
     assert verify(stored).ok
+
+
+def test_metadata_of_the_group_that_is_refused(stored):
+    """Other keys than those of a zarr group are refused: no reader can guess their meaning."""
+    metadata = document(stored / "zarr.json")
+    metadata["storage_transformers"] = []
+    write(stored / "zarr.json", metadata)
+
+    with pytest.raises(TraceError, match=r"zarr\.json has 'storage_transformers', expected only"):
+        open_trace(stored)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +205,12 @@ def test_what_need_not_be_understood_is_ignored(stored):
         ("prompt_len", 10.0, "attribute prompt_len is 10.0"),
         ("scale", float("nan"), "attribute 'scale' is nan, expected a finite number"),
         ("scale", float("inf"), "attribute 'scale' is inf"),
-        ("scale", [1], r"\[1\] is no finite number"),
+        ("scale", [1], r"\[1\] is not a finite number"),
         ("n_tokens", "300", "n_tokens is '300'"),
         ("mask", {"kind": ["causal"]}, "mask.kind is"),
         ("rope", {"inv_freq": "abcd"}, "attribute rope"),
         ("rope", [[1.0]], "attribute rope is"),
-        ("scale", "x" * 1_000_000, "xxx' is no finite number"),
+        ("scale", "x" * 1_000_000, "xxx' is not a finite number"),
     ],
 )
 def test_attributes_that_are_refused(stored, attribute, value, message):
@@ -226,7 +244,7 @@ def test_a_million_frequencies_are_refused(stored):
     found["attributes"]["rope"] |= {"inv_freq": [0.5] * 1_000_000, "rotary_dim": 2_000_000}
     write(stored / "zarr.json", found)
 
-    with pytest.raises(TraceError, match="rope turns 2000000 dimensions, but a head has 8"):
+    with pytest.raises(TraceError, match="rope rotates 2000000 dimensions, but a head has 8"):
         open_trace(stored)
 
 
@@ -236,9 +254,9 @@ def test_a_million_frequencies_are_refused(stored):
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "is not readable"),
         ('{"a": ' + "[" * 80 + "]" * 80 + "}", "nested more than 64 deep"),
         ('{"a": ' + "1" * 5000 + "}", "is not readable"),
-        ('{"a": 1' + "0" * 400 + "}", "whole numbers of at most 64 bits"),
+        ('{"a": 1' + "0" * 400 + "}", "integers of at most 64 bits"),
         ('{"a": [' + "[]," * (1 << 21) + "[]]}", "more than 4194304 values"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ("", "is not readable"),
     ],
 )
@@ -261,7 +279,7 @@ def test_a_file_of_a_terabyte_is_not_read(stored, key):
         open_trace(stored)
 
 
-# --- what is no plain file ---
+# --- what is not a regular file ---
 
 
 @pytest.mark.parametrize("key", ["zarr.json", "q/zarr.json", "q/c/0/0/0/0", "q", "q/c", "q/stray"])
@@ -286,7 +304,9 @@ def test_what_is_no_plain_file_is_refused(stored, saved, key, kind):
     if kind == "folder" and key == "q/stray":
         return
 
-    with pytest.raises(TraceError, match=r"is no plain file|is missing|first missing|no array q"):
+    with pytest.raises(
+        TraceError, match=r"is not a regular file|is missing|first missing|no array q"
+    ):
         open_trace(stored)
 
 
@@ -319,14 +339,6 @@ BOMBS = {
     "blosc bomb": numcodecs.Blosc("zstd", clevel=9).encode(bytes(1 << 28)),
     "blosc nothing": b"",
     "blosc cut": blosc(32768)[:20],
-    "zstd claim": b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + bytes(16),
-    "zstd bomb": numcodecs.Zstd(9).encode(bytes(1 << 28)),
-    "zstd silent": bytes.fromhex("28b52ffd0048540000100000010033440100000000"),
-    "gzip bomb": numcodecs.GZip(9).encode(bytes(1 << 28)),
-    "gzip cut": numcodecs.GZip(9).encode(bytes(32768))[:-9],
-    "gzip none": b"no gzip at all",
-    "none short": bytes(100),
-    "none long": bytes(32768 + 8),
 }
 
 
@@ -334,15 +346,10 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_chunk_that_claims_more_is_refused(stored, array, bomb):
     """Room for more than the chunk that the format says is there is never made."""
-    kind = bomb.split()[0]
-    found = document(stored / array / "zarr.json")
-    if kind != "blosc":
-        found["codecs"][1:2] = [] if kind == "none" else [{"name": kind, "configuration": {}}]
-    write(stored / array / "zarr.json", found)
     chunk = stored / array / "c" / ("0/0/0/0" if array == "q" else "0")
     chunk.write_bytes(seal(bytes(BOMBS[bomb])))
 
-    with pytest.raises(TraceError, match=f"a chunk of {array} is damaged|has 260938 bytes"):
+    with pytest.raises(TraceError, match=f"a chunk of {array} is damaged"):
         open_trace(stored).read("q", slice(0, 1))
 
 
@@ -364,19 +371,9 @@ def test_text_that_claims_more_is_refused(stored, body):
         open_trace(stored)
 
 
-@pytest.mark.parametrize("kind", ["blosc", "zstd", "gzip", None])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_every_codec_reads_as_zarr_reads_it(stored, kind, dtype):
-    """Chunks of every codec that the format allows are what zarr itself wrote and reads."""
-    from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
-
-    size = int(dtype.removeprefix("float")) // 8
-    codecs = {
-        "blosc": [BloscCodec(cname="zstd", shuffle="bitshuffle", typesize=size)],
-        "zstd": [ZstdCodec()],
-        "gzip": [GzipCodec()],
-        None: [],
-    }
+def test_chunks_of_zarr_are_read_as_zarr_reads_them(stored, dtype):
+    """Chunks that zarr itself wrote are decoded to what zarr reads, whole and in parts."""
     group = zarr.open_group(stored, mode="r+", use_consolidated=False)
     values = group["q"][:].astype(dtype)
     shutil.rmtree(stored / "q")
@@ -386,7 +383,10 @@ def test_every_codec_reads_as_zarr_reads_it(stored, kind, dtype):
         dtype=dtype,
         chunks=(1, 4, 256, 8),
         serializer=BytesCodec(endian="little"),
-        compressors=[*codecs[kind], Crc32cCodec()],
+        compressors=[
+            BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=values.itemsize),
+            Crc32cCodec(),
+        ],
         fill_value=float("nan"),
         dimension_names=("layer", "qhead", "pos", "dim"),
         config={"write_empty_chunks": True},
@@ -406,7 +406,7 @@ def test_tokens_and_layers_that_are_no_numbers_of_such_are_refused(stored, tmp_p
     zarr.open_group(stored, mode="r+", use_consolidated=False)["tokens"][7] = -3
     zarr.open_group(other, mode="r+", use_consolidated=False)["layer"][:] = [4, 4]
 
-    with pytest.raises(TraceError, match="tokens has -3, expected numbers of 0 or more"):
+    with pytest.raises(TraceError, match="tokens has -3, expected 0 or more"):
         _ = open_trace(stored).tokens
     assert "tokens has -3" in verify(stored).problems[0]
     with pytest.raises(TraceError, match=r"layer is \[4, 4\], expected"):

@@ -20,7 +20,7 @@ import torch
 import kvsim
 from kvsim import store
 from kvsim.core.attention import Formula, Rope, causal_attention
-from kvsim.store.header import Header
+from kvsim.core.header import Header
 
 tokens, prompt, layers, qheads, heads, dim, path = json.loads(sys.argv[1])
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsim.core.trace import open_trace
 from kvsim.errors import CaptureError, TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.recorder import capture, capture_many, load_model
 from kvsim.recorder.prompts import Prompt
@@ -28,6 +27,7 @@ from kvsim.store import (
     describe,
     draft,
     find_drafts,
+    open_trace,
     publication,
     recover,
     verify,
@@ -348,7 +348,9 @@ def test_no_draft_of_this_path(tmp_path):
     with pytest.raises(TraceNotFoundError, match="does not exist"):
         recover(tmp_path / ".a.zarr.tmp-1-0123abcd")
     left = interrupted(tmp_path / "a.zarr")
-    with pytest.raises(TraceNotFoundError, match=r"in it are .*\(512 tokens\), name one") as caught:
+    with pytest.raises(
+        TraceNotFoundError, match=r"it contains .*\(512 tokens\), name one"
+    ) as caught:
         recover(tmp_path)
     assert str(left.path) in str(caught.value)
 
@@ -694,7 +696,7 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
     if step == STEPS[2]:
         assert whole["a.zarr"] != old.digest
         assert left.kind == "old"
-        assert "did not say that it is on disk" in str(told.value)
+        assert "could not be flushed to disk" in str(told.value)
     else:
         assert whole["a.zarr"] == old.digest
         assert open_trace(recover(left.path, overwrite=True)).n_pos == PROMPT + RESPONSE
@@ -739,7 +741,7 @@ def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
     (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
 
     with pytest.raises(
-        TraceError, match=r"left of a trace that was replaced.*`kvsim trace discard "
+        TraceError, match=r"rest of a trace that was replaced.*`kvsim trace discard "
     ):
         recover(tmp_path / "a.zarr")
 

@@ -24,9 +24,9 @@ import zarr
 
 import kvsim
 from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.store import describe, verify
+from kvsim.store import describe, open_trace, verify
 from kvsim.store.packing import pack, unpack
 from kvsim.tiny import tasks
 from kvsim.tiny.sample import sample_trace
@@ -159,7 +159,7 @@ def test_only_a_whole_folder_is_packed(stored, tmp_path, fault):
         given = pack(stored, tmp_path / "a.zip")
     before = sorted(tmp_path.iterdir())
 
-    with pytest.raises(TraceError, match=r"incomplete|is damaged|first missing|is packed already"):
+    with pytest.raises(TraceError, match=r"incomplete|is damaged|first missing|is already packed"):
         pack(given, tmp_path / "out.zip")
 
     assert sorted(tmp_path.iterdir()) == before
@@ -262,11 +262,11 @@ def compressed(archive, member, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (twice, "is there twice"),
-        (other_case, "is there twice"),
-        (mode(stat.S_IFLNK), "is no plain file"),
-        (mode(stat.S_IFIFO), "is no plain file"),
-        (mode(stat.S_IFDIR), "is no plain file"),
+        (twice, "appears twice"),
+        (other_case, "appears twice"),
+        (mode(stat.S_IFLNK), "is not a regular file"),
+        (mode(stat.S_IFIFO), "is not a regular file"),
+        (mode(stat.S_IFDIR), "is not a regular file"),
         (compressed, "is compressed"),
         *((named(name), "has no place in a trace") for name in NAMES),
     ],
@@ -299,10 +299,10 @@ def patch(data, at, form, *values):
         (lambda data, entry: patch(data, entry + 42, "<I", 200), "shares bytes"),
         (lambda data, _: patch(data, len(data) - 10, "<I", 1 << 30), "table of contents has"),
         (lambda data, _: patch(data, len(data) - 12, "<H", 0xFFFF), "64-bit record is missing"),
-        (lambda data, _: data.extend(b"PK"), "does not end as a zip"),
-        (lambda data, _: data.__delitem__(slice(9, None)), "does not end as a zip"),
-        (lambda data, _: data.__delitem__(slice(0, 100)), "is no kvsim trace: it is no zip"),
-        (lambda data, entry: patch(data, entry, "<I", 7), "is no usable packed trace"),
+        (lambda data, _: data.extend(b"PK"), "not that of a zip"),
+        (lambda data, _: data.__delitem__(slice(9, None)), "not that of a zip"),
+        (lambda data, _: data.__delitem__(slice(0, 100)), "is not a kvsim trace: it is not a zip"),
+        (lambda data, entry: patch(data, entry, "<I", 7), "is not a usable packed trace"),
     ],
     ids=[
         *("encrypted", "grown", "long", "overlap", "contents", "64 bit", "more", "cut", "begin"),
@@ -552,9 +552,9 @@ def test_nothing_at_a_url_is_overwritten(memory, tmp_path):
     """A trace that is there, or anything else, is refused; so is overwriting."""
     make().save(memory)
 
-    with pytest.raises(TraceExistsError, match="exists, expected a free place"):
+    with pytest.raises(TraceExistsError, match="exists, expected a free URL"):
         make(prompt_len=20).save(memory)
-    with pytest.raises(TraceError, match="a store has no renaming, so that nothing is overwritten"):
+    with pytest.raises(TraceError, match="stores cannot rename, so nothing is overwritten"):
         make(prompt_len=20).save(memory, overwrite=True)
 
     assert open_trace(memory).prompt_len == 10
@@ -622,12 +622,12 @@ def test_a_large_answer_is_not_read_to_its_end(web, stored):
     [
         ("http://127.0.0.1:1/a.zarr", "is not readable"),
         ("https://127.0.0.1:1/a.zarr", "is not readable"),
-        ("http://[/a.zarr", "is no URL"),
-        ("http://127.0.0.1:1/a.zarr.zip", "is one packed file"),
-        ("s3://bucket/a.zarr", "takes a driver that is not installed .*s3fs"),
-        ("gs://bucket/a.zarr", "takes a driver that is not installed .*gcsfs"),
-        ("nowhere://bucket/a.zarr", "is no place that fsspec knows"),
-        ("file:///tmp/a.zarr", "is on this machine; give its path"),
+        ("http://[/a.zarr", "is not a URL"),
+        ("http://127.0.0.1:1/a.zarr.zip", "is a packed file"),
+        ("s3://bucket/a.zarr", "needs a driver that is not installed .*s3fs"),
+        ("gs://bucket/a.zarr", "needs a driver that is not installed .*gcsfs"),
+        ("nowhere://bucket/a.zarr", "is not a URL that fsspec supports"),
+        ("file:///tmp/a.zarr", "is local; give its path"),
     ],
 )
 def test_urls_that_cannot_be_read(url, message, run):
@@ -644,7 +644,7 @@ def test_urls_that_cannot_be_read(url, message, run):
 
 def test_http_is_for_reading(web):
     """Writing over HTTP is refused before anything is computed."""
-    with pytest.raises(TraceError, match="HTTP is for reading"):
+    with pytest.raises(TraceError, match="HTTP is read-only"):
         make().save(f"{web}/new.zarr")
 
 
@@ -666,9 +666,9 @@ def test_a_capture_goes_to_a_url(memory, run, tmp_path):
     assert len(paths) == 2
     assert all(path.startswith(f"{folder}/") and verify(path).ok for path in paths)
     for more, message in (
-        ([memory, "--limit", "1"], "exists, expected a free place"),
+        ([memory, "--limit", "1"], "exists, expected a free URL"),
         ([f"{memory}2", "--overwrite", "--limit", "1"], "nothing is overwritten there"),
-        (["https://127.0.0.1:1/a.zarr", "--limit", "1"], "HTTP is for reading"),
+        (["https://127.0.0.1:1/a.zarr", "--limit", "1"], "HTTP is read-only"),
     ):
         status, out, error = run(*words, "--out", *more)
         assert (status, out, error.count("\n")) == (2, "", 1)
@@ -689,7 +689,7 @@ def test_what_was_not_uploaded_is_kept(name, memory, run, monkeypatch):
 
     assert status == 2
     assert "refuses" in error
-    kept = Path(re.search(r"what was not uploaded is kept in (\S+)", error)[1])
+    kept = Path(re.search(r"files that were not uploaded are kept in (\S+)", error)[1])
     assert verify(kept / name).ok
     shutil.rmtree(kept)
 

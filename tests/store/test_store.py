@@ -18,10 +18,10 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
 from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
-from kvsim.store import TraceWriter, describe, find_drafts, publication, recover, verify
+from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publication, recover, verify
 from kvsim.store.group import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
@@ -249,7 +249,7 @@ def test_the_same_values_are_the_same_bytes():
 import numpy as np
 from kvsim.store.chunks import encode_chunk
 from kvsim.store.layout import array_document
-from kvsim.store.metadata import parse_array
+from kvsim.store.layout import parse_array
 array = parse_array("k", array_document("k", (1, 128, 256, 64), "float32", None), "")
 values = np.random.default_rng(0).standard_normal(array.shape)
 print(len({encode_chunk(array, values) for _ in range(50)}))
@@ -265,7 +265,7 @@ def test_only_whole_chunks_are_written(tmp_path):
     group.create("lse", (1, 2, 600), "float32")
 
     for start, size in ((0, 255), (1, 256), (256, 300), (512, 100)):
-        with pytest.raises(ValueError, match="no whole chunks"):
+        with pytest.raises(ValueError, match="not whole chunks"):
             group.write("lse", np.zeros((1, 2, size), np.float32), pos=start)
 
     assert group.written("lse") == 0
@@ -345,7 +345,7 @@ def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
         if kind == "folder":
             (path / "mine.txt").write_text("mine")
 
-    with pytest.raises(TraceExistsError, match="no kvsim trace"):
+    with pytest.raises(TraceExistsError, match="not a kvsim trace"):
         make().save(path, overwrite=True)
 
     assert os.path.lexists(path)
@@ -488,7 +488,7 @@ from kvsim.core.attention import Formula
 from pathlib import Path
 from kvsim import Rope
 from kvsim.store import TraceWriter
-from kvsim.store.header import Header
+from kvsim.core.header import Header
 shapes = {"q": (1, 2, 512, 8), "k": (1, 1, 512, 8), "v": (1, 1, 512, 8)}
 writer = TraceWriter(Path(sys.argv[1]), shapes=shapes, layer_ids=[0],
                      source_dtypes=dict.fromkeys(shapes, "float32"))
@@ -528,7 +528,7 @@ def test_a_missing_block_is_not_published(tmp_path):
         for name, shape in shapes.items():
             writer.append(name, 0, torch.ones(shape[1], 256, 8))
         with pytest.raises(TraceError, match="k has 1 of 2 chunks"):
-            writer.publish(trace._header)
+            writer.publish(trace.header)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -767,7 +767,7 @@ def test_what_is_no_trace(tmp_path):
     (tmp_path / "broken" / "zarr.json").write_text("{")
 
     for name, message in {
-        "file": "is no kvsim trace: it is no zip",
+        "file": "is not a kvsim trace: it is not a zip",
         "empty": "zarr.json is missing",
         "group": "has no kvsim_format",
         "broken": "not readable",
@@ -879,19 +879,19 @@ def damaged_layer(path):
         (change_root(rope={"inv_freq": [1.0]}), "attribute rope is not readable"),
         (change_root(prompt_len=301), "prompt_len is 301, expected 1 to 300"),
         (change_root(prompt_len="ten"), "attribute prompt_len is 'ten'"),
-        (change_root(scale=True), "True is no finite number"),
+        (change_root(scale=True), "True is not a finite number"),
         (change_root(n_tokens=299), "n_tokens is 299, but q has 300"),
         (drop_array, "no array k, expected layer, q, k, v"),
         (drop_chunk, "k has 3 of 4 chunks, the first missing is c/1/0/1/0, expected all"),
-        (rename_dimension, "q has dimensions"),
+        (rename_dimension, "q has dimension_names.1 'head', expected 'qhead'"),
         (wrong_shape, r"v has shape \(2, 2, 257, 8\), expected \(2, 2, 300, 8\)"),
         (short_tokens, r"tokens has shape \(200,\), expected \(300,\)"),
         (object_array, "q has data type 'object'"),
-        (unknown_codec, "q has codec 'numcodecs.pickle'"),
-        (old_zarr, r"q has zarr_format and node_type \(2, 'array'\)"),
+        (unknown_codec, r"q has codecs \[.*'numcodecs.pickle'"),
+        (old_zarr, "q has zarr_format 2, expected 3"),
         (no_shape, "q has shape None"),
-        (bad_blosc, "q has blosc with 'none', expected lz4 or zstd"),
-        (codecs_are_no_list, "q has codec 3"),
+        (bad_blosc, "q has codecs.1.configuration.cname 'none', expected 'lz4'"),
+        (codecs_are_no_list, "q has codecs 3"),
         (not_a_group, r"zarr_format and node_type are \(3, 'thing'\)"),
         (damaged_layer, "a chunk of layer is damaged"),
     ],
@@ -945,7 +945,7 @@ def test_other_texts_of_tokens_are_found(saved, tmp_path):
     """The text is no part of the digest, but it has a checksum of its own, which a swap fails."""
     other = open_trace(saved)
     texts = [text + "!" for text in other.token_text or []]
-    changed = Trace(other.source, other._header, token_text=texts, path=other.path)
+    changed = Trace(other.source, other.header, token_text=texts, path=other.path)
     path = changed.save(tmp_path / "other.zarr")
     assert open_trace(path).digest == other.digest
     shutil.rmtree(saved / "token_text")
@@ -953,6 +953,6 @@ def test_other_texts_of_tokens_are_found(saved, tmp_path):
 
     (problem,) = verify(saved).problems
 
-    assert "the text of the tokens is another one" in problem
+    assert "the text of the tokens is not the recorded one" in problem
     shutil.rmtree(saved / "token_text")
     assert "token_text has checksums and is not there" in verify(saved).problems[0]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace, open_trace
+from kvsim.core.trace import Trace
 from kvsim.errors import TraceExistsError
 from kvsim.schema import FORMAT_VERSION
-from kvsim.store import describe, recover, verify
+from kvsim.store import describe, open_trace, recover, verify
 from kvsim.store.draft import TokenFile
 from kvsim.store.index import index
 from kvsim.store.packing import pack
@@ -104,13 +104,13 @@ DAMAGE = {
 REASONS = {
     "chunkless.zarr": ": v has 1 of 2 chunks, the first missing is c/1/0/0/0, expected all; ",
     "cut.zarr": ": zarr.json is not readable (",
-    "cut.zarr.zip": " is no usable packed trace (",
-    "early.zarr": " is incomplete (7 tokens were written), expected a finished trace; ",
-    "empty.zarr": " is no kvsim trace: zarr.json is missing, expected ",
-    "foreign.zarr": " is no kvsim trace: its zarr.json has no kvsim_format; ",
+    "cut.zarr.zip": " is not a usable packed trace (",
+    "early.zarr": " is incomplete (7 tokens were written), expected a complete trace; ",
+    "empty.zarr": " is not a kvsim trace: zarr.json is missing, expected ",
+    "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format; ",
     "headless.zarr": ": attribute prompt_len is None, which ",
     "later.zarr": f" has format version {FORMAT_VERSION + 1}, this kvsim knows up to ",
-    "list.zarr": ": zarr.json is no JSON object; ",
+    "list.zarr": ": zarr.json is not a JSON object; ",
 }
 #: Whole ones, in order.
 WHOLE = ["a.zarr", "b/packed.zarr.zip", "b/whole.zarr", "bare.zarr", "plain", "plain.zip"]
@@ -210,7 +210,7 @@ def test_foreign_metadata_is_harmless(value, tmp_path):
     first, second = index(tmp_path)
 
     assert (first.state, first.model) == ("whole", None)
-    assert second.reason.startswith("b.zarr is no kvsim trace")
+    assert second.reason.startswith("b.zarr is not a kvsim trace")
 
 
 # ------------------------------------------------------------------------------- the command
@@ -237,7 +237,7 @@ def test_the_table(run, made):
     said = f"unfinished, 256 tokens are on disk; kvsim trace recover {draft}\n"
     assert f"b/.x.zarr.tmp-12-000000ab: {said}" in text
     discard = f"kvsim trace discard {made}/.y.zarr.tmp-13-000000cd removes it\n"
-    empty = f"unfinished, without a token, nothing is lost with it; {discard}"
+    empty = f"unfinished, without tokens; {discard}"
     assert f".y.zarr.tmp-13-000000cd: {empty}" in text
     size = sum(one.bytes for one in index(made) if one.state == "whole") / 1e6
     assert text.splitlines()[-1] == (
@@ -282,13 +282,13 @@ def test_drafts_whose_place_is_taken(run, tmp_path):
 
     _, text, _ = run("traces", tmp_path)
 
-    there = "a trace of 300 tokens has its place"
+    there = "a trace of 300 tokens is at its path"
     unfinished = f"unfinished, 512 tokens are on disk, {there}"
     assert text.splitlines()[3:] == [
         f"{aside.name}: 300 tokens, superseded: {there}; kvsim trace discard {aside} removes it",
         f"{fewer.name}: 256 tokens, superseded: {there}; kvsim trace discard {fewer} removes it",
         f"{more.name}: {unfinished}; kvsim trace recover {more} --out OTHER",
-        f"{alone.name}: was set aside for another trace; kvsim trace recover {alone} puts it back",
+        f"{alone.name}: was set aside for another trace; kvsim trace recover {alone} moves it back",
         text.splitlines()[-1],
     ]
     assert text.endswith(" MB, 1 unfinished, 1 set aside, 2 superseded\n")
@@ -346,7 +346,7 @@ def test_what_is_no_folder_of_traces(run, made):
     """A trace, a file and nothing are refused in one line."""
     for name, message in (
         ("plain.zip", "is a file; expected a folder of traces"),
-        ("a.zarr", "is a trace itself; see `kvsim info`"),
+        ("a.zarr", "is a trace; use `kvsim info`"),
         ("notes.txt", "is a file; expected a folder of traces"),
         ("none", "does not exist; expected a folder of traces"),
     ):

@@ -33,13 +33,13 @@ import polars as pl
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.table import measure
 from kvsim.analysis.wide import wide
+from kvsim.core.header import Header
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
-from kvsim.store.header import Header
 
 #: Shares of the entries that are evicted.
 RATIOS = tuple(i / 10 for i in range(1, 10))

@@ -1,4 +1,4 @@
-"""What every array of a trace must satisfy, in memory and on disk."""
+"""Checks of the arrays of a trace: dtypes, shapes, finite values, tolerances."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DTYPES = {
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """The dtype in which an array of dtype `source` is stored: bfloat16 as float32, exactly."""
+    """Return the dtype in which dtype `source` is stored: float32 holds every bfloat16 exactly."""
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise TraceError where the shapes of the arrays that are there do not fit together."""
+    """Raise TraceError where the shapes of the given arrays do not fit together."""
     for name, shape in shapes.items():
         axes = AXES[name]
         if len(shape) != len(axes) or 0 in shape:
@@ -41,7 +41,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         "attn_out": (layers, qheads, n_pos, dim),
         "lse": (layers, qheads, n_pos),
     }
-    # any hidden size, but one
+    # any hidden size, but the same in both
     hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
     expected["o_proj"] = (layers, qheads, dim, hidden)
     expected["residual"] = (layers, n_pos, hidden)
@@ -62,7 +62,10 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
 
 
 def first_row(shape: tuple[int, ...]) -> int:
-    """Position of the first row of dense attention [layer, qhead, row, pos]: rows are the last."""
+    """Return the position of the first row of dense attention: its rows are the last ones.
+
+    shape: [layer, qhead, row, pos].
+    """
     return shape[3] - shape[2]
 
 
@@ -72,8 +75,8 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
     layer, pos: where the array begins in the whole one, along its axes of that name (for dense
     attention, `pos` is where its rows begin).
     """
-    # A NaN or infinity survives in the sum, which costs one pass and no mask; a sum that is not
-    # finite may also have overflowed, so only the second look decides.
+    # A NaN or infinity survives in the sum, which takes one pass and no mask; the sum may also
+    # overflow, so only the mask decides.
     if math.isfinite(float(array.sum())):
         return
     bad = ~torch.isfinite(array)
@@ -92,24 +95,24 @@ def check_finite(name: str, array: Tensor, where: str, layer: int = 0, pos: int 
 
 
 #: Largest relative error allowed between a model's attention output and the one recomputed from
-#: q, k, v, by the coarsest dtype involved: rounding stays some times below (measured on random
-#: models: 1e-6, 5e-4, 4e-3 from float32 on), a wrong formula far above. transformers' eager kernel
-#: takes the softmax of float64 models in float32.
+#: q, k, v, by the coarsest dtype involved. Rounding stays well below (on random models: 1e-6 in
+#: float32, 5e-4 in float16, 4e-3 in bfloat16), a wrong formula far above. transformers' eager
+#: kernel computes the softmax of float64 models in float32.
 TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 
 
 def tolerance(*dtypes: str) -> float:
-    """The largest tolerance among these dtypes."""
+    """Return the largest tolerance among these dtypes."""
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> Tensor:
-    """Error of each head: largest |found - expected| over largest |expected|, [head].
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the error of each head [head]: largest |actual - expected| over largest |expected|.
 
-    found, expected [head, row, dim]. A row that is wrong shows in full; the rounding of one whose
-    values happen to cancel does not.
+    actual, expected [head, row, dim]. The denominator is the head's and not the row's, so that
+    rounding in a row whose values cancel is not blown up.
     """
     size = expected.abs().amax(dim=(-2, -1))
-    difference = (found - expected).abs().amax(dim=(-2, -1))
-    # a head whose output is 0 everywhere is met exactly or not at all
+    difference = (actual - expected).abs().amax(dim=(-2, -1))
+    # where a head's output is 0 everywhere, any difference is infinite
     return torch.where(difference == 0, difference, difference / size)

@@ -1,0 +1,149 @@
+"""The digest of a trace: SHA-256 over what its attention depends on, in memory and on disk.
+
+docs/trace-format.md, section 5, is the definition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvsim.core.attention import Formula, Rope
+from kvsim.core.checks import DTYPES, stored_dtype
+from kvsim.core.header import Header
+from kvsim.core.sources import Source
+from kvsim.schema import CHUNK
+
+#: Arrays whose content makes up the digest, in this order, as far as a trace has them.
+DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
+
+#: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
+CHECKSUMMED = (*DIGESTED, "o_proj", "residual")
+
+Array = NDArray[Any]
+
+_ALL = slice(None)
+
+
+class ContentDigest:
+    """Checksums of the arrays of a trace, updated block by block, and the digest of the whole.
+
+    Each array and layer has one SHA-256, over its blocks of 256 positions in order, each block as
+    C-order little-endian bytes in the stored dtype; an array without positions is one block. The
+    digest is the SHA-256 of a canonical JSON text with the checksums of `DIGESTED`, dtypes, shapes
+    and the header's facts on which attention depends.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, dict[int, Any]] = {}
+        self._dtypes: dict[str, str] = {}
+
+    def update(self, name: str, layer: int, block: Array) -> None:
+        """Add the next block of `layer` (0 for `tokens`, which has none), without a layer axis."""
+        data = np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<"))
+        self._dtypes[name] = data.dtype.name
+        self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)
+
+    def update_all(self, name: str, layer: int, array: Array, axis: int) -> None:
+        """Add a whole layer, cut into blocks along its position `axis`."""
+        for start in range(0, array.shape[axis], CHUNK):
+            cut = [slice(None)] * array.ndim
+            cut[axis] = slice(start, start + CHUNK)
+            self.update(name, layer, array[tuple(cut)])
+
+    def checksums(self) -> dict[str, list[str]]:
+        """Return the SHA-256 in hex of each layer of each array."""
+        return {
+            name: [layers[index].hexdigest() for index in sorted(layers)]
+            for name, layers in self._hashes.items()
+        }
+
+    def total(self, header: Header, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Return the digest of the trace, ``sha256:`` and 64 hex digits; shapes as stored."""
+        return content_digest(header, shapes, self._dtypes, self.checksums())
+
+
+def array_digest(source: Source, header: Header, dtype: torch.dtype) -> str:
+    """Return the digest of the arrays of `source`; dtype: of those whose own the header lacks."""
+    digest = ContentDigest()
+    shapes = dict(source.shapes)
+    for name in DIGESTED:
+        if name not in shapes:
+            continue
+        if name == "tokens":
+            ids = source.read(name, _ALL, _ALL).numpy().astype(np.int32)
+            digest.update_all(name, 0, ids, axis=0)
+            continue
+        stored = stored_dtype(header.source_dtypes.get(name, DTYPES[dtype]))
+        for layer in range(shapes["q"][0]):
+            part = source.read(name, slice(layer, layer + 1), _ALL)[0]
+            digest.update_all(name, layer, part.to(stored).numpy(), axis=1)
+    return digest.total(header, shapes)
+
+
+def text_checksum(texts: Sequence[str]) -> str:
+    """Return the SHA-256 in hex of texts, as a JSON list in ASCII without spaces."""
+    text = json.dumps(list(texts), separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def content_digest(
+    header: Header,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    checksums: Mapping[str, list[str]],
+) -> str:
+    """Return the digest of a trace, given the checksums of its arrays."""
+    facts: dict[str, Any] = {
+        "arrays": {
+            name: {
+                "dtype": dtypes[name],
+                "shape": list(shapes[name]),
+                "layers": checksums[name],
+            }
+            for name in DIGESTED
+            if name in checksums
+        },
+        "layer_ids": list(header.layer_ids),
+        "prompt_len": header.prompt_len,
+    }
+    if header.uniform:
+        facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
+        facts["scale"] = _bits(header.formulas[0].scale)
+    else:
+        facts["attention"] = [
+            {**_formula_bits(formula), "rope": _rope_bits(rope)}
+            for formula, rope in zip(header.formulas, header.ropes, strict=True)
+        ]
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _formula_bits(formula: Formula) -> dict[str, Any]:
+    return {
+        "scale": _bits(formula.scale),
+        "sinks": [_bits(sink) for sink in formula.sinks],
+        "softcap": None if formula.softcap is None else _bits(formula.softcap),
+        "window": formula.window,
+    }
+
+
+def _rope_bits(rope: Rope) -> dict[str, Any]:
+    return {
+        "attention_scaling": _bits(rope.attention_scaling),
+        "inv_freq": [_bits(frequency) for frequency in rope.inv_freq],
+        "layout": rope.layout,
+        "rotary_dim": rope.rotary_dim,
+    }
+
+
+def _bits(number: float) -> str:
+    """The IEEE double in hex, big end first: printed decimals differ between languages."""
+    return struct.pack(">d", number).hex()

@@ -1,0 +1,96 @@
+"""Full attention of a trace: recorded, or computed from its queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvsim.core.attention import Formula, attention_weights, causal_attention
+from kvsim.core.sources import Source
+
+
+class FullAttention:
+    """Attention output, log-sum-exp and attention weights of a trace.
+
+    Args:
+        source: the arrays.
+        formulas: what each layer computes.
+        dtype: the compute dtype.
+        cache: keep what is computed, layer by layer, in memory.
+        base: full attention of the same queries, whose output and log-sum-exp are the same.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        formulas: Sequence[Formula],
+        dtype: torch.dtype,
+        *,
+        cache: bool,
+        base: FullAttention | None = None,
+    ) -> None:
+        self._source, self._formulas, self._dtype, self._cache = source, formulas, dtype, cache
+        self._base = base
+        self._computed: tuple[Tensor, Tensor] | None = None
+        self._computed_layers: set[int] = set()
+
+    def layers(self, layers: slice) -> tuple[Tensor, Tensor]:
+        """Return attn_out [layer, qhead, pos, dim] and lse [layer, qhead, pos]."""
+        if self._base is not None:
+            return self._base.layers(layers)
+        recorded = {
+            name: self._read(name, layers, slice(None))
+            for name in ("attn_out", "lse")
+            if name in self._source.shapes
+        }
+        if len(recorded) == 2:
+            return recorded["attn_out"], recorded["lse"]
+        out, lse = self._compute(range(*layers.indices(len(self._formulas))))
+        return recorded.get("attn_out", out), recorded.get("lse", lse)
+
+    def _compute(self, layers: range) -> tuple[Tensor, Tensor]:
+        stored = range(len(self._formulas)) if self._cache else layers
+        if self._computed is None or not self._cache:
+            shape = (len(stored), *self._source.shapes["q"][1:])
+            out = torch.empty(shape, dtype=self._dtype)
+            lse = torch.empty(shape[:-1], dtype=self._dtype)
+            if self._cache:
+                self._computed = out, lse
+        else:
+            out, lse = self._computed
+        for layer in layers:
+            if layer in self._computed_layers:
+                continue
+            q, k, v = (self._read(name, _only(layer), slice(None))[0] for name in "qkv")
+            at = layer - stored.start
+            out[at], lse[at] = causal_attention(q, k, v, self._formulas[layer])
+            if self._cache:
+                self._computed_layers.add(layer)
+        part = slice(layers.start - stored.start, layers.stop - stored.start)
+        return out[part], lse[part]
+
+    def weights(self, layer: int, rows: Tensor, pos: Tensor) -> Tensor:
+        """Return exact attention weights [qhead, row, pos] of one layer, 0 where masked.
+
+        rows, pos: query and key positions, int64, at least one of each.
+        """
+        q, k = self._pick("q", layer, rows), self._pick("k", layer, pos)
+        if "lse" in self._source.shapes:
+            lse = self._pick("lse", layer, rows)
+        else:
+            lse = self.layers(_only(layer))[1][0].index_select(1, rows)
+        return attention_weights(q, k, lse, self._formulas[layer], rows, pos)
+
+    def _pick(self, name: str, layer: int, at: Tensor) -> Tensor:
+        """Positions `at` of one layer, reading no more than from the first to the last of them."""
+        low, high = int(at.min()), int(at.max())
+        return self._read(name, _only(layer), slice(low, high + 1))[0].index_select(1, at - low)
+
+    def _read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        return self._source.read(name, layers, pos).to(self._dtype)
+
+
+def _only(layer: int) -> slice:
+    return slice(layer, layer + 1)

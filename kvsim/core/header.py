@@ -1,0 +1,100 @@
+"""The header of a trace: everything that it says about itself besides its arrays."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from kvsim.core.attention import Formula, Rope
+from kvsim.errors import TraceError
+from kvsim.schema import LABELS
+
+
+@dataclass(frozen=True)
+class Header:
+    """Facts about one trace.
+
+    Attributes:
+        prompt_len: rows 0 to prompt_len - 1 are the prefill.
+        formulas: what each layer of the trace computes from q, k, v.
+        ropes: the rotary embedding that q and k of each layer went through.
+        layer_ids: the model's number of each layer.
+        name: for tables and figures; not part of the digest.
+        source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
+        meta: provenance, ready for JSON; not part of the digest.
+    """
+
+    prompt_len: int
+    formulas: tuple[Formula, ...]
+    ropes: tuple[Rope, ...]
+    layer_ids: tuple[int, ...]
+    name: str = "memory"
+    source_dtypes: Mapping[str, str] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> dict[str, str | int]:
+        """Labels of the prompt, as far as they are text or integers (`schema.LABELS`)."""
+        labels = self.meta.get("labels")
+        values = labels if isinstance(labels, dict) else {}
+        valid = {name: values[name] for name in LABELS if isinstance(values.get(name), str | int)}
+        return {
+            name: printable(value) if isinstance(value, str) else value
+            for name, value in valid.items()
+        }
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers compute plain causal attention, with one scale and one rotation."""
+        return self.formulas[0].plain and len({*zip(self.formulas, self.ropes, strict=True)}) == 1
+
+    def within(self, n_pos: int) -> Header:
+        """Return the header for `n_pos` positions: windows that mask nothing out are dropped."""
+        formulas = (
+            replace(formula, window=None) if (formula.window or 0) >= n_pos else formula
+            for formula in self.formulas
+        )
+        return replace(self, formulas=tuple(formulas))
+
+    def check(self, *, n_layers: int, n_qheads: int, n_pos: int, dim: int, where: str) -> None:
+        """Raise TraceError where the header does not fit arrays of this size."""
+        if not 1 <= self.prompt_len <= n_pos:
+            raise TraceError(
+                f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
+                "the number of tokens"
+            )
+        if len(self.layer_ids) != n_layers:
+            raise TraceError(
+                f"{where}: {len(self.layer_ids)} layer numbers for {n_layers} layers; "
+                "expected one for each"
+            )
+        if self.layer_ids[0] < 0 or any(b <= a for a, b in pairwise(self.layer_ids)):
+            raise TraceError(
+                f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
+                "layer numbers, increasing from 0 or more"
+            )
+        for name, values in (("formulas", self.formulas), ("ropes", self.ropes)):
+            if len(values) != n_layers:
+                raise TraceError(
+                    f"{where}: {len(values)} {name} for {n_layers} layers; expected one for each"
+                )
+        width = max(2 * len(rope.inv_freq) for rope in self.ropes)
+        if width > dim:
+            raise TraceError(
+                f"{where}: rope rotates {width} dimensions, but a head has {dim}; "
+                f"expected at most {dim // 2} frequencies"
+            )
+        for formula in self.formulas:
+            if len(formula.sinks) not in (0, n_qheads):
+                raise TraceError(
+                    f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
+                    "expected one for each, or none"
+                )
+
+
+def printable(text: str) -> str:
+    """Return text that UTF-8 can hold: halves of surrogate pairs, legal in JSON, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,128 @@
+"""Sources: where a trace reads its arrays from. Those of stored traces are in `kvsim.store`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvsim.schema import AXES
+
+_ALL = slice(None)
+
+
+class Source(Protocol):
+    """The arrays of a trace, read in parts."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each array."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each row in the sequence, int64 [pos]."""
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array; `layers` or `pos` is ignored for arrays without such an axis."""
+
+
+class Memory:
+    """Arrays in memory; `read` returns views."""
+
+    def __init__(self, arrays: Mapping[str, Tensor]) -> None:
+        self.arrays = dict(arrays)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each array."""
+        return {name: tuple(array.shape) for name, array in self.arrays.items()}
+
+    @property
+    def positions(self) -> Tensor:
+        """0, 1, 2, ..."""
+        return torch.arange(self.shapes["q"][2])
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Return a view of part of an array."""
+        array = self.arrays[name]
+        if AXES[name][0] != "layer":
+            return array[pos]
+        if "pos" not in AXES[name]:
+            return array[layers]
+        axis = AXES[name].index("pos")
+        return array[(layers, *[_ALL] * (axis - 1), pos)]
+
+
+class PerQueryHead:
+    """Another source with the keys and values of each KV head repeated `group` times."""
+
+    def __init__(self, base: Source, group: int) -> None:
+        self.base, self.group = base, group
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each array."""
+        shapes = dict(self.base.shapes)
+        for name in ("k", "v"):
+            layers, heads, *rest = shapes[name]
+            shapes[name] = (layers, heads * self.group, *rest)
+        return shapes
+
+    @property
+    def positions(self) -> Tensor:
+        """Those of the base."""
+        return self.base.positions
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array, keys and values with a head for each query head."""
+        part = self.base.read(name, layers, pos)
+        return part.repeat_interleave(self.group, dim=1) if name in ("k", "v") else part
+
+
+class SelectedRows:
+    """Some rows of another source, as a model sees them that runs on these rows alone.
+
+    Arrays that depend on all rows (attention and what follows from it) are left out.
+
+    Args:
+        base: the other source.
+        rows: their places in it, int64 [n], ascending.
+    """
+
+    _KEPT = ("q", "k", "v", "o_proj")
+
+    def __init__(self, base: Source, rows: Tensor) -> None:
+        self.base, self.rows = base, rows
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each array."""
+        shapes = {name: self.base.shapes[name] for name in self._KEPT if name in self.base.shapes}
+        for name in ("q", "k", "v"):
+            layers, heads, _, dim = shapes[name]
+            shapes[name] = (layers, heads, len(self.rows), dim)
+        return shapes
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each selected row."""
+        return self.base.positions[self.rows]
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array; `pos` counts the selected rows."""
+        rows = self.rows[pos]
+        if name == "o_proj" or not len(rows):
+            return self.base.read(name, layers, pos)
+        first, stop = int(rows[0]), int(rows[-1]) + 1
+        part = self.base.read(name, layers, slice(first, stop))
+        return part if stop - first == len(rows) else part.index_select(2, rows - first)
+
+
+def check_steps(*parts: slice) -> None:
+    """Raise ValueError unless every slice has step 1."""
+    for part in parts:
+        if part.step not in (None, 1):
+            raise ValueError(f"step is {part.step}, expected 1")
