@@ -477,7 +477,7 @@ def test_another_output_embedding_is_refused():
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
 
-    with pytest.raises(CaptureError, match="the first token of the recorded response is"):
+    with pytest.raises(CaptureError, match="the first token of the model is"):
         kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, model)
 
 
@@ -591,7 +591,7 @@ def test_what_cannot_be_recomputed_is_refused(recorded):
         kvsim.recompute(plain, kvsim.policy("fastkv", rows=60), 32, model)
     with pytest.raises(PolicyError, match="drops rows of the prompt"):
         kvsim.recompute(trace, kvsim.policy("snapkv"), 40, model)
-    with pytest.raises(PolicyError, match="one set per KV head"):
+    with pytest.raises(PolicyError, match="with sets per KV head"):
         kvsim.recompute(trace, kvsim.policy("fastkv+snapkv@original"), 40, model)
 
 
