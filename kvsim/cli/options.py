@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import typer
 
@@ -27,6 +27,7 @@ _FORMS: dict[Any, _Form] = {
         str | None, lambda text: None if text is None else parse_layers(text)
     ),
     bool | str: _Form(str | None, lambda text: text or False),
+    Literal["float16"] | None: _Form(str | None, lambda text: text),
 }
 
 

@@ -11,10 +11,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
-from kvsim.errors import CaptureError, suggest
+from kvsim.core.parameters import AtLeast, check_fields, parameters
+from kvsim.errors import CaptureError, PolicyError, suggest
 
 Progress = Callable[[int, int], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,13 +27,6 @@ class Help:
 
     text: str
     metavar: str | None = None
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """The smallest value that an option takes."""
-
-    least: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ class Options:
         ),
     ] = False
     store_dtype: Annotated[
-        str | None,
+        Literal["float16"] | None,
         Help("'float16' stores q, k, v and outputs in half the space; the default is exact."),
     ] = None
     overwrite: Annotated[bool, Help("Replace a trace that exists.")] = False
@@ -118,7 +112,7 @@ class Options:
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
         """Return the options of a call; raise TypeError for an unknown keyword."""
-        names = [field.name for field in fields(cls)]
+        names = parameters(cls)
         for name in keywords:
             if name not in names:
                 raise TypeError(
@@ -128,14 +122,10 @@ class Options:
         return cls(**keywords)
 
     def __post_init__(self) -> None:
-        for option in declared(type(self)):
-            value = getattr(self, option.name)
-            if option.least is not None and not value >= option.least:
-                raise CaptureError(f"{option.name} is {value}, expected {option.least} or more")
-        if self.store_dtype not in (None, "float16"):
-            raise CaptureError(
-                f"store_dtype is {self.store_dtype!r}, expected None (exact) or 'float16'"
-            )
+        try:
+            check_fields(self, "capture")
+        except PolicyError as error:
+            raise CaptureError(str(error)) from None
         if self.overwrite and self.resume:
             raise CaptureError(
                 "overwrite and resume are both given, expected one of them; overwrite replaces a "
@@ -168,24 +158,22 @@ class Options:
 
 
 class Declared(NamedTuple):
-    """One field of a class of options."""
+    """One option."""
 
     name: str
     kind: Any
     default: Any
     help: Help
-    least: int | None
+    least: float | None
 
 
 def declared(options: type) -> Iterator[Declared]:
     """Yield the fields of a dataclass of options, with what their annotations say."""
-    hints = get_type_hints(options, include_extras=True)
-
-    for field in fields(options):
-        kind, *notes = get_args(hints[field.name])
+    for name, parameter in parameters(options).items():
+        kind, *notes = get_args(parameter.hint)
         text = next(note for note in notes if isinstance(note, Help))
-        bounds = [note.least for note in notes if isinstance(note, AtLeast)]
-        yield Declared(field.name, kind, field.default, text, next(iter(bounds), None))
+        least = next((note.limit for note in notes if isinstance(note, AtLeast)), None)
+        yield Declared(name, kind, parameter.default, text, least)
 
 
 def takes_options(function: Function) -> Function:

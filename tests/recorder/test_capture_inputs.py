@@ -113,7 +113,7 @@ def test_the_command_line_has_the_same_options():
             assert offered[option.name].default == option.default
         else:  # text, or a list of texts, that is converted
             assert offered[option.name].default is None
-            assert option.name in ("stop", "layers", "attention")
+            assert option.name in ("stop", "layers", "attention", "store_dtype")
 
 
 def test_a_bad_option_is_one_line_on_the_command_line(run, tmp_path):

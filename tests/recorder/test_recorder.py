@@ -875,10 +875,12 @@ def test_text_needs_a_tokenizer():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens is -1, expected 0 or more"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1; expected an integer of at least 0"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"store_dtype": "int8"}, "store_dtype is 'int8'"),
+        ({"temperature": "warm"}, "temperature is 'warm'; expected a number"),
+        ({"chat": 1}, "chat is 1; expected True or False"),
+        ({"store_dtype": "int8"}, "store_dtype is 'int8'; expected 'float16' or None"),
         ({"attention": True}, "out is None"),
     ],
 )
