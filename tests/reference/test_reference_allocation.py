@@ -27,6 +27,7 @@ AMS = {
     "credit": True,
     "credit_decay": 0.9,
     "credit_mix": 0.9,
+    "credit_of": "mass",
     "window": 6,
     "pool_kernel": 5,
     "suffix_fill": "head_max",
@@ -462,6 +463,7 @@ def settings_of_ams(draw) -> dict:
         "credit": draw(st.booleans()),
         "credit_decay": draw(st.sampled_from((0.0, 0.8, 0.9))),
         "credit_mix": draw(st.sampled_from((0.0, 0.7, 1.0))),
+        "credit_of": draw(st.sampled_from(("mass", "usage"))),
         "window": draw(st.integers(1, 12)),
         "pool_kernel": draw(st.sampled_from((1, 3, 5))),
         "suffix_fill": draw(
