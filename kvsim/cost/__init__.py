@@ -5,14 +5,13 @@
 
 `model` has the arithmetic of a decoder model, `scoring` adds up the FLOPs that the pieces of a
 policy give (`kvsim.core.flops`), `selection` and `cases` say what each layer computes and holds,
-`accounting` puts them together, and `papers` holds formulas as papers print them. All of it is
-closed form and nothing runs a model; docs/cost.md says what the numbers can and cannot say.
+`accounting` puts them together. All of it is closed form and nothing runs a model; docs/cost.md
+says what the numbers can and cannot say.
 """
 
 from __future__ import annotations
 
 from kvsim.core.flops import Event, Flops
-from kvsim.cost import papers
 from kvsim.cost.accounting import Cost, bounded, decode_ratio, estimate
 from kvsim.cost.model import GIB, Model, ModelError
 from kvsim.cost.scoring import event_flops
@@ -30,5 +29,4 @@ __all__ = [
     "estimate",
     "event_flops",
     "no_selection",
-    "papers",
 ]

@@ -16,7 +16,6 @@ from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.cost.cases import Case, mean_of
 from kvsim.cost.model import Model
-from kvsim.cost.papers import asl_layer_time, mask_bytes
 from kvsim.cost.scoring import unknown
 from kvsim.cost.selection import selection_layer as find_selection_layer
 from kvsim.errors import BudgetError, PolicyError
@@ -185,7 +184,7 @@ def estimate(
         mean=mean,
         prefill_ratio=sum(c.weight * c.time(model.layer_flops) for c in cases),
         prefill_ratio_paper=sum(
-            c.weight * c.time(lambda n: asl_layer_time(n, model.dim)) for c in cases
+            c.weight * c.time(lambda n: n**2 * model.dim + n * model.dim**2) for c in cases
         ),
         decode_ratio=decode_ratio(model, sum(mean) * position_bytes, full),
         decode_ratio_paper=sum(mean) / (model.n_layers * context),
@@ -195,7 +194,7 @@ def estimate(
         kv_full_bytes=full,
         score_bytes=len(policy.columns) * held.n_heads * sum(peak) * COLUMN_BYTES,
         rank_bytes=_rank_bytes(policy, model, budget, prompt, selection.layer),
-        mask_bytes=mask_bytes(model.n_layers, held.n_heads, context),
+        mask_bytes=model.n_layers * held.n_heads * context**2,
         evicted_at_bytes=model.n_layers * held.n_heads * context * TIME_BYTES,
         prefill_flops=sum(c.weight * c.prefill_flops(model) for c in cases),
         decode_flops=model.decode_flops(sum(mean) / model.n_layers),

@@ -5,7 +5,7 @@
     check_policy(my_policy, max_examples=5)    # or one of your own
     check_policy(my_policy, rule=Rule(score))  # compared with plain loops that you write
 
-`loops` is the naive replay and the naive metrics, `strategies` generates traces and settings,
+`loops` is the naive replay, `strategies` generates traces and settings,
 `invariants` holds what `check_policy` tries. Needs the `test` extra (hypothesis).
 """
 

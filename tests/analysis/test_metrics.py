@@ -22,8 +22,8 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
-from kvsim.testing import loops
 from kvsim.testing.strategies import evictions
+from reference import metrics as loop_metrics
 
 
 def make_trace(
@@ -56,7 +56,7 @@ def test_output_error_and_mass_equal_a_loop_over_rows(name, interval, monkeypatc
 
     (found,) = output_error(trace, [record])
 
-    expected = loops.outputs(trace.q, trace.k, trace.v, record.evicted_at)
+    expected = loop_metrics.outputs(trace.q, trace.k, trace.v, record.evicted_at)
     np.testing.assert_allclose(found.error, expected.relative_error, atol=1e-6)
     np.testing.assert_allclose(found.mass, expected.retained_mass, atol=1e-6)
     np.testing.assert_allclose(found.missing, expected.missing_mass, atol=1e-6)
@@ -385,7 +385,7 @@ def test_kept_set_metrics_equal_loops_over_regions_and_events():
         for length, threshold in ((4, 0.0), (8, 0.1), (10, 0.3)):
             found = wipeout(last[0], length, threshold, recent=8)
             for j, row in enumerate(found.rows):
-                expected = loops.wipeout(
+                expected = loop_metrics.wipeout(
                     last, 0, 1, int(row), length=length, threshold=threshold, recent=8
                 )
                 got = (found.regions[j], found.wiped[1, j], found.alive[1, j], found.now[1, j])
@@ -397,7 +397,7 @@ def test_kept_set_metrics_equal_loops_over_regions_and_events():
                 )
         pairs = retained_iou(last[0])
         for j, (row, then) in enumerate(zip(record.events, record.events[1:], strict=False)):
-            one = loops.retained_iou(last, 0, 1, row, then)
+            one = loop_metrics.retained_iou(last, 0, 1, row, then)
             assert pairs.iou[1, j] == pytest.approx(one.iou)
             assert pairs.survival[1, j] == pytest.approx(one.survival)
             assert pairs.chance[1, j] == pytest.approx(one.random_iou)
@@ -412,7 +412,9 @@ def test_window_overlap_equals_loops_over_keys():
     for layer in range(2):
         found = window_overlap(trace, layer, window=12)
         for i, share in enumerate(found.shares):
-            expected = loops.window_overlap(trace.q, trace.k, layer, window=12, share=float(share))
+            expected = loop_metrics.window_overlap(
+                trace.q, trace.k, layer, window=12, share=float(share)
+            )
             np.testing.assert_allclose(found.before[:, i], expected.before)
             assert found.union[i] == pytest.approx(expected.union)
             assert found.union_size[i] == pytest.approx(expected.union_size)

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.testing import loops
+from reference import metrics as loop_metrics
 
 TOLERANCE = 1e-5
 PROMPT, LENGTH = 40, 90
@@ -100,7 +101,7 @@ def test_single_layer_replay_is_a_live_run(random_model, prompt, name, params, b
         # the live output is what the naive replay gives
         evicted_at = np.full(k.shape[:3], loops.NEVER)
         evicted_at[layer] = record.evicted_at[0]
-        naive = loops.outputs(q, k, v, evicted_at, scale=recorded.scale)
+        naive = loop_metrics.outputs(q, k, v, evicted_at, scale=recorded.scale)
         gap = np.abs(naive.out_seen[layer] - live_out.numpy()).max()
         assert gap < TOLERANCE * size
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import papers
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,7 +37,6 @@ from kvsim.cost import (
     decode_ratio,
     estimate,
     event_flops,
-    papers,
 )
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE, describe, has_parameter, names

@@ -27,6 +27,7 @@ from kvsim.testing import loops, strategies
 from kvsim.testing.loops import rows as loops_rows
 from kvsim.testing.strategies import Case
 from reference import NEVER, Event, Scored, classic, expected, windows
+from reference import metrics as loop_metrics
 from reference.strategies import Setup, naive, setups
 
 CATALOGUED = {*CATALOGUE, *(f"{n}@{p}" for n, entry in CATALOGUE.items() for p in entry.presets)}
@@ -893,7 +894,7 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
     """Error, its two factors and retained mass of every row equal the naive ones."""
     found = output_error(case.trace(), [record])[0]
     slots = 10_000.0 if record.positions == "slot" else None
-    expected = loops.outputs(
+    expected = loop_metrics.outputs(
         case.q, case.k, case.v, record.evicted_at, scale=case.scale, slot_theta=slots
     )
     tolerance = 1e-6 if case.q.dtype == np.float64 else 2e-4  # results are stored in float32
@@ -980,10 +981,10 @@ def test_wipeout_equals_the_naive_one(drawn, length, threshold, sink, recent):
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
         found = wipeout(evicted_at, length, threshold, sink, recent)
-        assert found.rows.tolist() == loops.acting_rows(record.evicted_at, layer)
+        assert found.rows.tolist() == loop_metrics.acting_rows(record.evicted_at, layer)
         for j, row in enumerate(found.rows.tolist()):
             for head in range(len(evicted_at)):
-                expected = loops.wipeout(
+                expected = loop_metrics.wipeout(
                     record.evicted_at,
                     layer,
                     head,
@@ -1011,11 +1012,11 @@ def test_retained_iou_equals_the_naive_one(drawn):
     record = drawn[2]
     for layer, evicted_at in enumerate(record.evicted_at):
         found = retained_iou(evicted_at)
-        rows = loops.acting_rows(record.evicted_at, layer)
+        rows = loop_metrics.acting_rows(record.evicted_at, layer)
         assert found.rows.tolist() == rows[:-1]
         for j, (first, second) in enumerate(pairwise(rows)):
             for head in range(len(evicted_at)):
-                expected = loops.retained_iou(record.evicted_at, layer, head, first, second)
+                expected = loop_metrics.retained_iou(record.evicted_at, layer, head, first, second)
                 assert found.iou[head, j] == pytest.approx(expected.iou, abs=1e-12)
                 assert found.survival[head, j] == pytest.approx(expected.survival, abs=1e-12)
                 assert found.chance[head, j] == pytest.approx(expected.random_iou, abs=1e-12)
@@ -1033,7 +1034,7 @@ def test_window_overlap_equals_the_naive_one(case, window, share):
         return
     for layer in range(case.shape[0]):
         found = window_overlap(case.trace(), layer, window=window, shares=[share])
-        expected = loops.window_overlap(
+        expected = loop_metrics.window_overlap(
             case.q, case.k, layer, window=window, share=share, scale=case.scale
         )
         assert found.before[:, 0] == pytest.approx(expected.before, abs=1e-12)
@@ -1051,7 +1052,7 @@ def test_error_is_missing_mass_times_distance():
     """The identity of the two factors holds to rounding wherever something is missing."""
     case = strategies.make_case("sharp", heads=2, group=2, n=40, prompt_len=10, seed=1)
     outcome = naive(case, Setup("tova", {}, 6, None, None))
-    found = loops.outputs(case.q, case.k, case.v, outcome.evicted_at, scale=case.scale)
+    found = loop_metrics.outputs(case.q, case.k, case.v, outcome.evicted_at, scale=case.scale)
     some = ~np.isnan(found.distance)
     assert some.sum() > 50
     np.testing.assert_allclose(
@@ -1066,7 +1067,7 @@ def test_streaming_llm_wipes_out_what_lies_between_sinks_and_window():
     budget, length = 12, 4
     outcome = naive(case, Setup("streaming_llm", {}, budget, None, None))
     for row in (39, 43, 47):
-        found = loops.wipeout(outcome.evicted_at, 0, 0, row, length=length, sink=4, recent=0)
+        found = loop_metrics.wipeout(outcome.evicted_at, 0, 0, row, length=length, sink=4, recent=0)
         total = row + 1
         starts = [s for s in range(4, total, length) if s + length <= total]
         assert found.regions == len(starts)
@@ -1078,6 +1079,6 @@ def test_random_null_of_the_iou_has_its_closed_form():
     case = strategies.make_case("normal", n=48, prompt_len=16)
     budget, interval = 8, 8
     outcome = naive(case, Setup("random", {}, budget, interval, None))
-    found = loops.retained_iou(outcome.evicted_at, 0, 0, 23, 31)
+    found = loop_metrics.retained_iou(outcome.evicted_at, 0, 0, 23, 31)
     assert found.random_iou == pytest.approx(budget / (budget + 2 * interval))
     assert found.iou == pytest.approx(found.survival / (2 - found.survival))

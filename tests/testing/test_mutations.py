@@ -25,7 +25,8 @@ from kvsim.core.view import Entries, View, gather
 from kvsim.engine import block as engine_block
 from kvsim.engine.rows import RowView
 from kvsim.engine.source import TraceSource
-from kvsim.testing import InvariantError, check_policy, loops, strategies
+from kvsim.testing import InvariantError, check_policy, strategies
+from reference import metrics as loop_metrics
 
 Patch = pytest.MonkeyPatch
 
@@ -451,7 +452,7 @@ def test_error_of_rows_that_still_see_the_evicted_is_caught(monkeypatch):
     """A mask that is one row too long does not give the reference's error."""
     case = strategies.make_case("sharp", heads=2, group=2, n=40, prompt_len=10, seed=2)
     record = kvsim.replay(case.trace(), kvsim.policy("tova"), 6)
-    expected = loops.outputs(case.q, case.k, case.v, record.evicted_at, scale=case.scale)
+    expected = loop_metrics.outputs(case.q, case.k, case.v, record.evicted_at, scale=case.scale)
     late = np.where(record.evicted_at < 39, record.evicted_at + 1, record.evicted_at)
     for evicted_at, right in [(record.evicted_at, True), (late, False)]:
         found = output_error(case.trace(), [replace(record, evicted_at=evicted_at)])[0]

@@ -1,4 +1,4 @@
-"""A replay and its metrics as plain loops in float64, to compare with what kvsim computes.
+"""A replay as plain loops in float64, to compare with what kvsim computes.
 
 Nothing here is shared with the engine or the policies, so agreement means something. `replay` is
 given a `Rule`: how a policy scores, what it protects, when it acts, and how it allocates.
@@ -6,18 +6,6 @@ given a `Rule`: how a policy scores, what it protects, when it acts, and how it 
 
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import Event, Scored, first, last, union
-from kvsim.testing.loops.metrics import (
-    Outputs,
-    Overlap,
-    WindowOverlap,
-    Wipeout,
-    acting_rows,
-    outputs,
-    retained_iou,
-    seen_by,
-    window_overlap,
-    wipeout,
-)
 from kvsim.testing.loops.outcome import Cut, Outcome
 from kvsim.testing.loops.rows import event_rows, replay
 from kvsim.testing.loops.rule import Doubt, Propagated, Rule
@@ -28,22 +16,12 @@ __all__ = [
     "Doubt",
     "Event",
     "Outcome",
-    "Outputs",
-    "Overlap",
     "Propagated",
     "Rule",
     "Scored",
-    "WindowOverlap",
-    "Wipeout",
-    "acting_rows",
     "event_rows",
     "first",
     "last",
-    "outputs",
     "replay",
-    "retained_iou",
-    "seen_by",
     "union",
-    "window_overlap",
-    "wipeout",
 ]

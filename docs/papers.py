@@ -1,6 +1,7 @@
+# ruff: noqa: INP001 - lies in docs/, which is no package
 """Formulas as papers print them, so that their numbers can be followed.
 
-What kvsim counts itself is in `model`, `scoring` and `accounting`. Where a printed number does not
+What kvsim counts itself is in `kvsim.cost`. Where a printed number does not
 follow from its formula, or the formula leaves out what matters, docs/cost.md says so.
 
 * ASL: Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference",
@@ -56,11 +57,6 @@ def asl_cache_numbers(n_layers: int, n_heads: int, dim: int, entries: int) -> in
 def asl_overhead_numbers(look_back: int, context: int, pool_kernel: int) -> float:
     """M_ASL-OV, pooled scores and ranks, in numbers (B.3): 2 L_obs n / w, w the kernel."""
     return 2 * look_back * context / pool_kernel
-
-
-def asl_rank_cache_numbers(selection_layer: float, context: int, window: int) -> float:
-    """What the released code keeps: ranks of all L_sel + 1 layers, stride 1, no pooled scores."""
-    return (selection_layer + 1) * (context - window)
 
 
 # ----------------------------------------------------------------------------- G-KV, appendix G
