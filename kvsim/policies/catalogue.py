@@ -12,6 +12,7 @@ from kvsim.policies.asl import ASL, TwoPass
 from kvsim.policies.cake import Cake, CakeBudgets
 from kvsim.policies.chunkkv import ChunkKV
 from kvsim.policies.criticalkv import CriticalKV
+from kvsim.policies.dropkv import DropKV
 from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.fastkv import FastKV
 from kvsim.policies.full import Full
@@ -120,6 +121,12 @@ CATALOGUE: Mapping[str, Entry] = {
                 policy={"per_query_head": True},
             ),
         },
+    ),
+    "dropkv": Entry(
+        "what would move the output of the last rows most if it were dropped",
+        "openreview UVbaJoD3Qa",
+        DropKV,
+        _PROMPT,
     ),
     "pyramidkv": Entry(
         "SnapKV with budgets that fall with depth, fixed once",

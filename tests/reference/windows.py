@@ -57,6 +57,34 @@ def morphkv_original(event: Event) -> Scored:
     return Scored(values, last(event, len(rows)))
 
 
+# ------------------------------------------------------------------------------------------ DropKV
+
+
+def dropkv(event: Event) -> Scored:
+    """How far the outputs of the window move if one entry is dropped, squared, then smoothed."""
+    rows, epsilon = event.window(int(event.params["window"])), float(event.params["epsilon"])
+    kernel = int(event.params["pool_kernel"])
+    values, noise = [], []
+    for h, live in enumerate(event.live):
+        lost, terms = dict.fromkeys(live, 0.0), dict.fromkeys(live, 0.0)
+        for i in event.qheads(h):
+            for row in rows:
+                weight = event.attention(i, row)
+                y = sum(a * event.values[h, p] for p, a in weight.items())
+                for p, a in weight.items():
+                    rest = sum(b for other, b in weight.items() if other != p)
+                    odds, v = a / (rest + epsilon), event.values[h, p]
+                    lost[p] += odds**2 * float(((v - y) ** 2).sum()) / event.group
+                    size = float(np.linalg.norm(v)) + float(np.linalg.norm(y))
+                    terms[p] += (odds * size) ** 2 * (1 + 1 / max(rest, epsilon)) / event.group
+        old = candidates(event, h, rows)
+        for of_entry, to in ((lost, values), (terms, noise)):
+            smooth = pool(list(of_entry.values()), "avg", kernel)
+            by_position = dict(zip(live, smooth, strict=True))
+            to.append({p: by_position[p] for p in old})
+    return Scored(values, last(event, len(rows)), noise, rounded=True)
+
+
 # -------------------------------------------------------------------------------------------- CAKE
 
 

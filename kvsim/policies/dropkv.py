@@ -1,0 +1,74 @@
+"""DropKV: what the output of the last rows would lose if one entry were dropped.
+
+Zhang et al., "DropKV: Decoupling Residual-Output Perturbation for Near-Optimal KV-Cache Eviction",
+NeurIPS 2026, openreview UVbaJoD3Qa. A row attends to entry j with weight p and has the output y.
+Without j its weights are normalised anew, and the output is (y - p v_j) / (1 - p): it moves by
+p / (1 - p) (y - v_j). The score of an entry is the squared length of that,
+
+    s_j = mean over the group of sum over the window of (p_r(j) / (1 - p_r(j)))^2 ||v_j - y_r||^2
+
+smoothed by an average over `pool_kernel` neighbours. The best stay, and the window itself.
+
+Deviations. Formula and defaults are those of the released code (AozhongZhang/DropKV,
+`dropkv_scores_reference` and `DropKVCache`; epsilon is its guard against 1 - p = 0); how the paper
+words it, and whether it smooths alike, has not been checked. As there, the window's own entries
+count in the average of their neighbours. Smoothing is meant for long prompts: it divides the score
+of a lone entry, such as the sink, by pool_kernel, and at budgets of a few dozen entries it can lose
+that entry; `pool_kernel=1` ranks by s_j itself. Weights and outputs are in float64: where p is
+nearly 1, 1 - p and v - y are differences of nearly equal numbers, and the release's ranking of an
+entry that takes all attention depends on its precision. Budgets are in entries instead of a share
+of the prompt. The release acts after the prompt; with an interval the same score is used in
+decoding, over what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from torch import Tensor
+
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import Above, AtLeast, Finite, Odd
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
+from kvsim.policies.pooling import pooling_flops, smooth
+from kvsim.policies.window import before_window
+
+
+@dataclass(frozen=True)
+class DropKV(Scorer):
+    """How far the output of a window of rows moves without an entry, smoothed over neighbours."""
+
+    window: Annotated[int, AtLeast(1)] = 8
+    pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11
+    epsilon: Annotated[float, Above(0), Finite()] = 1e-6
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def score(self, view: View) -> Tensor:
+        """The average over neighbours of the score s_j, of the candidates; [L, H, n]."""
+        rows = view.log_attn(self.window)  # [L, H, G, w, n]
+        log_p = rows.flatten(2, 3)
+        p, values = log_p.exp(), view.values.double()
+        y = p @ values  # [L, H, G * w, d]
+        moved = (y @ values.mT).mul_(-2)
+        moved += y.square().sum(-1, keepdim=True) + values.square().sum(-1).unsqueeze(2)
+        odds = p.div_(log_p.expm1_().neg_().add_(self.epsilon))
+        lost = odds.square_().mul_(moved.clamp_(min=0)).sum(2)
+        score = smooth(lost / rows.shape[2], "avg", self.pool_kernel)
+        return score.where(before_window(view, self.window), 0.0)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention, outputs and their products with values; the rest for each weight."""
+        h, g, d, n = event.sizes
+        w = event.window(self.window)
+        weights, pooling = h * w * n, g * n * pooling_flops("avg", self.pool_kernel)
+        return event.attention(w) + Flops(4 * weights * d, 8 * weights + 2 * g * n * d + pooling)
+
+    def protection(self, budget: int) -> Protection:
+        """The window."""
+        return Protection(recent=self.window)
