@@ -13,6 +13,7 @@ from kvsim.engine.source import TraceSource
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.policies.calibration import Calibration, row_blocks
 from kvsim.policies.criticalkv import CriticalKV, projected_size
+from kvsim.policies.dropkv import DropKV
 from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.h2o import H2O
 from kvsim.policies.keydiff import KeyDiff
@@ -115,6 +116,7 @@ SCORERS = {
     "expected wo_v": ExpectedAttention(sink=2, n_future=7, value_norm="wo_v"),
     "criticalkv": CriticalKV(SnapKV(window=4)),
     "criticalkv signed": CriticalKV(KeyDiff()),
+    "dropkv": DropKV(window=4, pool_kernel=3),
 }
 
 
@@ -658,3 +660,27 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
         unequal += int((plain[..., 1:] != plain[..., :-1])[same].sum())
     if group == 7:  # what a plain sum does
         assert unequal
+
+
+# ---------------------------------------------------------------------------------------- DropKV
+
+
+def test_dropkv_measures_the_output_without_the_entry():
+    """The score is the squared move of a row's output when it attends to all entries but one."""
+    trace, window = make_trace(), 3
+    view = view_of(trace, keep=uneven())
+    found = scores(DropKV(window=window, pool_kernel=1, epsilon=1e-12), view)
+
+    for layer, head, positions, held in heads(view):
+        z = view.logits(window)[layer, head, ..., held].double()  # [G, w, n]
+        values = view.values[layer, head, held].double()
+        for slot, pos in enumerate(positions):
+            if pos >= view.first(window):
+                continue
+            without = z.clone()
+            without[..., slot] = -torch.inf
+            moved = (without.softmax(-1) - z.softmax(-1)) @ values
+            expected = moved.square().sum((-1, -2)).mean()
+            torch.testing.assert_close(
+                found[layer, head, held][slot], expected, rtol=1e-5, atol=1e-12
+            )
