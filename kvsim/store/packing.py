@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 import stat
 import zipfile
@@ -14,10 +12,11 @@ from pathlib import Path
 from kvsim.errors import TraceError, TraceExistsError
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
+from kvsim.store.draft import hidden
 from kvsim.store.interrupts import unbroken
 from kvsim.store.packed import MEMBER, SUFFIX, Packed
 from kvsim.store.place import Folder
-from kvsim.store.publication import check_writable
+from kvsim.store.publication import check_writable, sync, sync_tree
 from kvsim.store.reader import StoredTrace
 
 
@@ -46,8 +45,8 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
             check_chunk(array, index, place, stored.where)
     sizes = place.sizes()
 
-    def write(hidden: Path) -> None:
-        with zipfile.ZipFile(hidden, "x", zipfile.ZIP_STORED) as archive:
+    def write(draft: Path) -> None:
+        with zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
             for key in sorted(filter(MEMBER.fullmatch, sizes)):
                 member = zipfile.ZipInfo(key)  # dated 1980, whatever the time
                 member.external_attr = (stat.S_IFREG | 0o644) << 16
@@ -78,9 +77,9 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     target = Path(out) if out is not None else place.path.with_name(plain)
     _check_target(target)
 
-    def write(hidden: Path) -> None:
+    def write(draft: Path) -> None:
         for key, size in place.sizes().items():
-            file = hidden / key
+            file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(place.read(key, size))
 
@@ -95,20 +94,20 @@ def _open(path: str | Path, verb: str) -> StoredTrace:
 
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     """Write to a hidden sibling, flush it, and rename it to `target`, which must be free."""
-    hidden = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    draft = hidden(target, "tmp")
     try:
         with _write_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            unbroken(lambda: write(hidden))
-            _flush(hidden)
+            unbroken(lambda: write(draft))
+            sync_tree(draft)
             _check_free(target)
-            hidden.rename(target)
-            _flush(target.parent, deep=False)
+            draft.rename(target)
+            sync(target.parent)
     finally:
         with suppress(OSError):  # a read-only disk refuses even to remove a missing file
-            if hidden.is_dir():
-                shutil.rmtree(hidden, ignore_errors=True)
-            hidden.unlink(missing_ok=True)
+            if draft.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
+            draft.unlink(missing_ok=True)
     return target
 
 
@@ -131,16 +130,6 @@ def _write_errors(target: Path) -> Iterator[None]:
             f"{target} cannot be written ({error.strerror or error}), nothing was published; "
             "free some space or give another output path (--out)"
         ) from error
-
-
-def _flush(path: Path, *, deep: bool = True) -> None:
-    """Flush a file, or a folder and what is in it, to disk."""
-    for entry in [path, *(path.rglob("*") if deep else ())]:
-        handle = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _check_free(target: Path) -> None:

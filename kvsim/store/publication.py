@@ -117,7 +117,7 @@ def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) ->
         OSError: the disk refuses; the trace stays where it was.
     """
     group.consolidate()
-    _sync_tree(group.folder)
+    sync_tree(group.folder)
     if file is not None:
         file.remove()
     _rename(group.folder, path, overwrite=overwrite)
@@ -192,10 +192,11 @@ def _exists(path: Path) -> str:
     return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(path: Path) -> None:
+    """Flush a file, or a folder with everything in it, to disk."""
     folders: list[Path] = []
-    files: list[Path] = []
-    for root, _, names in os.walk(folder):
+    files = [path] if path.is_file() else []
+    for root, _, names in os.walk(path):
         folders.append(Path(root))
         files += [Path(root, name) for name in names]
     # in parallel, because each waits for the disk

@@ -827,7 +827,7 @@ def test_a_trace_that_is_in_the_way_of_many(folder, runs):
     with pytest.raises(TraceExistsError, match=r"\(--overwrite\)$"):
         capture(small(), words(), "w1 w2", out=folder / "a.zarr")
     (folder / "b.zarr" / "zarr.json").unlink()
-    with pytest.raises(TraceExistsError, match=r"b\.zarr exists and is no .* what is there$"):
+    with pytest.raises(TraceExistsError, match=r"b\.zarr exists and is not .* what is there$"):
         capture_many(small(), words(), MANY, folder, **SAME, overwrite=True)
 
     assert runs == []
