@@ -276,6 +276,7 @@ def test_the_trace_is_read_once():
 
     class Gone:
         shapes = trace.source.shapes
+        positions = trace.source.positions
 
         def read(self, *_):
             raise AssertionError("an array was read again")
