@@ -25,6 +25,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "kvsim.samples": ("kvsim.tiny.sample",),
     "kvsim.select": ("kvsim.core.select",),
     "kvsim.statistics": ("kvsim.analysis.summaries",),
+    "kvsim.testing.reference": ("kvsim.testing.loops",),
     "kvsim.trace": ("kvsim.core.trace", "kvsim.store"),
     "kvsim.view": ("kvsim.core.view",),
 }

@@ -431,7 +431,7 @@ def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
         return record
 
     monkeypatch.setattr(sweeps, "replay", replay)
-    run = sweep([trace], policies, [24], interval=12, metrics=DECIDED)
+    run = sweep([trace], policies, [24], interval=12, prefill=False, metrics=DECIDED)
     sweep([trace], policies[:1], [24], interval=12, metrics=["entries_seen"])
 
     expected = kvsim.measure(trace, segmented(trace), DECIDED)
