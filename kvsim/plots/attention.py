@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -19,7 +18,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.panels import legend_outside
 from kvsim.plots.prompts import counted, mean_line
-from kvsim.plots.style import caption, legend_below, plain, series
+from kvsim.plots.style import caption, colour_bar, finish, name_axes, plain, series
 
 Floats = NDArray[np.float64]
 
@@ -46,14 +45,11 @@ def overlap_curves(
     by the largest of the three scores, which a policy could keep. Dotted is chance, for one set and
     for the union of three.
 
-    Args:
-        traces: the mean is over them, with the 95 % interval; of equally many layers.
-        layers: indices in the trace, a panel each; one panel of the mean over all by default.
-        window: rows of a window, by default 128 or an eighth of a shorter trace.
-        tops: shares of the keys, in (0, 1].
+    traces: the mean is over them, with the 95 % interval; of equally many layers. layers: a panel
+    each; one panel of the mean over all by default. window: rows of a window, by default 128 or an
+    eighth of a shorter trace. tops: shares of the keys, in (0, 1].
 
-    Raises:
-        TraceError: a trace is too short for four windows.
+    Raises TraceError if a trace is too short for four windows.
     """
     panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
     at, styles = np.asarray(tops, dtype=np.float64), series(_BLOCKS)
@@ -67,18 +63,14 @@ def overlap_curves(
         axis.plot(at, one, ":", color="black", lw=1.2, label="chance, one set")
         axis.plot(at, three, ":", color=styles[_BLOCKS[3]]["color"], lw=1.2, label="chance, union")
         ids = traces[0].layer_ids
-        axis.set_title("all layers" if layers is None else f"layer {ids[shown[0]]}", fontsize=9)
-        axis.set_xlabel("share of keys that count as top", fontsize=8)
-        axis.set_xlim(0, 1)
-        axis.set_ylim(0, 1.02)
-        plain(axis)
-    axes[0].set_ylabel("share of the last window's top keys", fontsize=8)
+        title = "all layers" if layers is None else f"layer {ids[shown[0]]}"
+        plain(axis, "share of keys that count as top", title=title)
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    name_axes(axes[0], y="share of the last window's top keys")
     widths = sorted({default_window(trace.n_pos) if window is None else window for trace in traces})
     rows = "/".join(map(str, widths))
     what = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(traces)])}"
-    caption(figure, what, ["exact"])
-    height = legend_below(figure, axes[0], columns=4)
-    figure.tight_layout(rect=(0, height, 1, 1))
+    finish(figure, axes[0], what, ["exact"], columns=4)
     return figure
 
 
@@ -86,12 +78,9 @@ def _overlaps(
     trace: Trace, layers: Sequence[int], window: int | None, tops: Sequence[float]
 ) -> Floats:
     """As `_BLOCKS`, then chance for a set and for the union; [7, share], mean over the layers."""
-    found = [window_overlap(trace, layer, window=window, shares=tops) for layer in layers]
-    each = [
-        np.stack([*one.before, one.union, one.equal_budget, one.chance, one.chance_union])
-        for one in found
-    ]
-    out: Floats = np.mean(each, axis=0)
+    overlaps = (window_overlap(trace, layer, window=window, shares=tops) for layer in layers)
+    lines = [[*o.before, o.union, o.equal_budget, o.chance, o.chance_union] for o in overlaps]
+    out: Floats = np.mean(lines, axis=0)
     return out
 
 
@@ -102,12 +91,7 @@ def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None)
     per layer, black their mean with the 95 % interval over prompts. The two columns differ in the
     keys of which the maximum is taken: a sink that holds it makes any cache look sparse.
 
-    Args:
-        table: with the metrics `sparsity` and, for compressed caches, `sparsity_compressed`.
-        layers: indices in the trace, all by default.
-
-    Raises:
-        PolicyError: the table has neither metric, or no row of these layers.
+    table: with the metrics `sparsity` and, for compressed caches, `sparsity_compressed`.
     """
     table = table.filter(pl.col("metric").is_in(["sparsity", "sparsity_compressed"]))
     if layers is not None:
@@ -120,17 +104,16 @@ def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None)
         )
     caches = by_layer["cache"].unique(maintain_order=True).to_list()
     shown = sorted(by_layer["layer"].unique())
-    shades = dict(
-        zip(shown, mpl.colormaps["viridis"](np.linspace(0, 0.9, len(shown))), strict=True)
-    )
+    colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(shown)))
+    shades = dict(zip(shown, colours, strict=True))
     figure = Figure(figsize=(7.6, 1.9 * len(caches) + 1.2), dpi=150, layout="constrained")
     grid = figure.subplots(len(caches), 2, squeeze=False, sharex=True, sharey=True)
     for row, cache in zip(grid, caches, strict=True):
         for axis, (peak, keys) in zip(row, _MAXIMA.items(), strict=True):
             lines = by_layer.filter(cache=cache, peak=peak).sort("p")
             for (layer,), line in lines.group_by("layer", maintain_order=True):
-                look: dict[str, Any] = {"color": shades[layer], "lw": 1.0, "ms": 3}
-                axis.plot(line["p"], line["mean"], ".-", label=f"layer {layer}", **look)
+                colour, name = shades[layer], f"layer {layer}"
+                axis.plot(line["p"], line["mean"], ".-", label=name, color=colour, lw=1.0, ms=3)
             mean = means.filter(cache=cache, peak=peak).sort("p")
             if len(shown) > 1:
                 axis.plot(mean["p"], mean["mean"], "--", color="black", lw=1.4, label="mean")
@@ -139,17 +122,14 @@ def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None)
             axis.set(xscale="log", ylim=(0, 1.02))
             axis.set_title(f"{cache}: {keys}", fontsize=8)
             plain(axis)
-        row[0].set_ylabel("share of keys", fontsize=8)
+        name_axes(row[0], y="share of keys")
     for axis in grid[-1]:
-        axis.set_xlabel("p, share of the maximum", fontsize=8)
+        name_axes(axis, "p, share of the maximum")
     if len(shown) <= _NAMED:
         legend_outside(figure, grid[0, 0], columns=5)
     else:
-        colours = ListedColormap(list(shades.values()))
-        scale = ScalarMappable(Normalize(shown[0], shown[-1]), colours)
-        bar = figure.colorbar(scale, ax=list(grid.flat), pad=0.01, aspect=40)
-        bar.set_label("layer (dashed: mean)", fontsize=7.5)
-        bar.ax.tick_params(labelsize=7)
+        scale = ScalarMappable(Normalize(shown[0], shown[-1]), ListedColormap(colours))
+        colour_bar(figure, scale, list(grid.flat), "layer (dashed: mean)", pad=0.01, aspect=40)
     what = "Keys of the last rows that score below p x maximum"
     caption(figure, f"{what}\nmean over heads and {counted(means['n'])}", means["fidelity"])
     return figure

@@ -16,7 +16,6 @@ import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
@@ -24,7 +23,16 @@ from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
 from kvsim.plots.panels import Panels, legend_outside, trace_label
 from kvsim.plots.prompts import mean_line
-from kvsim.plots.style import COLOURS, caption, plain, series
+from kvsim.plots.style import (
+    CELLS,
+    COLOURS,
+    caption,
+    colour_bar,
+    name_axes,
+    plain,
+    series,
+    whole_ticks,
+)
 
 Floats = NDArray[np.float64]
 
@@ -52,14 +60,8 @@ def expected_observed(
     arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
     expected attention sums to 1 over the keys, observed attention to the share that they get.
 
-    Args:
-        found: of one trace.
-        layers: indices in the trace, all by default.
-        qhead: by default the head of each layer with the median Spearman correlation of the last
-            step, the lower one of two.
-
-    Raises:
-        PolicyError: a layer or head that the trace does not have.
+    layers: all by default. qhead: by default the head of each layer with the median Spearman
+    correlation of the last step, the lower one of two.
     """
     count, heads, keys = found.observed.shape
     shown = range(count) if layers is None else layers
@@ -79,16 +81,8 @@ def expected_observed(
         head = _middle(found.spearman[-1, layer]) if qhead is None else qhead
         observed = np.exp(found.observed[layer, head])
         expected = np.exp(found.expected[:, layer, head])
-        axis.scatter(
-            observed.clip(FLOOR),
-            expected[step].clip(FLOOR),
-            c=at,
-            s=7,
-            lw=0,
-            cmap="viridis",
-            norm=scale,
-            zorder=3,
-        )
+        look: dict[str, Any] = {"s": 7, "lw": 0, "cmap": "viridis", "norm": scale, "zorder": 3}
+        axis.scatter(observed.clip(FLOOR), expected[step].clip(FLOOR), c=at, **look)
         ends = np.array([FLOOR, 1.0])
         axis.plot(ends, ends / observed.sum(), ":", color="black", lw=0.8)
         axis.set(xscale="log", yscale="log", xlim=_around(observed), ylim=_around(expected))
@@ -98,26 +92,15 @@ def expected_observed(
         name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
         axis.set_title(f"{name}Spearman {rank:.2f}, log-Pearson {logs:.2f}", fontsize=7)
         if step == 0:
-            axis.annotate(
-                f"layer {layer}, head {head}",
-                (0.03, 0.97),
-                xycoords="axes fraction",
-                fontsize=7,
-                va="top",
-            )
+            text = f"layer {layer}, head {head}"
+            axis.text(0.03, 0.97, text, transform=axis.transAxes, fontsize=7, va="top")
     grid.label("observed attention (share)", "expected (share of the keys)")
-    bar = grid.figure.colorbar(
-        ScalarMappable(scale, "viridis"), ax=grid.axes, pad=0.01, aspect=40, shrink=0.9
-    )
-    bar.set_label("position of the key", fontsize=7.5)
-    bar.ax.tick_params(labelsize=7)
+    shape = {"pad": 0.01, "aspect": 40, "shrink": 0.9}
+    image = ScalarMappable(scale, "viridis")
+    colour_bar(grid.figure, image, grid.axes, "position of the key", **shape)
     edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
-    caption(
-        grid.figure,
-        f"{found.trace}: {keys} keys before position {found.cut}, mean over {found.rows} later "
-        f"rows\ndotted: equal shares{edge}",
-        ["exact"],
-    )
+    what = f"{found.trace}: {keys} keys before position {found.cut}, mean over {found.rows} later "
+    caption(grid.figure, f"{what}rows\ndotted: equal shares{edge}", ["exact"])
     return grid.figure
 
 
@@ -128,14 +111,8 @@ def agreement_steps(
 
     A point and a thin line per trace and query head, black their mean.
 
-    Args:
-        table: a Table with the metric of the measure.
-        measure: spearman (metric `expectation_steps`), log_pearson (`expectation_logs`), or
-            recall_10, recall_25, recall_50 (`expectation_recall`).
-        layers: indices in the trace, all by default.
-
-    Raises:
-        PolicyError: no such measure, or no row of these layers.
+    measure: spearman (needs the metric `expectation_steps`), log_pearson (`expectation_logs`), or
+    recall_10, recall_25, recall_50 (`expectation_recall`). layers: all by default.
     """
     if measure not in _MEASURES:
         raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
@@ -158,12 +135,9 @@ def agreement_steps(
         if measure in ("spearman", "log_pearson"):
             axis.axhline(0, color="black", lw=0.7, ls=":")
     panels.label("step (the last: Expected Attention)", label)
-    caption(
-        panels.figure,
-        f"{trace_label(table['trace'])}: agreement of expected and observed attention\n"
-        "blue: query heads; black: their mean",
-        table["fidelity"],
-    )
+    what = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
+    what += "\nblue: query heads; black: their mean"
+    caption(panels.figure, what, table["fidelity"])
     return panels.figure
 
 
@@ -173,12 +147,7 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     A panel of the mean over layers and one per layer; means over query heads, then over traces with
     the 95 % interval. No order is below the oracle; chance is the diagonal.
 
-    Args:
-        table: a Table with the metric `attention_loss`.
-        layers: indices in the trace, all by default.
-
-    Raises:
-        PolicyError: no row of these layers.
+    table: with the metric `attention_loss`. layers: all by default.
     """
     table = table.filter(metric="attention_loss").with_columns(
         order=pl.col("variant").str.extract(r"^(\w+),"),
@@ -196,23 +165,14 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
             # markers at other shares than those of the line before
             marked = (place % 3, 3)
             look: dict[str, Any] = {"ms": 3, "lw": 1.2, "markevery": marked, **styles[order]}
-            mean_line(
-                axis,
-                np.array(removed),
-                list(values),
-                label=_ORDER_NAMES.get(order, order.replace("_", " ")),
-                **look,
-            )
+            look["label"] = _ORDER_NAMES.get(order, order.replace("_", " "))
+            mean_line(axis, np.array(removed), list(values), **look)
         axis.set_title(name, fontsize=8)
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     panels.label("share of the keys removed", "share of attention lost")
     panels.legend(columns=4)
-    caption(
-        panels.figure,
-        f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order of "
-        "a score\nmean over query heads",
-        part["fidelity"],
-    )
+    what = f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order "
+    caption(panels.figure, f"{what}of a score\nmean over query heads", part["fidelity"])
     return panels.figure
 
 
@@ -222,13 +182,8 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     arXiv 2510.00636, Fig. 6. Left a line per policy, mean over layers, then over traces with the
     95 % interval; right a map per policy of layers and shares, of the same colours.
 
-    Args:
-        table: of `kvsim.analysis.reconstruction_table`.
-        relative: to the length of the full output; else in the trace's own units, which differ
-            between layers.
-
-    Raises:
-        PolicyError: the table has no error above 0.
+    table: of `kvsim.analysis.reconstruction_table`. relative: to the length of the full output;
+    else in the trace's own units, which differ between layers.
     """
     value = "relative_head_error" if relative else "head_error"
     table = table.with_columns(name=_policy_names(table))
@@ -252,13 +207,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
         lines = _cells(part, ["trace"], "ratio", ratios, value)
         mean_line(axis, np.array(ratios), list(lines), label=name, lw=1.3, ms=4, **style)
         cells = _cells(part.sort("layer"), ["layer"], "ratio", ratios, value)
-        axis_of.imshow(
-            np.ma.masked_less_equal(cells, 0),
-            cmap=_MAP,
-            norm=scale,
-            aspect="auto",
-            interpolation="nearest",
-        )
+        axis_of.imshow(np.ma.masked_less_equal(cells, 0), cmap=_MAP, norm=scale, **CELLS)
         axis_of.set_title(name, fontsize=7.5)
         axis_of.tick_params(labelsize=7)
     for axis_of in maps.flat[len(names) :]:
@@ -266,27 +215,20 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     places = np.unique(np.linspace(0, len(ratios) - 1, 5).round().astype(int))
     for axis_of in maps.flat[: len(names)][-across:]:
         axis_of.set_xticks(places, [f"{ratios[place]:g}" for place in places])
-        axis_of.set_xlabel("share evicted", fontsize=8)
+        name_axes(axis_of, "share evicted")
         axis_of.tick_params(labelbottom=True)
     for axis_of in maps[:, 0]:
-        axis_of.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axis_of.set_ylabel("layer", fontsize=8)
-    bar = figure.colorbar(ScalarMappable(scale, _MAP), ax=list(maps.flat), pad=0.02, aspect=30)
-    bar.set_label(f"error ({unit})", fontsize=7.5)
-    bar.ax.tick_params(labelsize=7)
+        whole_ticks(axis_of.yaxis)
+        name_axes(axis_of, y="layer")
+    image = ScalarMappable(scale, _MAP)
+    colour_bar(figure, image, list(maps.flat), f"error ({unit})", pad=0.02, aspect=30)
 
     axis.set_yscale("log")
-    axis.set_xlabel("share of the entries evicted", fontsize=8)
-    axis.set_ylabel(f"error of the layer's output ({unit})", fontsize=8)
     axis.set_title("mean over layers", fontsize=8)
-    plain(axis)
+    plain(axis, "share of the entries evicted", f"error of the layer's output ({unit})")
     legend_outside(figure, axis, columns=6)
-    caption(
-        figure,
-        f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
-        f"{_counts(table['rows'])} rows",
-        table["fidelity"],
-    )
+    what = f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
+    caption(figure, f"{what}{_counts(table['rows'])} rows", table["fidelity"])
     return figure
 
 
@@ -319,9 +261,8 @@ def _cells(
     means = table.group_by(*rows, column, maintain_order=True).agg(pl.col(value).mean())
     names = {name: place for place, name in enumerate(dict.fromkeys(means.select(rows).rows()))}
     out = np.full((len(names), len(columns)), np.nan)
-    for *name, at, mean in means.iter_rows():
-        if mean is not None:
-            out[names[tuple(name)], columns.index(at)] = mean
+    for *name, at, mean in means.drop_nulls(value).iter_rows():
+        out[names[tuple(name)], columns.index(at)] = mean
     return out
 
 

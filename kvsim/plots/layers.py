@@ -7,15 +7,14 @@ keys, as if no layer had selected.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 
 from kvsim.analysis.prompt.ranking import Grid
 from kvsim.analysis.prompt.tables import Diagnosis
@@ -25,16 +24,21 @@ from kvsim.plots.style import (
     NEUTRAL,
     SELECTED,
     caption,
+    name_axes,
     palette,
     plain,
     series,
     short_text,
+    whole_ticks,
 )
+from kvsim.schema import plural
 
 LINE, NEVER = "#33608c", "#e4e1da"
 
 #: Traces whose lines have a colour and a name each; of more traces all lines look alike.
 _NAMED = len(COLOURS)
+#: The marker of a selection layer.
+_CIRCLE: Final[dict[str, Any]] = {"marker": "o", "ms": 9, "mfc": "none", "mew": 1.8, "ls": "none"}
 
 
 def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
@@ -43,9 +47,8 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. Behind the selection layer a line
     shows how the layers would rank if no layer had selected.
     """
-    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * (len(diagnoses) <= _NAMED))
-    taus = sorted({diagnosis.curve.rule.tau for diagnosis in diagnoses})
     named = len(diagnoses) <= _NAMED
+    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * named)
     alike: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
     for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
         curve, at = diagnosis.curve, diagnosis.layer
@@ -54,29 +57,21 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
         label = f"{_label(diagnosis, diagnoses)}: {'fits the budget' if curve.fits else end}"
         axis.plot(layers, curve.relative[layers], label=label, **(style if named else alike))
         if at is not None:
-            marked = style["color"] if named else SELECTED
-            axis.plot(at, curve.relative[at], "o", ms=9, mfc="none", mec=marked, mew=1.8)
-    for tau in taus:
+            colour = style["color"] if named else SELECTED
+            axis.plot(at, curve.relative[at], mec=colour, **_CIRCLE)
+    right: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
+    right |= {"xytext": (-4, 3), "textcoords": "offset points", "color": SELECTED}
+    for tau in sorted({diagnosis.curve.rule.tau for diagnosis in diagnoses}):
         axis.axhline(tau, color=SELECTED, lw=1, ls="--")
-        axis.annotate(
-            f"tau {tau:g}",
-            (1, tau),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color=SELECTED,
-        )
+        axis.annotate(f"tau {tau:g}", (1, tau), **right)
     layer_axis(axis, max(diagnosis.curve.n_layers for diagnosis in diagnoses))
     axis.set_ylim(bottom=0)
-    axis.set_ylabel("rank variance / that of the first tested layer", fontsize=8)
+    name_axes(axis, y="rank variance / that of the first tested layer")
     if named:
         legend_outside(figure, axis, columns=1)
     what = trace_label(diagnosis.trace for diagnosis in diagnoses)
-    caption(
-        figure, f"{what}: do ranks settle? circle: selection layer\n{_rule(diagnoses)}", ["exact"]
-    )
+    what += ": do ranks settle? circle: selection layer"
+    caption(figure, f"{what}\n{_rule(diagnoses)}", ["exact"])
     return figure
 
 
@@ -93,40 +88,25 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
     last = max(1, grid.n_layers - 1)
     axis.imshow(shown, cmap=colours, vmin=0, vmax=last, aspect="auto", origin="lower")
     for (row, column), layer in np.ndenumerate(grid.layers):
-        light = layer < 0 or layer > 0.6 * last
-        axis.text(
-            column,
-            row,
-            "never" if layer < 0 else str(layer),
-            ha="center",
-            va="center",
-            fontsize=6 if layer < 0 else 8,
-            color="black" if light else "white",
-        )
+        name, size = ("never", 6) if layer < 0 else (str(layer), 8)
+        ink = "black" if layer < 0 or layer > 0.6 * last else "white"
+        axis.text(column, row, name, ha="center", va="center", fontsize=size, color=ink)
         if grid.used[row, column] < grid.look_backs[column]:
             cell = (column - 0.5, row - 0.5)
             axis.add_patch(Rectangle(cell, 1, 1, fill=False, hatch="////", ec="#00000030", lw=0))
     axis.set_xticks(range(columns), [str(back) for back in grid.look_backs])
     axis.set_yticks(range(rows), [str(first) for first in grid.first_layers])
-    axis.set_xlabel("look-back, layers (hatched: as many as there are)", fontsize=8)
-    axis.set_ylabel("first tested layer", fontsize=8)
-    axis.tick_params(labelsize=7)
-    caption(
-        figure,
-        f"{trace}: selection layer\nbudget {grid.budget} (k = {grid.k}), tau {grid.tau:g}",
-        ["exact"],
-    )
+    name_axes(axis, "look-back, layers (hatched: as many as there are)", "first tested layer")
+    terms = f"budget {grid.budget} (k = {grid.k}), tau {grid.tau:g}"
+    caption(figure, f"{trace}: selection layer\n{terms}", ["exact"])
     return figure
 
 
 def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     """Number of traces that select at each layer, a panel per task.
 
-    ASL (arXiv 2601.07667), Figs. 9 and 10.
-
-    Args:
-        distribution: of `kvsim.analysis.distribution`.
-        n_layers: of the deepest trace.
+    ASL (arXiv 2601.07667), Figs. 9 and 10. distribution: of `kvsim.analysis.distribution`;
+    n_layers: of the deepest trace.
     """
     budgets = list(dict.fromkeys(distribution["budget"]))
     tasks = list(dict.fromkeys(distribution["task"]))
@@ -135,29 +115,22 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     colours = palette(len(budgets))
     width = 0.8 / len(budgets)
     for axis, task in zip(axes, tasks, strict=True):
+        of_task = distribution.filter(task=task)
         for place, (budget, colour) in enumerate(zip(budgets, colours, strict=True)):
-            part = distribution.filter((pl.col("task") == task) & (pl.col("budget") == budget))
+            part = of_task.filter(budget=budget)
             if not part.height:
                 continue
             at = part["layer"].fill_null(n_layers).to_numpy()  # never: behind the last layer
             shift = (place - (len(budgets) - 1) / 2) * width
             mean = part["mean_layer"][0]
-            where = "never" if mean is None else f"mean {mean:.1f}"
-            axis.bar(
-                at + shift,
-                part["traces"].to_numpy(),
-                width,
-                color=colour,
-                label=f"budget {budget}: {where}",
-            )
+            label = f"budget {budget}: {'never' if mean is None else f'mean {mean:.1f}'}"
+            axis.bar(at + shift, part["traces"].to_numpy(), width, color=colour, label=label)
             if mean is not None:
                 axis.axvline(mean, color=colour, lw=1, ls="--")
-        total = int(distribution.filter(pl.col("task") == task)["of"].max() or 0)  # type: ignore[arg-type]
-        title = f"{short_text(task, 60)}, {total} {'trace' if total == 1 else 'traces'}"
+        title = f"{short_text(task, 60)}, {plural(max(of_task['of']), 'trace')}"
         axis.set_title(title, fontsize=8, parse_math=False)
-        axis.set_ylabel("traces", fontsize=8)
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axis.tick_params(labelsize=7)
+        name_axes(axis, y="traces")
+        whole_ticks(axis.yaxis)
         axis.legend(fontsize=7, frameon=False)
         axis.margins(y=0.25)
         axis.grid(alpha=0.25, axis="y")
@@ -165,7 +138,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     ticks = [*range(0, n_layers - step // 2, step), n_layers]
     axes[-1].set_xticks(ticks, [*map(str, ticks[:-1]), "never"])
     axes[-1].set_xlim(-0.7, n_layers + 0.7)
-    axes[-1].set_xlabel("selection layer (dashed: mean of those that select)", fontsize=8)
+    name_axes(axes[-1], "selection layer (dashed: mean of those that select)")
     caption(figure, "Selection layers of ASL", ["exact"])
     figure.tight_layout()
     return figure
@@ -184,39 +157,31 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
         if diagnosis.recall is None:
             continue
         at, full, late = diagnosis.layer, diagnosis.first_full_recall, diagnosis.layer_regret
-        where = [
-            "complete in no layer" if full is None else f"first complete in layer {full}",
-            "never selects"
-            if at is None
-            else f"selects after {at} with {diagnosis.recall[at]:.0%}",
-            "" if late is None else f"regret {late:+d}",
-        ]
-        label = f"{_label(diagnosis, with_gold)}: {', '.join(filter(None, where))}"
+        where = "complete in no layer" if full is None else f"first complete in layer {full}"
+        selects = "never selects"
+        if at is not None:
+            selects = f"selects after {at} with {diagnosis.recall[at]:.0%}"
+        regret = "" if late is None else f", regret {late:+d}"
+        label = f"{_label(diagnosis, with_gold)}: {where}, {selects}{regret}"
         axis.plot(np.arange(diagnosis.curve.n_layers), diagnosis.recall, label=label, **style)
         if at is not None:
-            axis.plot(at, diagnosis.recall[at], "o", ms=9, mfc="none", mec=style["color"], mew=1.8)
+            axis.plot(at, diagnosis.recall[at], mec=style["color"], **_CIRCLE)
     layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in with_gold), default=1))
     axis.set_ylim(-0.03, 1.05)
-    axis.set_ylabel("share of gold tokens in top k + window", fontsize=8)
+    name_axes(axis, y="share of gold tokens in top k + window")
     if named:
         legend_outside(figure, axis, columns=1)
+    sizes = sorted({0 if each.gold is None else len(each.gold) for each in with_gold})
     what = trace_label(diagnosis.trace for diagnosis in with_gold)
-    sizes = sorted(
-        {0 if diagnosis.gold is None else len(diagnosis.gold) for diagnosis in with_gold}
-    )
-    tokens = f"{'/'.join(map(str, sizes))} gold tokens"
-    caption(
-        figure,
-        f"{what}: recall of {tokens}; circle: selection layer\n{_rule(with_gold)}",
-        ["exact"],
-    )
+    what += f": recall of {'/'.join(map(str, sizes))} gold tokens; circle: selection layer"
+    caption(figure, f"{what}\n{_rule(with_gold)}", ["exact"])
     return figure
 
 
 def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     """Above, overlap of each layer's first k tokens with the layer before; below, entropy.
 
-    Of diagnosis trace; a line per budget above, since the scores and their entropy have none.
+    Of one trace; a line per budget above, since the scores and their entropy have none.
     """
     figure = Figure(figsize=(7.2, 5.0), dpi=150)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -229,24 +194,20 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
             for axis in (upper, lower):
                 axis.axvline(diagnosis.layer, color=style["color"], lw=1, ls="--")
     diagnosis = diagnoses[0]
+    plain(upper, y="Jaccard with the layer before")
     upper.set_ylim(-0.03, 1.05)
-    upper.set_ylabel("Jaccard with the layer before", fontsize=8)
     upper.legend(fontsize=7.5, frameon=False)
     m = diagnosis.ranking.ranked
     uniform = math.log(m)
     lower.plot(diagnosis.entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
     lower.axhline(uniform, color=LINE, lw=0.9, ls=":", label=f"equal scores: log {m}")
     lower.set_ylim(0, 1.08 * uniform)
-    lower.set_ylabel("entropy, nats", fontsize=8)
+    name_axes(lower, y="entropy, nats")
     lower.legend(fontsize=7.5, frameon=False, loc="lower right")
     layer_axis(lower, diagnosis.curve.n_layers)
-    plain(upper)
-    caption(
-        figure,
-        f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are\n"
-        "dotted: by chance, and for equal scores; dashed: selection layer",
-        ["exact"],
-    )
+    what = f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are"
+    legend = "dotted: by chance, and for equal scores; dashed: selection layer"
+    caption(figure, f"{what}\n{legend}", ["exact"])
     figure.tight_layout()
     return figure
 
@@ -258,19 +219,13 @@ def _lines(count: int) -> list[Mapping[str, Any]]:
 
 def _rule(diagnoses: Sequence[Diagnosis]) -> str:
     """The parameters that all of them share."""
-    curves = [diagnosis.curve for diagnosis in diagnoses]
-
-    def shared(name: str, values: Iterable[object]) -> str:
-        found = set(values)
-        return f"{name} {found.pop()}" if len(found) == 1 else ""
-
-    parts = (
-        shared("budget", (diagnosis.asked for diagnosis in diagnoses)),
-        shared("window", (diagnosis.rule.window for diagnosis in curves)),
-        shared("first tested layer", (diagnosis.first_layer for diagnosis in curves)),
-        shared("look-back", (diagnosis.look_back for diagnosis in curves)),
-    )
-    return ", ".join(part for part in parts if part)
+    values: dict[str, set[Any]] = {
+        "budget": {diagnosis.asked for diagnosis in diagnoses},
+        "window": {diagnosis.curve.rule.window for diagnosis in diagnoses},
+        "first tested layer": {diagnosis.curve.first_layer for diagnosis in diagnoses},
+        "look-back": {diagnosis.curve.look_back for diagnosis in diagnoses},
+    }
+    return ", ".join(f"{name} {each.pop()}" for name, each in values.items() if len(each) == 1)
 
 
 def _label(diagnosis: Diagnosis, among: Sequence[Diagnosis]) -> str:

@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,8 +20,8 @@ from kvsim.analysis.attention.projections import Projections, check_rows
 from kvsim.analysis.definition import mean_known
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.panels import Panels, legend_outside
-from kvsim.plots.style import COLOURS, GRID, caption
+from kvsim.plots.panels import Panels, legend_outside, single_panel
+from kvsim.plots.style import CELLS, COLOURS, GRID, caption, colour_bar, name_axes, whole_ticks
 
 Floats = NDArray[np.float64]
 
@@ -57,17 +56,9 @@ def state_ridges(
     In standard deviations from each dimension's mean, from the 0.1th to the 99.9th percentile, in
     50 bins. The names are query head and dimension, the numbers Kolmogorov-Smirnov distances.
 
-    Args:
-        trace: with a residual stream, if this is asked for.
-        layer: index in the trace.
-        of: what is sampled.
-        dimensions: how many, of all heads; constant dimensions have no ridge.
-        skip: first rows left out, 4 for the sinks.
-        seed: of the choice.
-
-    Raises:
-        PolicyError: no such layer, or fewer than 4 rows.
-        NeedsError: the trace has no residual stream.
+    dimensions: how many, of all heads; constant dimensions have no ridge. skip: first rows left
+    out, 4 for the sinks. seed: of the choice. Raises PolicyError if there are fewer than 4 rows,
+    NeedsError if `of` is the residual stream and the trace has none.
     """
     names, samples = _drawn(trace, layer, of, dimensions, skip, seed)
     fit, shape = fit_normal(samples), histogram(samples)
@@ -102,8 +93,7 @@ def state_ridges(
     for axis in axes:
         axis.set(xlim=(-4, 4), ylim=(-0.2, top))
         axis.spines[["left", "right", "top"]].set_visible(False)
-        axis.tick_params(labelsize=7)
-        axis.set_xlabel("standard deviations from the mean", fontsize=8)
+        name_axes(axis, "standard deviations from the mean")
     legend_outside(figure, axes[0], columns=2)
     caption(figure, _title(trace, layer, of, len(names), samples), ["exact"])
     return figure
@@ -147,32 +137,22 @@ def normal_distance(found: Normality) -> Figure:
     """
     values = mean_known(found.effects["ks"])
     layers, heads = values.shape
-    size = (max(5.2, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    axis = figure.subplots()
-    image = axis.imshow(values, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
+    figure, axis = single_panel(max(5.2, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))
+    image = axis.imshow(values, cmap="viridis", vmin=0, **CELLS)
     middle = 0.6 * np.nanmax(values, initial=0)
     if values.size <= _WRITTEN:
         for (layer, head), value in np.ndenumerate(values):
             ink = "black" if value > middle else "white"
             place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
             axis.text(head, layer, f"{value:.3f}".removeprefix("0"), color=ink, **place)
-    axis.set_xlabel("query head" if found.of != "residual" else "", fontsize=8)
-    axis.set_ylabel("layer", fontsize=8)
-    for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.tick_params(labelsize=7)
-    bar = figure.colorbar(image, ax=axis, pad=0.02)
+    name_axes(axis, "" if found.of == "residual" else "query head", "layer")
+    whole_ticks(axis.xaxis, axis.yaxis)
     chance = normal_ks(found.samples)
-    bar.set_label(f"KS distance\n(normal samples: {chance:.3f})", fontsize=7.5)
-    bar.ax.axhline(chance, color="white", lw=1.2)
-    bar.ax.tick_params(labelsize=7)
-    caption(
-        figure,
-        f"{found.trace}: {_OF[found.of]}, distance from normal over {found.samples} rows\n"
-        f"mean over {found.effects['ks'].shape[-1]} dimensions",
-        ["exact"],
-    )
+    label = f"KS distance\n(normal samples: {chance:.3f})"
+    colour_bar(figure, image, axis, label, pad=0.02).axhline(chance, color="white", lw=1.2)
+    what = f"{found.trace}: {_OF[found.of]}, distance from normal over {found.samples} rows"
+    dimensions = found.effects["ks"].shape[-1]
+    caption(figure, f"{what}\nmean over {dimensions} dimensions", ["exact"])
     return figure
 
 
@@ -197,35 +177,22 @@ def projection_gap(found: Projections) -> Figure:
     for layer, axis in enumerate(grid.axes):
         wide = found.variance[layer] > limit
         parts = [inside[layer][~wide], inside[layer][wide]]
-        axis.hist(
-            parts,
-            edges.tolist(),
-            weights=[np.full(len(part), 100 / (heads * keys)) for part in parts],
-            stacked=True,
-            color=[COLOURS[0], COLOURS[4]],
-            label=[f"variance up to {limit:.1f}", f"variance above {limit:.1f} (2 log n)"],
-        )
+        weights = [np.full(len(part), 100 / (heads * keys)) for part in parts]
+        look: dict[str, Any] = {"stacked": True, "color": [COLOURS[0], COLOURS[4]]}
+        look["label"] = f"variance up to {limit:.1f}", f"variance above {limit:.1f} (2 log n)"
+        axis.hist(parts, edges.tolist(), weights=weights, **look)
         axis.axvline(0, color="black", lw=0.8, ls=":")
-        near = (np.abs(excess[layer]) <= 1).mean()
         axis.set_title(f"layer {layer}", fontsize=8)
-        axis.text(
-            0.97,
-            0.95,
-            f"median {np.median(excess[layer]):.2f} nats\nwithin 1 nat: {near:.0%}",
-            transform=axis.transAxes,
-            fontsize=6.5,
-            ha="right",
-            va="top",
-        )
+        near = (np.abs(excess[layer]) <= 1).mean()
+        text = f"median {np.median(excess[layer]):.2f} nats\nwithin 1 nat: {near:.0%}"
+        corner: dict[str, Any] = {"transform": axis.transAxes, "ha": "right", "va": "top"}
+        axis.text(0.97, 0.95, text, fontsize=6.5, **corner)
     grid.label("gap above that of normal (nats)", "share of heads and keys (%)")
     grid.legend(columns=2)
     stage = "after RoPE" if found.rotated else "before RoPE, keys rotated by the mean rotation"
-    caption(
-        grid.figure,
-        f"{found.trace}: projections of {found.samples} queries {stage}\n"
-        f"{heads} query heads, {keys} keys; ends: all beyond",
-        ["exact"],
-    )
+    what = f"{found.trace}: projections of {found.samples} queries {stage}"
+    counts = f"{heads} query heads, {keys} keys; ends: all beyond"
+    caption(grid.figure, f"{what}\n{counts}", ["exact"])
     return grid.figure
 
 

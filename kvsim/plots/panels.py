@@ -8,9 +8,8 @@ from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from kvsim.plots.style import legend_of, plain
+from kvsim.plots.style import legend_of, name_axes, plain, whole_ticks
 
 
 class Panels:
@@ -46,9 +45,9 @@ class Panels:
     def label(self, across: str, up: str) -> None:
         """Name the axes, with their units."""
         for axis in self.bottom:
-            axis.set_xlabel(across, fontsize=8)
+            name_axes(axis, across)
         for axis in self.left:
-            axis.set_ylabel(up, fontsize=8)
+            name_axes(axis, y=up)
 
     def legend(self, *, columns: int) -> None:
         """Draw one legend below all panels, with the entries of the first."""
@@ -59,9 +58,8 @@ def legend_outside(figure: Figure, axis: Axes, *, columns: int) -> None:
     """Draw one legend below a figure of constrained layout, with the names of one panel."""
     handles, names = axis.get_legend_handles_labels()
     by_name = dict(zip(names, handles, strict=True))
-    legend_of(
-        figure, list(by_name.values()), list(by_name), columns=columns, loc="outside lower center"
-    )
+    handles = list(by_name.values())
+    legend_of(figure, handles, list(by_name), columns=columns, loc="outside lower center")
 
 
 def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
@@ -72,10 +70,9 @@ def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
 
 def layer_axis(axis: Axes, n_layers: int) -> None:
     """Make the horizontal axis that of the layers, with whole numbers."""
-    axis.set_xlabel("layer", fontsize=8)
+    plain(axis, "layer")
     axis.set_xlim(-0.5, n_layers - 0.5)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    plain(axis)
+    whole_ticks(axis.xaxis)
 
 
 def trace_label(traces: Iterable[str]) -> str:

@@ -73,9 +73,7 @@ class Prompts:
     ) -> Prompts:
         """Return `value` of the layers shown for every record, without records that have no value.
 
-        Raises:
-            TraceError: a record of none of the traces.
-            PolicyError: no record has a value, because nothing left.
+        Raises TraceError for a record of none of the traces, PolicyError if no record has a value.
         """
         by_name = {trace.name: trace for trace in traces}
         prompts = cls()
@@ -124,10 +122,9 @@ def counted(counts: Iterable[int]) -> str:
 def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object) -> Floats:
     """Draw and return the mean over prompts of values [n] over `at` [n], its interval as a band."""
     ends = Interval.of_each(list(np.stack(list(values)).T))
-    mean, low, high = (
-        np.array([getattr(one, end) for one in ends]) for end in ("mean", "low", "high")
-    )
+    lines: Floats = np.array([(end.mean, end.low, end.high) for end in ends], dtype=np.float64)
+    mean, low, high = lines.T
     (line,) = axis.plot(at, mean, **style)  # type: ignore[arg-type]  # what style.series holds
     step: Literal["post"] | None = "post" if line.get_drawstyle() == "steps-post" else None
     axis.fill_between(at, low, high, color=line.get_color(), alpha=0.15, lw=0, step=step)
-    return mean
+    return lines[:, 0]

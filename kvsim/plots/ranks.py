@@ -7,22 +7,30 @@ keys, as if no layer had selected.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
+from matplotlib.ticker import FuncFormatter
 
 from kvsim.analysis.prompt.layers import rank_pattern as pooled_ranks
 from kvsim.analysis.prompt.ranking import window_attention
 from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.core.trace import Trace
 from kvsim.plots.panels import layer_axis, single_panel
-from kvsim.plots.style import NEUTRAL, SELECTED, caption, short_text
+from kvsim.plots.style import (
+    CELLS,
+    NEUTRAL,
+    SELECTED,
+    caption,
+    colour_bar,
+    name_axes,
+    short_text,
+    whole_ticks,
+)
 
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
@@ -45,37 +53,24 @@ def rank_pattern(diagnosis: Diagnosis) -> Figure:
     pooling = max(1, -(-count // _PIXELS))
     ranks = pattern.ranks if count else np.full((n_layers, 1), np.nan)
     figure, axis = single_panel(8, max(2.6, 0.14 * n_layers + 1.9))
-    image = axis.imshow(
-        ranks,
-        cmap="viridis_r",
-        norm=LogNorm(1, max(2, ranking.ranked)),
-        aspect="auto",
-        interpolation="nearest",
-        extent=(0.5, ranks.shape[1] * pooling + 0.5, n_layers - 0.5, -0.5),
-    )
+    scale = LogNorm(1, max(2, ranking.ranked))
+    extent = 0.5, ranks.shape[1] * pooling + 0.5, n_layers - 0.5, -0.5
+    image = axis.imshow(ranks, cmap="viridis_r", norm=scale, extent=extent, **CELLS)
     axis.set_xlim(0.5, max(1, count) + 0.5)
     if diagnosis.layer is not None:
         axis.axhline(diagnosis.layer + 0.5, color=SELECTED, lw=1.2)
     if curve.k < ranking.ranks.shape[1]:
         axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.set_ylabel("layer", fontsize=8)
-    axis.set_xlabel(f"{count} tokens, by rank in the last layer (dotted: k)", fontsize=8)
-    axis.tick_params(labelsize=7)
-    bar = figure.colorbar(image, ax=axis, pad=0.015)
-    bar.set_label(f"rank, of {ranking.ranked}", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    bar.ax.yaxis.set_major_formatter(_PLAIN)
-    bar.ax.invert_yaxis()
+    whole_ticks(axis.yaxis)
+    name_axes(axis, f"{count} tokens, by rank in the last layer (dotted: k)", "layer")
+    bar = colour_bar(figure, image, axis, f"rank, of {ranking.ranked}", pad=0.015)
+    bar.yaxis.set_major_formatter(_PLAIN)
+    bar.invert_yaxis()
     tail = f"; each column is the geometric mean of {pooling}" if pooling > 1 else ""
     line = "" if diagnosis.layer is None else "; red: selected after"
     last = "the last layer" if back == 1 else f"the last {back} layers"
-    caption(
-        figure,
-        f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}\n"
-        f"budget {curve.budget} (k = {curve.k}){line}",
-        ["exact"],
-    )
+    what = f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}"
+    caption(figure, f"{what}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
     return figure
 
 
@@ -83,12 +78,7 @@ def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int 
     """Ranks in every layer of the best tokens of the last layer; gold tokens are red.
 
     After ASL (arXiv 2601.07667), Fig. 4. The better the last layer ranks a token, the darker its
-    line.
-
-    Args:
-        diagnosis: of one trace and budget.
-        trace: for the texts of the tokens.
-        tokens: how many.
+    line. A trace gives the texts of the tokens.
     """
     curve, ranking = diagnosis.curve, diagnosis.ranking
     best = ranking.ranks[-1].argsort()[:tokens].numpy()
@@ -98,32 +88,18 @@ def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int 
     figure, axis = single_panel(7.6, 5.6)
     shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(best)))
     texts = None if trace is None else trace.token_text
-    heights = np.linspace(0.985, 0.015, max(2, len(best)))
-    for path, position, shade, height in zip(
-        paths.T, best.tolist(), shades, heights[: len(best)], strict=True
-    ):
+    heights = np.linspace(0.985, 0.015, max(2, len(best)))[: len(best)]
+    label: dict[str, Any] = {"fontsize": 6, "va": "center", "parse_math": False}
+    label |= {"textcoords": "axes fraction", "annotation_clip": False}
+    label["arrowprops"] = {"arrowstyle": "-", "lw": 0.4, "color": NEUTRAL, "relpos": (0, 0.5)}
+    for path, position, shade, height in zip(paths.T, best.tolist(), shades, heights, strict=True):
         is_gold = position in gold
-        axis.plot(
-            layers,
-            path,
-            ".-" if len(layers) < 12 else "-",
-            color=SELECTED if is_gold else shade,
-            lw=1.8 if is_gold else 0.9,
-            zorder=3 if is_gold else 2,
-        )
+        width, depth, colour = (1.8, 3, SELECTED) if is_gold else (0.9, 2, shade)
+        form = ".-" if len(layers) < 12 else "-"
+        axis.plot(layers, path, form, color=colour, lw=width, zorder=depth)
         name = f"{position}" if texts is None else f"{position} {short_text(texts[position], 12)}"
-        axis.annotate(
-            name,
-            (layers[-1], path[-1]),
-            xytext=(1.04, height),
-            textcoords="axes fraction",
-            fontsize=6,
-            va="center",
-            color=SELECTED if is_gold else "black",
-            parse_math=False,
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": NEUTRAL, "relpos": (0, 0.5)},
-            annotation_clip=False,
-        )
+        ink, end = SELECTED if is_gold else "black", (layers[-1], path[-1])
+        axis.annotate(name, end, xytext=(1.04, height), color=ink, **label)
     axis.set_yscale("log")
     axis.set_ylim(max(2, curve.k, int(paths.max(initial=2))) * 1.1, 0.9)
     axis.yaxis.set_major_formatter(_PLAIN)
@@ -132,18 +108,15 @@ def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int 
     if curve.k > 0:
         axis.axhline(curve.k + 0.5, color="black", lw=0.8, ls=":")
         rank += f" (dotted: k = {curve.k})"
-    axis.set_ylabel(rank, fontsize=8)
+    name_axes(axis, y=rank)
     if diagnosis.layer is not None:
         axis.axvline(diagnosis.layer, color=SELECTED, lw=1, ls="--")
-        axis.set_xlabel("layer (dashed: selection layer)", fontsize=8)
+        name_axes(axis, "layer (dashed: selection layer)")
     marks = "; red: gold" if gold.intersection(best.tolist()) else ""
     labels = "position" if texts is None else "position and text"
-    caption(
-        figure,
-        f"{diagnosis.trace}: the {len(best)} tokens that the last layer ranks best\n"
-        f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}",
-        ["exact"],
-    )
+    what = f"{diagnosis.trace}: the {len(best)} tokens that the last layer ranks best"
+    order = f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}"
+    caption(figure, f"{what}\n{order}", ["exact"])
     return figure
 
 
@@ -156,28 +129,22 @@ def layer_attention(
     """
     maps = window_attention(trace, window, columns=_PIXELS, device=device)
     layers = len(maps)
-    columns = max(1, min(4, math.ceil(layers / 3)))
+    columns = min(4, math.ceil(layers / 3))
     rows = math.ceil(layers / columns)
-    size = (max(6.4, 3.0 * columns + 0.9), 0.95 * rows + 1.25)
+    size = max(6.4, 3.0 * columns + 0.9), 0.95 * rows + 1.25
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     colours = mpl.colormaps["magma"].with_extremes(bad="white", under="black")
     n, height = trace.prompt_len, maps.shape[1]
     scale = LogNorm(_FAINT, 1)
     pooling = -(-n // _PIXELS)
-    starts = np.arange(maps.shape[-1]) * pooling
-    future = starts[None, :] > np.arange(n - height, n)[:, None]
+    future = np.arange(maps.shape[-1]) * pooling > np.arange(n - height, n)[:, None]
+    extent = -0.5, maps.shape[-1] * pooling - 0.5, n - 0.5, n - height - 0.5
     for axis in axes.flat[layers:]:
         axis.set_axis_off()
     for layer, (axis, values) in enumerate(zip(axes.flat, maps, strict=False)):
-        axis.imshow(
-            np.ma.array(np.maximum(values, _FAINT), mask=future),
-            cmap=colours,
-            norm=scale,
-            aspect="auto",
-            interpolation="nearest",
-            extent=(-0.5, maps.shape[-1] * pooling - 0.5, n - 0.5, n - height - 0.5),
-        )
+        shown = np.ma.array(np.maximum(values, _FAINT), mask=future)
+        axis.imshow(shown, cmap=colours, norm=scale, extent=extent, **CELLS)
         axis.set_xlim(-0.5, n - 0.5)
         is_selected = layer == selected
         name = f"layer {layer}" + (", selection layer" if is_selected else "")
@@ -185,24 +152,15 @@ def layer_attention(
         axis.tick_params(labelsize=6)
     for axis in axes[:, 0]:
         axis.set_ylabel("row", fontsize=7)
-    for axis in _bottom(axes, layers):
+    for axis in axes.flat[:layers][-columns:]:  # the lowest of each column that shows something
         axis.set_xlabel("position", fontsize=7)
         axis.tick_params(labelbottom=True)
     pooled = f", maximum of {pooling} positions" if pooling > 1 else ""
-    caption(
-        figure,
-        f"{trace.name}: attention of the prompt's last {height} rows\n"
-        f"mean over {trace.n_qheads} query heads{pooled}",
-        ["exact"],
+    what = f"{trace.name}: attention of the prompt's last {height} rows"
+    caption(figure, f"{what}\nmean over {trace.n_qheads} query heads{pooled}", ["exact"])
+    label, image = (
+        "share of a row's attention (black: 1e-5 or less)",
+        ScalarMappable(scale, colours),
     )
-    bar = figure.colorbar(ScalarMappable(scale, colours), ax=axes, pad=0.01, aspect=40)
-    bar.set_label("share of a row's attention (black: 1e-5 or less)", fontsize=7)
-    bar.ax.tick_params(labelsize=6)
+    colour_bar(figure, image, list(axes.flat), label, pad=0.01, aspect=40)
     return figure
-
-
-def _bottom(axes: NDArray[np.object_], count: int) -> list[Axes]:
-    """The lowest axis of each column that shows something."""
-    columns = axes.shape[1]
-    shown: list[Axes] = axes.flat[:count].tolist()
-    return shown[-columns:]

@@ -10,12 +10,13 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
+from scipy.ndimage import maximum_filter
 
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.plots.style import caption, legend_below, plain, series
+from kvsim.plots.style import caption, finish, legend_of, name_axes, plain, series
 
 Floats = NDArray[np.float64]
 
@@ -62,32 +63,18 @@ def retention_map(
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
         mass = result.mass[at, heads, trace.prompt_len :]
         if mass.size:
-            axis.text(
-                0.96,
-                0.9,
-                f"mass kept {mass.mean():.2f}",
-                ha="right",
-                fontsize=8,
-                transform=axis.transAxes,
-            )
+            look: dict[str, Any] = {"ha": "right", "fontsize": 8, "transform": axis.transAxes}
+            axis.text(0.96, 0.9, f"mass kept {mass.mean():.2f}", **look)
         axis.tick_params(labelsize=7)
     for axis, name in zip(axes[0], names, strict=True):
         axis.set_title(name, fontsize=9)
     for row, budget in zip(axes, budgets, strict=True):
-        row[0].set_ylabel(f"budget {budget}\nrow", fontsize=8)
+        name_axes(row[0], y=f"budget {budget}\nrow")
     for axis in axes[-1]:
-        axis.set_xlabel("position", fontsize=8)
-    figure.legend(
-        handles=[
-            Patch(color=KEPT, label="seen"),
-            Patch(color=GONE, label="evicted"),
-            Patch(color=MISSED, label=f"evicted, but the row would attend ≥ {NEEDED:.0%} to it"),
-        ],
-        loc="lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-    )
+        name_axes(axis, "position")
+    states = ["seen", "evicted", f"evicted, but the row would attend >= {NEEDED:.0%} to it"]
+    handles = [Patch(color=colour) for colour in (KEPT, GONE, MISSED)]
+    legend_of(figure, handles, states, columns=3, loc="lower center")
     labels = {
         fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
     }
@@ -119,15 +106,11 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
         fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
     }
     for axis, budget in zip(axes, budgets, strict=True):
-        axis.set_title(f"budget {budget}", fontsize=9)
-        axis.set_ylabel("relative output error", fontsize=8)
-        plain(axis)
+        plain(axis, y="relative output error", title=f"budget {budget}")
         axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("row", fontsize=8)
+    name_axes(axes[-1], "row")
     what = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
-    caption(figure, f"{what}\nmean over layers and query heads", labels)
-    height = legend_below(figure, axes[0], columns=6)
-    figure.tight_layout(rect=(0, height, 1, 1))
+    finish(figure, axes[0], f"{what}\nmean over layers and query heads", labels, columns=6)
     return figure
 
 
@@ -149,7 +132,8 @@ def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int
     past, gone = pos <= row, (pos <= row) & (row > last)
     cells = past.astype(np.int64) + gone
     # a single cell would vanish on the page
-    cells[_grown(gone & needed, max(1, total // 300)) & past] = 3
+    grown = maximum_filter(gone & needed, 2 * max(1, total // 300) + 1, mode="constant")
+    cells[grown & past] = 3
     cells[last < np.arange(total)] = 0
     factor = -(-total // _PIXELS)
     if factor == 1:
@@ -158,20 +142,6 @@ def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int
     blocks = cells[:short, :short].reshape(short // factor, factor, short // factor, factor)
     pooled: NDArray[np.int64] = blocks.max((1, 3))
     return pooled
-
-
-def _grown(mask: NDArray[np.bool_], by: int) -> NDArray[np.bool_]:
-    """The mask with every cell grown by `by` cells to each side."""
-    out = mask.copy()
-    for axis in (0, 1):
-        source = out.copy()
-        for shift in range(1, by + 1):
-            head: list[slice] = [slice(None)] * 2
-            tail: list[slice] = [slice(None)] * 2
-            head[axis], tail[axis] = slice(shift, None), slice(None, -shift)
-            out[tuple(head)] |= source[tuple(tail)]
-            out[tuple(tail)] |= source[tuple(head)]
-    return out
 
 
 def _running_mean(values: Floats, width: int) -> Floats:

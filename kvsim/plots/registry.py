@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 Input = Literal[
@@ -105,6 +106,7 @@ class Figure:
 
 
 _PLACE = ("layer", "head")
+_of_layers = partial(Figure, command="layers")
 
 FIGURES: Final[Mapping[str, Figure]] = {
     "over_budgets": Figure(
@@ -248,61 +250,53 @@ FIGURES: Final[Mapping[str, Figure]] = {
         "Mean exponential of the projections of queries on keys, next to normal projections.",
         ("projections",),
     ),
-    "variance_curves": Figure(
+    "variance_curves": _of_layers(
         "layers",
         "Relative rank variance by layer, with the threshold and the selection layer.",
         ("diagnoses",),
         source="ASL, Fig. 6",
-        command="layers",
     ),
-    "gold_recall": Figure(
+    "gold_recall": _of_layers(
         "layers",
         "Share of the gold tokens among those that each layer would select.",
         ("diagnoses",),
-        command="layers",
     ),
-    "selection_histogram": Figure(
+    "selection_histogram": _of_layers(
         "layers",
         "Number of traces that select at each layer.",
         ("distribution",),
         source="ASL, Figs. 9-10",
-        command="layers",
     ),
-    "layer_overlap": Figure(
+    "layer_overlap": _of_layers(
         "layers",
         "Jaccard index of each layer's top tokens with the layer before, and entropy.",
         ("diagnoses",),
-        command="layers",
     ),
-    "layer_attention": Figure(
+    "layer_attention": _of_layers(
         "ranks",
         "Attention of the last rows of the prompt in every layer.",
         ("trace",),
         source="ASL, Fig. 3",
-        command="layers",
     ),
-    "selection_grid": Figure(
+    "selection_grid": _of_layers(
         "layers",
         "Selection layer over first tested layer and look-back.",
         ("grid",),
         source="ASL, Fig. 8",
-        command="layers",
     ),
-    "rank_pattern": Figure(
+    "rank_pattern": _of_layers(
         "ranks",
         "Ranks in every layer of the tokens that the last layers rank first.",
         ("diagnosis",),
         source="ASL, Fig. 4",
-        command="layers",
     ),
-    "rank_bumps": Figure(
+    "rank_bumps": _of_layers(
         "ranks",
         "Ranks of the 30 best tokens of the last layer through all layers.",
         ("diagnosis",),
         source="ASL, Fig. 4",
-        command="layers",
     ),
 }
 
 #: Figures of `kvsim plot`.
-PLOTTED: Final = tuple(name for name, one in FIGURES.items() if one.command == "plot")
+PLOTTED: Final = tuple(name for name, figure in FIGURES.items() if figure.command == "plot")

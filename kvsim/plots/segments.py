@@ -17,7 +17,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.style import COLOURS, caption, plain
+from kvsim.plots.style import COLOURS, caption, legend_of, name_axes, plain
 
 _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 
@@ -36,21 +36,14 @@ def mass_curve(
     positions, with a vertical line where a segment begins. Below, a bar for each segment: its
     entries (pale) and its quota. Ticks between them are the entries that stay.
 
-    Args:
-        trace: of the record.
-        record: of a policy around `ams`, replayed with `internals=True`.
-        layer: index in the trace.
-        head: KV head, the same that the record counts.
-        events: rows of the events, a column each; by default the first and the last acting event.
-
-    Raises:
-        TraceError: the record is of another trace.
-        PolicyError: the record has no segments of the layer, or none at one of the events.
+    record: of a policy around `ams`, replayed with `internals=True`; PolicyError if it has no
+    segments of the layer, or none at one of the events. events: their rows, a column each; by
+    default the first and the last acting event.
     """
     check_record(trace, record)
     by_row = {event.row: event for event in segmented(record, layer, head)}
     rows = list(by_row)
-    wanted = list(dict.fromkeys([rows[0], rows[-1]])) if events is None else list(events)
+    wanted = sorted({rows[0], rows[-1]}) if events is None else list(events)
     missing = [row for row in wanted if row not in by_row]
     if missing:
         raise PolicyError(
@@ -64,28 +57,20 @@ def mass_curve(
     for (upper, lower), row in zip(grid.T, wanted, strict=True):
         _mass(upper, by_row[row])
         _quotas(lower, by_row[row])
-        upper.set_title(f"event after row {row}: {len(by_row[row].quota)} segments", fontsize=9)
-        lower.set_xlabel("position", fontsize=8)
-    grid[0, 0].set_ylabel("cumulative attention mass (share)", fontsize=8)
-    grid[1, 0].set_ylabel("entries of the segment", fontsize=8)
+        plain(upper, title=f"event after row {row}: {len(by_row[row].quota)} segments")
+        plain(lower, "position")
+    name_axes(grid[0, 0], y="cumulative attention mass (share)")
+    name_axes(grid[1, 0], y="entries of the segment")
     where = f"layer {trace.layer_ids[layer]}, KV head {head}, budget {record.budget}"
-    caption(
-        figure,
-        f"{trace.name}: {record.policy}, {where}",
-        {fidelity(trace, record, "sets", layer)},
-    )
-    figure.legend(
-        handles=[
-            Line2D([], [], color=_CUT, lw=0.9, ls="--", label="a segment begins"),
-            Patch(color=_ROOM, label="entries"),
-            Patch(color=_QUOTA, label="quota"),
-            Line2D([], [], color=_KEPT, marker="|", ls="", ms=7, label="an entry stays"),
-        ],
-        loc="lower center",
-        ncols=4,
-        fontsize=7.5,
-        frameon=False,
-    )
+    labels = {fidelity(trace, record, "sets", layer)}
+    caption(figure, f"{trace.name}: {record.policy}, {where}", labels)
+    legend = {
+        "a segment begins": Line2D([], [], color=_CUT, lw=0.9, ls="--"),
+        "entries": Patch(color=_ROOM),
+        "quota": Patch(color=_QUOTA),
+        "an entry stays": Line2D([], [], color=_KEPT, marker="|", ls="", ms=7),
+    }
+    legend_of(figure, list(legend.values()), list(legend), columns=4, loc="lower center")
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     return figure
 
@@ -98,7 +83,6 @@ def _mass(axis: Axes, event: Segmented) -> None:
     stay = event.pos[event.kept]
     axis.plot(stay, np.full(len(stay), -0.045), "|", color=_KEPT, ms=6, mew=0.6)
     axis.set_ylim(-0.09, 1.03)
-    plain(axis)
 
 
 def _quotas(axis: Axes, event: Segmented) -> None:
@@ -108,4 +92,3 @@ def _quotas(axis: Axes, event: Segmented) -> None:
     edge: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": 0.6}
     axis.bar(starts, event.counts(), widths, color=_ROOM, **edge)
     axis.bar(starts, event.quota, widths, color=_QUOTA, **edge)
-    plain(axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,8 +21,8 @@ from kvsim.plots.prompts import Ints, Prompts, Shown, counted, mean_line
 from kvsim.plots.style import (
     asked_order,
     bare_series,
-    caption,
-    legend_below,
+    finish,
+    name_axes,
     plain,
     series,
     short_text,
@@ -29,8 +30,8 @@ from kvsim.plots.style import (
 
 Floats = NDArray[np.float64]
 
-_POSITION = "relative position (0: first, 1: at the event)"
 _SHADE = "#f2efe9"
+_Panels = tuple[Figure, list[Axes]]
 
 
 def middle_coverage(
@@ -47,30 +48,21 @@ def middle_coverage(
     the 95 % interval. Dotted, in the policy's colour: a set of its size that prefers no
     position. The middle third is shaded.
 
-    Args:
-        traces: of which the records are.
-        records: policies and budgets.
-        layer: index in the trace, all by default.
-        head: KV head, all by default.
-        bins: parts of equal width.
-
-    Raises:
-        TraceError: a record of another trace.
-        PolicyError: nothing left in any record.
+    layer, head: all by default. bins: parts of equal width.
     """
 
     def curves(gone: list[Ints]) -> Floats | None:
-        found = [kept_coverage(one, bins) for one in gone]
-        known = [one for one in found if len(one.rows)]
-        if not known:
+        every = (kept_coverage(one, bins) for one in gone)
+        coverages = [coverage for coverage in every if len(coverage.rows)]
+        if not coverages:
             return None
-        lines = [mean_known(one.curve).mean(0) for one in known]
-        flat = np.array([one.overall.mean() for one in known])
-        return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(bins, flat.mean())])
+        lines = [mean_known(one.curve).mean(0) for one in coverages]
+        flat = [one.overall.mean() for one in coverages]
+        return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(bins, np.mean(flat))])
 
     shown = Shown(layer, head)
     found = Prompts.of(traces, records, shown, curves)
-    figure, axes = _panels(found)
+    figure, axes = _panels(found.budgets)
     styles = series(found.policies)
     centres = (np.arange(bins) + 0.5) / bins
     first, last = map(float, MIDDLE)
@@ -83,14 +75,9 @@ def middle_coverage(
             lines, flat = zip(*values, strict=True)
             mean_line(axis, centres, lines, label=policy, lw=1.3, ms=3, **styles[policy])
             axis.plot(centres, np.mean(flat, 0), ":", lw=1, color=styles[policy]["color"])
-        axis.set_xlim(0, 1)
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel(_POSITION, fontsize=8)
-        plain(axis)
-    axes[0].set_ylabel("share of the positions kept", fontsize=8)
     what = f"Where kept entries lie: {shown.text(traces[0])}, mean over {found.counted}"
-    _finish(figure, axes, f"{what}\nshaded: middle third; dotted: no position preferred", found)
-    return figure
+    what += "\nshaded: middle third; dotted: no position preferred"
+    return _finished(figure, axes, "share of the positions kept", what, found)
 
 
 def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
@@ -99,14 +86,9 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
     AMS (arXiv 2605.23200), Fig. 5 and Table 14. Mean over prompts with the 95 % interval; a short
     black line across each bar is chance, the IoU of sets of the same sizes without memory.
 
-    Args:
-        table: with the metric `retained_iou`.
-        by: a column of it: domain, task, level, layer, or the stage that
-            `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
-            the layers in the table.
-
-    Raises:
-        PolicyError: the table has no such column, or no IoU with a value in it.
+    table: with the metric `retained_iou`. by: a column of it: domain, task, level, layer, or the
+    stage that `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
+    the layers in the table. PolicyError if there is no such column, or no IoU with a value in it.
     """
     if by == "stage" and by not in table.columns:
         table = stages(table)
@@ -124,8 +106,7 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
     budgets = asked_order(found["asked"].to_list())
     styles = series(found["policy"].unique(maintain_order=True))
     width = max(3.4, 0.16 * len(groups) * (len(styles) + 1) + 0.8)
-    figure = Figure(figsize=(max(5.6, width * len(budgets)), 3.6), dpi=150)
-    axes = list(figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0])
+    figure, axes = _panels(budgets, width, 0)
     bar = 0.8 / len(styles)
     for axis, asked in zip(axes, budgets, strict=True):
         for place, (policy, style) in enumerate(styles.items()):
@@ -135,21 +116,17 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
             mean = part["mean"].to_numpy()
             ends = np.abs(part.select("low", "high").cast(pl.Float64).to_numpy().T - mean)
             axis.bar(at, mean, 0.9 * bar, color=style["color"], label=policy, zorder=2)
-            whisker = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 1.5}
-            axis.errorbar(at, mean, ends, zorder=3, **whisker)  # not drawn where it is null
+            look: dict[str, Any] = {"ecolor": "black", "elinewidth": 0.8, "capsize": 1.5}
+            axis.errorbar(at, mean, ends, fmt="none", zorder=3, **look)  # not drawn where null
             chance = part["chance"].cast(pl.Float64).to_numpy()
             axis.hlines(chance, at - 0.45 * bar, at + 0.45 * bar, color="black", lw=1.2, zorder=4)
-        axis.set_title(f"budget {asked}", fontsize=9)
         names = [short_text(str(group), 16) for group in groups]
         axis.set_xticks(range(len(groups)), names, parse_math=False)
-        axis.set_xlabel(by, fontsize=8)
-        plain(axis)
+        plain(axis, by, title=f"budget {asked}")
         axis.set_ylim(0, 1)
-    axes[0].set_ylabel("IoU of consecutive kept sets", fontsize=8)
-    what = f"Retained-set IoU by {by}, mean over {counted(found['n'])}"
-    caption(figure, f"{what}\nacross bars: chance", found["fidelity"])
-    height = legend_below(figure, axes[0], columns=5)
-    figure.tight_layout(rect=(0, height, 1, 1))
+    name_axes(axes[0], y="IoU of consecutive kept sets")
+    what = f"Retained-set IoU by {by}, mean over {counted(found['n'])}\nacross bars: chance"
+    finish(figure, axes[0], what, found["fidelity"], columns=5)
     return figure
 
 
@@ -167,16 +144,7 @@ def position_density(
     no entry is. Entries of all layers and heads together; every prompt has the same weight. The
     vertical line is the mean of the policy; dotted is a uniform set, density 1 with mean 1/2.
 
-    Args:
-        traces: of which the records are.
-        records: policies and budgets.
-        layer: index in the trace, all by default.
-        head: KV head, all by default.
-        bins: of equal width.
-
-    Raises:
-        TraceError: a record of another trace.
-        PolicyError: nothing left in any record.
+    layer, head: all by default. bins: of equal width.
     """
 
     def density(gone: list[Ints]) -> Floats | None:
@@ -189,7 +157,7 @@ def position_density(
 
     shown = Shown(layer, head)
     found = Prompts.of(traces, records, shown, density)
-    figure, axes = _panels(found)
+    figure, axes = _panels(found.budgets)
     styles = bare_series(found.policies)
     for axis, asked in zip(axes, found.budgets, strict=True):
         axis.axhline(1.0, color="black", lw=0.9, ls=":")
@@ -203,28 +171,25 @@ def position_density(
             mean_line(axis, np.arange(bins + 1) / bins, heights, label=policy, lw=1.3, **style)
             mean = float(np.mean([one[bins] for one in values]))
             axis.axvline(mean, color=styles[policy]["color"], lw=1, ls=styles[policy]["linestyle"])
+    what = f"What the last event keeps: {shown.text(traces[0])}, mean over {found.counted}"
+    what += "\nvertical: mean; dotted: uniform"
+    return _finished(figure, axes, "density of kept entries (area 1)", what, found)
+
+
+def _panels(budgets: Sequence[str], width: float = 3.4, room: float = 0.4) -> _Panels:
+    """Build a panel per budget, side by side; width: of one, inches."""
+    figure = Figure(figsize=(max(5.6, width * len(budgets) + room), 3.6), dpi=150)
+    return figure, list(figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0])
+
+
+def _finished(
+    figure: Figure, axes: Sequence[Axes], label: str, what: str, found: Prompts
+) -> Figure:
+    """Name the axes of panels over relative positions, and draw caption and legend."""
+    for axis, asked in zip(axes, found.budgets, strict=True):
         axis.set_xlim(0, 1)
         axis.set_ylim(bottom=0)
-        axis.set_xlabel(_POSITION, fontsize=8)
-        plain(axis)
-    axes[0].set_ylabel("density of kept entries (area 1)", fontsize=8)
-    what = f"What the last event keeps: {shown.text(traces[0])}, mean over {found.counted}"
-    _finish(figure, axes, f"{what}\nvertical: mean; dotted: uniform", found)
+        plain(axis, "relative position (0: first, 1: at the event)", title=f"budget {asked}")
+    name_axes(axes[0], y=label)
+    finish(figure, axes[0], what, found.fidelities, columns=5)
     return figure
-
-
-def _panels(found: Prompts) -> tuple[Figure, list[Axes]]:
-    """Build a panel per budget, side by side."""
-    budgets = found.budgets
-    figure = Figure(figsize=(max(5.6, 3.4 * len(budgets) + 0.4), 3.6), dpi=150)
-    axes = list(figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0])
-    for axis, asked in zip(axes, budgets, strict=True):
-        axis.set_title(f"budget {asked}", fontsize=9)
-    return figure, axes
-
-
-def _finish(figure: Figure, axes: Sequence[Axes], what: str, found: Prompts) -> None:
-    """Draw caption and legend, and make room for both."""
-    caption(figure, what, found.fidelities)
-    height = legend_below(figure, axes[0], columns=5)
-    figure.tight_layout(rect=(0, height, 1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.style import caption, legend_of, short_text
+from kvsim.plots.style import CELLS, caption, legend_of, name_axes, short_text
 
 Ints = NDArray[np.int64]
 
@@ -48,21 +49,11 @@ def bursts(
     length. Positions that the event itself dropped have their own colour. Where there are more
     positions than pixels, neighbours are averaged.
 
-    Args:
-        trace: of which the records are, of one layer and head.
-        records: a strip each; policies, budgets or both.
-        layer: index in the trace.
-        head: KV head.
-        row: of the event; see `kvsim.analysis.kept.states.strips_after`.
-        zoom: first and last position of the part below; by default the longest run of dropped
-            positions of any record and what is around it, or of a run of more than 64 positions
-            those 64 of which the other records keep most.
-        least: positions from which a run is a burst.
-
-    Raises:
-        TraceError: a record is of another trace.
-        PolicyError: nothing left the layer in any record, or positions that are not there.
-        IndexError: the row is not in the trace.
+    records: a strip each; policies, budgets or both. row: of the event; see
+    `kvsim.analysis.kept.states.strips_after`. zoom: first and last position of the part below; by
+    default the longest run of dropped positions of any record and what is around it, or of a run of
+    more than 64 positions those 64 of which the other records keep most. least: positions from
+    which a run is a burst.
     """
     row, strips = strips_after(trace, records, layer=layer, head=head, row=row)
     first, last = _stretch(strips) if zoom is None else zoom
@@ -77,18 +68,13 @@ def bursts(
         _draw(axis, strips, start, stop, least)
         if start < trace.prompt_len - 0.5 < stop:
             axis.axvline(trace.prompt_len - 0.5, color="black", lw=0.9, ls=":")
-    whole.set_xlabel("position", fontsize=8)
+    name_axes(whole, "position")
     for end in (first - 0.5, last + 0.5):
         whole.axvline(end, color="black", lw=0.9, ls="--")
+    look: dict[str, Any] = {"fontsize": 6.5, "va": "center"}
     for at, strip in enumerate(strips):
-        whole.text(
-            1.01,
-            at,
-            _counts(strip, least),
-            transform=whole.get_yaxis_transform(),
-            fontsize=6.5,
-            va="center",
-        )
+        counts = _counts(strip, least)
+        whole.text(1.01, at, counts, transform=whole.get_yaxis_transform(), **look)
     _name_positions(part, trace, first, last)
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
     what = f"{trace.name}: {where}, after row {row}; dotted: end of the prompt"
@@ -119,13 +105,11 @@ def _stretch(strips: Sequence[Strip]) -> tuple[int, int]:
 
 def _draw(axis: Axes, strips: Sequence[Strip], start: int, stop: int, least: int) -> None:
     """Strips from one position to another, with brackets over the bursts among them."""
+    number: dict[str, Any] = {"fontsize": 5.5, "ha": "center", "va": "center"}
+    number["bbox"] = {"fc": "white", "ec": "none", "pad": 0.6}
     for at, strip in enumerate(strips):
-        axis.imshow(
-            _pixels(strip.codes[start : stop + 1])[None],
-            aspect="auto",
-            interpolation="nearest",
-            extent=(start - 0.5, stop + 0.5, at + _HALF, at - _HALF),
-        )
+        extent = start - 0.5, stop + 0.5, at + _HALF, at - _HALF
+        axis.imshow(_pixels(strip.codes[start : stop + 1])[None], extent=extent, **CELLS)
         for (first, last), length in zip(strip.runs, strip.lengths, strict=True):
             if length < least or last < start or first > stop:
                 continue
@@ -133,20 +117,11 @@ def _draw(axis: Axes, strips: Sequence[Strip], start: int, stop: int, least: int
             axis.plot(ends, [at - _ABOVE] * 2, "-", color="black", lw=1.0)
             inside = [end for end in (first, last) if start <= end <= stop]
             axis.plot(inside, [at - _ABOVE] * len(inside), "|", color="black", ms=4)
-            axis.text(
-                sum(ends) / 2,
-                at - _ABOVE,
-                str(length),
-                fontsize=5.5,
-                ha="center",
-                va="center",
-                bbox={"fc": "white", "ec": "none", "pad": 0.6},
-            )
+            axis.text(sum(ends) / 2, at - _ABOVE, str(length), **number)
     axis.set_xlim(start - 0.5, stop + 0.5)
     axis.set_ylim(len(strips) - 0.6, -0.65)
-    axis.set_yticks(
-        range(len(strips)), [short_text(strip.name, 40) for strip in strips], parse_math=False
-    )
+    names = [short_text(strip.name, 40) for strip in strips]
+    axis.set_yticks(range(len(strips)), names, parse_math=False)
     axis.tick_params(labelsize=7)
     axis.tick_params(axis="y", length=0)
     axis.spines[["left", "right", "top"]].set_visible(False)
@@ -172,16 +147,9 @@ def _counts(strip: Strip, least: int) -> str:
 def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:
     """The tokens of few positions, else their numbers."""
     if trace.token_text is None or last - first > _WORDS + 8:
-        axis.set_xlabel("position", fontsize=8)
+        name_axes(axis, "position")
         return
-    texts = trace.token_text[first : last + 1]
-    names = [short_text(text, 12) for text in texts]
-    axis.set_xticks(
-        range(first, last + 1),
-        names,
-        rotation=90,
-        family="monospace",
-        fontsize=5.5,
-        parse_math=False,
-    )
-    axis.set_xlabel(f"token, positions {first} to {last}", fontsize=8)
+    name_axes(axis, f"token, positions {first} to {last}")
+    names = [short_text(text, 12) for text in trace.token_text[first : last + 1]]
+    look: dict[str, Any] = {"rotation": 90, "family": "monospace", "fontsize": 5.5}
+    axis.set_xticks(range(first, last + 1), names, parse_math=False, **look)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
 #: without the pale yellow. Black is for means and references.
@@ -22,6 +25,8 @@ GRID = "#e6e6e6"
 _UNIT = re.compile(r"(\d) (?=%)")
 #: Selection layers and gold tokens; lines that stand back.
 SELECTED, NEUTRAL = "#c8102e", "#9aa5b1"
+#: Keywords of pictures whose cells are numbers: not smoothed, and stretched over the panel.
+CELLS: Final[dict[str, Any]] = {"aspect": "auto", "interpolation": "nearest"}
 
 
 def palette(count: int) -> list[str]:
@@ -50,11 +55,38 @@ def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def plain(axis: Axes) -> None:
-    """Small ticks and a faint grid behind the data."""
-    axis.tick_params(labelsize=7)
+def plain(axis: Axes, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
+    """Draw small ticks and a faint grid behind the data; name the axes and the panel."""
+    name_axes(axis, x, y)
+    if title is not None:
+        axis.set_title(title, fontsize=9)
     axis.grid(color=GRID, linewidth=0.5)
     axis.set_axisbelow(True)
+
+
+def name_axes(axis: Axes, x: str | None = None, y: str | None = None) -> None:
+    """Name the axes of a panel, with their units; their ticks are small."""
+    if x is not None:
+        axis.set_xlabel(x, fontsize=8)
+    if y is not None:
+        axis.set_ylabel(y, fontsize=8)
+    axis.tick_params(labelsize=7)
+
+
+def whole_ticks(*axes: Axis) -> None:
+    """Put ticks at whole numbers only, and at least one."""
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def colour_bar(
+    figure: Figure, of: ScalarMappable, axes: Axes | Sequence[Axes], label: str, **layout: Any
+) -> Axes:
+    """Draw a colour bar beside panels and return its axes."""
+    bar = figure.colorbar(of, ax=axes, **layout)
+    bar.set_label(label, fontsize=7.5)
+    bar.ax.tick_params(labelsize=7)
+    return bar.ax
 
 
 def plain_text(text: str) -> str:
@@ -106,6 +138,15 @@ def legend_below(figure: Figure, axis: Axes, *, columns: int) -> float:
     across = legend_of(figure, handles, names, columns=columns, loc="lower center")
     rows = -(-len(names) // across)
     return (0.2 * rows + 0.1) / float(figure.get_figheight())
+
+
+def finish(
+    figure: Figure, axis: Axes, text: str, fidelities: Iterable[str], *, columns: int
+) -> None:
+    """Draw a caption and the legend of one panel, and make room for both."""
+    caption(figure, text, fidelities)
+    height = legend_below(figure, axis, columns=columns)
+    figure.tight_layout(rect=(0, height, 1, 1))
 
 
 def legend_of(

@@ -14,7 +14,7 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.summaries import averages
 from kvsim.errors import PolicyError
 from kvsim.plots.prompts import counted
-from kvsim.plots.style import asked_order, caption, legend_below, plain, series
+from kvsim.plots.style import asked_order, finish, plain, series
 
 #: Metrics of `over_budgets` by default.
 SHOWN = ("output_error", "retained_mass", "wipeout")
@@ -23,12 +23,8 @@ SHOWN = ("output_error", "retained_mass", "wipeout")
 def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
-    Args:
-        table: of a sweep over at least one budget.
-        metrics: a panel each, their main variants; those that the table lacks are left out.
-
-    Raises:
-        PolicyError: no such metric, or the table has none of them.
+    metrics: a panel each, their main variants; those that the table lacks are left out, PolicyError
+    if it has none.
     """
     means = _means(table, metrics)
     shown = [name for name in metrics if name in set(means["metric"])]
@@ -44,12 +40,8 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
             axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
-        axis.set_xlabel(_budget_label(budgets), fontsize=8)
-        axis.set_ylabel(metric_label(name), fontsize=8)
-        plain(axis)
-    caption(figure, f"Mean over {counted(means['n'])}", means["fidelity"])
-    height = legend_below(figure, axes[0], columns=6)
-    figure.tight_layout(rect=(0, height, 1, 1))
+        plain(axis, _budget_label(budgets), metric_label(name))
+    finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
     return figure
 
 
@@ -60,12 +52,7 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
     without a better direction has no front. Budgets bind policies differently, so the axis is
     `entries_seen` instead of the requested budget.
 
-    Args:
-        table: of a sweep with the metrics and `entries_seen`.
-        metrics: a panel each, their main variants; those that the table lacks are left out.
-
-    Raises:
-        PolicyError: no such metric, or the table has none of them, or not `entries_seen`.
+    metrics: as in `over_budgets`; the table needs `entries_seen` too.
     """
     means = _means(table, [*metrics, "entries_seen"])
     measured = set(means["metric"])
@@ -88,14 +75,11 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
             axis.plot(at, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
             on = part["best"].to_numpy()
             axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
-        axis.set_xlabel("entries that a row sees, mean", fontsize=8)
-        axis.set_ylabel(metric_label(name), fontsize=8)
-        plain(axis)
+        plain(axis, "entries that a row sees, mean", metric_label(name))
     neutral = any(METRICS[name].better is None for name in shown)
     marked = "on the front" + ", where one direction is better" * neutral
-    caption(figure, f"Mean over {counted(means['n'])}; filled: {marked}", means["fidelity"])
-    height = legend_below(figure, axes[0], columns=6)
-    figure.tight_layout(rect=(0, height, 1, 1))
+    what = f"Mean over {counted(means['n'])}; filled: {marked}"
+    finish(figure, axes[0], what, means["fidelity"], columns=6)
     return figure
 
 

@@ -18,13 +18,21 @@ from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.style import COLOURS, GRID, caption, escaped, short_text
+from kvsim.plots.style import (
+    COLOURS,
+    GRID,
+    caption,
+    escaped,
+    legend_of,
+    name_axes,
+    short_text,
+)
 
 # Colour and weight of each state: they differ in print, and for readers without red or green.
 _STYLE = (
-    {"color": "#8a8a8a", "fontweight": "normal", "fontstyle": "normal"},
-    {"color": COLOURS[1], "fontweight": "bold", "fontstyle": "normal"},
-    {"color": COLOURS[2], "fontweight": "normal", "fontstyle": "italic"},
+    {"color": "#8a8a8a"},
+    {"color": COLOURS[1], "fontweight": "bold"},
+    {"color": COLOURS[2], "fontstyle": "italic"},
 )
 _CSS = (
     "color:#767676",
@@ -51,18 +59,9 @@ def token_text(
 
     G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
     the window count as retained. Characters that cannot be printed are escaped, and a newline ends
-    the line too. As many tokens as fit 60 lines of 100 characters.
+    the line too. As many tokens as fit 60 lines of 100 characters, from position `start` on.
 
-    Args:
-        trace: of the record, with the text of its tokens.
-        record: of any policy.
-        layer: index in the trace; -1 is the last.
-        head: KV head.
-        row: of the event; the layer's last by default.
-        start: the first position shown.
-
-    Raises:
-        TraceError, NeedsError, IndexError: as `token_states`.
+    row: of the event; the layer's last by default. Errors are those of `token_states`.
     """
     states = token_states(trace, record, layer=layer, head=head, row=row)
     placed = _placed(states.text[start:])
@@ -82,22 +81,14 @@ def token_text(
     figure.set_figheight(total)
     wide = figure.get_figwidth()
     axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
-    axis.set_xlim(0, COLUMNS)
-    axis.set_ylim(height, 0)
+    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
     axis.set_axis_off()
     for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
         style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
         axis.text(column, line + 0.8, shown, parse_math=False, **style)
-    figure.legend(
-        handles=[
-            Patch(color=style["color"], label=f"{name} ({count})")
-            for (name, count), style in zip(states.counts().items(), _STYLE, strict=True)
-        ],
-        loc="lower center",
-        ncols=3,
-        fontsize=7.5,
-        frameon=False,
-    )
+    names = [f"{name} ({count})" for name, count in states.counts().items()]
+    handles = [Patch(color=style["color"]) for style in _STYLE]
+    legend_of(figure, handles, names, columns=3, loc="lower center")
     return figure
 
 
@@ -114,18 +105,7 @@ def token_html(
     """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
 
     The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
-
-    Args:
-        trace: of the record, with the text of its tokens.
-        record: of any policy.
-        layer: index in the trace; -1 is the last.
-        head: KV head.
-        row: of the event; the layer's last by default.
-        start: the first position shown.
-        stop: the position behind the last one shown; all by default.
-
-    Raises:
-        TraceError, NeedsError, IndexError: as `token_states`.
+    Positions from `start` up to and without `stop` are shown.
     """
     states = token_states(trace, record, layer=layer, head=head, row=row)
     codes, pieces = states.codes[start:stop], states.text[start:stop]
@@ -153,18 +133,9 @@ def lift_bars(
     the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
     out, because many policies protect them.
 
-    Args:
-        trace: of the record, with the text of its tokens.
-        record: of any policy.
-        layer: index in the trace; -1 is the last.
-        heads: heads of the record, all by default.
-        least: strings on fewer positions are left out.
-        tokens: so many of the largest lifts, and so many of the smallest.
-
-    Raises:
-        TraceError: the record is of another trace.
-        NeedsError: the trace has no text of tokens.
-        PolicyError: no string is on that many positions, or nothing there is kept.
+    heads: of the record, all by default. least: strings on fewer positions are left out. tokens: so
+    many of the largest lifts, and so many of the smallest. Raises NeedsError if the trace has no
+    text of tokens.
     """
     check_record(trace, record)
     index = layer % trace.n_layers
@@ -185,19 +156,16 @@ def lift_bars(
     ends = np.stack([rate - low, high - rate]).clip(0) / mean
     axis.errorbar(rate / mean, at, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
     axis.axvline(1.0, color="black", lw=1, ls=":")
-    names = [
-        f"{short_text(token, 24)}  ({count})"
-        for token, count in table.select("token", "count").rows()
-    ]
+    pairs = table.select("token", "count").rows()
+    names = [f"{short_text(token, 24)}  ({count})" for token, count in pairs]
     axis.set_yticks(at, names, family="monospace", parse_math=False)
     axis.margins(y=0.01)
     axis.invert_yaxis()
     axis.set_xlim(left=0)
-    axis.tick_params(labelsize=7)
     axis.grid(axis="x", color=GRID, linewidth=0.5)
     axis.set_axisbelow(True)
-    axis.set_xlabel("share of the token kept / share of all kept (dotted: as all)", fontsize=8)
-    axis.set_ylabel("token (positions)", fontsize=8)
+    ratio = "share of the token kept / share of all kept (dotted: as all)"
+    name_axes(axis, ratio, "token (positions)")
     heads_text = "all heads" if heads is None else f"heads {', '.join(map(str, heads))}"
     what = (
         f"{trace.name}: {record.policy}, budget {record.budget}\n"
@@ -226,5 +194,4 @@ def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
 
 def _visible(text: str) -> str:
     """Text as it is, but for newlines shown and control characters escaped."""
-    shown = (c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)
-    return "".join(shown)
+    return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)
