@@ -15,8 +15,8 @@ from kvsim.cli.values import (
     PolicyNames,
     Settings,
     build_policies,
-    local_path,
     locate,
+    path_option,
     split,
 )
 from kvsim.schema import plural, schedule
@@ -45,10 +45,7 @@ def cost(
         typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the context."),
     ],
     model_config: Annotated[
-        Path | None,
-        typer.Option(
-            parser=local_path, metavar="PATH", help="A model's config.json, or a folder with one."
-        ),
+        Path | None, path_option("PATH", "A model's config.json, or a folder with one.")
     ] = None,
     trace: Annotated[
         str | None,
@@ -113,9 +110,7 @@ def cost(
         for size in (budgets if bounded(each) else budgets[:1])
     ]
     if selection_layer is not None:
-        why = [
-            no_selection(each, size, n if rows is None else rows) for each, size, n, rows in cases
-        ]
+        why = [no_selection(each, size, rows or n) for each, size, n, rows in cases]
         if all(why):
             raise OptionError(
                 f"--selection-layer {selection_layer:g} is for policies that drop rows of longer "
@@ -154,16 +149,14 @@ def _prompt(given: int | None, context: int, trace: Trace | None) -> int | None:
 def _print(model: Model, costs: Sequence[Cost]) -> None:
     from kvsim.cost import GIB
 
-    unit, name = (
-        (GIB, "GiB") if max(cost.kv_full_bytes for cost in costs) > GIB / 8 else (1 << 20, "MiB")
-    )
+    full = {cost.context: cost.kv_full_bytes for cost in costs}
+    unit, name = (GIB, "GiB") if max(full.values()) > GIB / 8 else (1 << 20, "MiB")
     typer.echo(
         f"{model.name}: {plural(model.n_layers, 'layer')}, "
         f"{plural(model.n_qheads, 'query head')}, {plural(model.n_heads, 'KV head')} of dimension "
         f"{model.dim}, {model.parameters:,} parameters, "
         f"{model.weight_bytes / unit:.2f} {name} at {model.number_bytes:g} bytes per number"
     )
-    full = {cost.context: cost.kv_full_bytes for cost in costs}
     for context, size in full.items():
         typer.echo(f"Full cache at {context} tokens: {size / unit:.4g} {name}")
     typer.echo()

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli.values import OptionError, Stop, local_path
+from kvsim.cli.values import OptionError, Stop, path_argument
 
 _PACKAGE = Path(__file__).parent.parent
 #: The extra's packages, by the names under which they are imported.
@@ -30,10 +30,7 @@ _OPTIONS = {
 
 def dashboard(
     folder: Annotated[
-        Path,
-        typer.Argument(
-            parser=local_path, metavar="[DIR]", help="Where traces and runs lie; default: here."
-        ),
+        Path, path_argument("[DIR]", "Where traces and runs lie; default: here.")
     ] = Path(),
     port: Annotated[
         int | None,
@@ -48,11 +45,8 @@ def dashboard(
         raise OptionError(f"{folder} is no folder; expected one that holds traces or runs")
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise Stop(
-            f"error: the dashboard needs {' and '.join(missing)}; install it with "
-            "pip install 'kvsim[dashboard]'",
-            2,
-        )
+        install = "install it with pip install 'kvsim[dashboard]'"
+        raise Stop(f"error: the dashboard needs {' and '.join(missing)}; {install}", 2)
     options = _OPTIONS | {"server.headless": str(no_browser).lower()}
     if port is not None:
         options["server.port"] = str(port)
@@ -65,10 +59,8 @@ def dashboard(
 def app_file() -> Path:
     """Return the file that streamlit runs: inside the package in a wheel, else under `apps/`."""
     places = (_PACKAGE / "_dashboard", _PACKAGE.parent / "apps" / "dashboard")
-    app = next((place / "app.py" for place in places if (place / "app.py").is_file()), None)
-    if app is None:
-        raise Stop(
-            f"error: the dashboard is at neither {places[0]} nor {places[1]}; install kvsim again",
-            2,
-        )
-    return app
+    for app in (place / "app.py" for place in places):
+        if app.is_file():
+            return app
+    where = " nor ".join(map(str, places))
+    raise Stop(f"error: the dashboard is at neither {where}; install kvsim again", 2)

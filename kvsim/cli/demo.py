@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import bar, cells, echo_json, echo_results, echo_text, fidelity_shares
-from kvsim.cli.values import Json, Stop, local_path, quiet_transformers
+from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from kvsim.core.trace import Trace
     from kvsim.sweeps.run import Run
 
@@ -39,10 +41,8 @@ _FILES = frozenset({MARKER, "trace.zarr", "run", "retention.png", "error.png"})
 def run(
     out: Annotated[
         Path,
-        typer.Option(
-            parser=local_path,
-            metavar="DIR",
-            help="The folder for trace, run and figures; an earlier demo there is replaced.",
+        path_option(
+            "DIR", "The folder for trace, run and figures; an earlier demo there is replaced."
         ),
     ] = Path("results/demo"),
     as_json: Json = False,
@@ -75,7 +75,7 @@ def _check_target(out: Path) -> None:
     """Raise OutputError if `out` exists and is not just an earlier demo."""
     if not (out.exists() or out.is_symlink()):
         return
-    if out.is_symlink() or not out.is_dir() or not (out / MARKER).is_file():
+    if out.is_symlink() or not (out / MARKER).is_file():
         raise OutputError(
             f"{out} exists and is not of `kvsim demo`; give another --out or move it away, "
             "nothing was changed"
@@ -139,7 +139,7 @@ class _Demo:
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
         if not self.quiet:
-            self._print(run, document, replay_seconds)
+            self._print(run, summary, document["cells"])
         return document
 
     @contextmanager
@@ -158,14 +158,8 @@ class _Demo:
 
         sample = prompts(1, task="walk")[0]
         with self._step("capture"):
-            trace = capture(
-                model,
-                tokenizer,
-                sample.prompt,
-                out=self.folder / "trace.zarr",
-                name="demo",
-                progress=True,
-            )
+            out = self.folder / "trace.zarr"
+            trace = capture(model, tokenizer, sample.prompt, out=out, name="demo", progress=True)
         facts = self._facts(trace)
         verdict = "right" if facts["answer_right"] else f"wrong, expected {sample.answer}"
         self._echo(
@@ -211,13 +205,8 @@ class _Demo:
                 starts.append(time.perf_counter())
                 report(done, total, label)
 
-            run = sweep(
-                [trace],
-                [policy(name) for name in POLICIES],
-                BUDGETS,
-                interval=INTERVAL,
-                progress=note,
-            )
+            policies = [policy(name) for name in POLICIES]
+            run = sweep([trace], policies, BUDGETS, interval=INTERVAL, progress=note)
         end = time.perf_counter()
         if run.interrupted:
             raise KeyboardInterrupt
@@ -225,11 +214,8 @@ class _Demo:
             raise TraceError(f"a replay failed: {run.failures[0].error}")
         self.seconds["replay"] = starts[-1] - starts[0]
         self.seconds["measure"] = end - starts[-1]
-        names = [(name, budget) for name in POLICIES for budget in BUDGETS]
-        pairs = itertools.pairwise(starts)
-        return run, {
-            cell: after - before for cell, (before, after) in zip(names, pairs, strict=True)
-        }
+        durations = (after - before for before, after in itertools.pairwise(starts))
+        return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
 
     def _draw(self, trace: Trace, run: Run) -> None:
         from kvsim.plots import error_over_rows, retention_map, save
@@ -238,30 +224,26 @@ class _Demo:
         save(retention_map(trace, records, layer=LAYER, head=HEAD), self.folder / "retention.png")
         save(error_over_rows(trace, records), self.folder / "error.png")
 
-    def _print(
-        self,
-        run: Run,
-        document: Mapping[str, Any],
-        replay_seconds: Mapping[tuple[str, int], float],
-    ) -> None:
+    def _print(self, run: Run, summary: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> None:
         from kvsim.cli.replaying import fidelity_line, means
-        from kvsim.sweeps.run import SUMMARY, summarise
+        from kvsim.sweeps.run import SUMMARY
 
-        def seconds(row: Mapping[str, Any]) -> float:
-            return replay_seconds[row["policy"], row["budget"]]
-
+        capture = self.seconds["capture"]
+        seconds = {(cell["policy"], cell["budget"]): cell["replay_seconds"] for cell in cells}
         more: dict[str, Callable[[dict[str, Any]], str]] = {
-            "replay\nms": lambda row: f"{1000 * seconds(row):.0f}",
-            "capture\n/ replay": lambda row: f"{self.seconds['capture'] / seconds(row):.0f}x",
+            "replay\nms": lambda row: f"{1000 * seconds[row['policy'], row['budget']]:.0f}",
+            "capture\n/ replay": lambda row: (
+                f"{capture / seconds[row['policy'], row['budget']]:.0f}x"
+            ),
         }
         self._echo(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
-        echo_results(summarise(run.table), ["full"], more)
+        echo_results(summary, ["full"], more)
         self._echo()
         self._echo(means(SUMMARY, 1))
         self._echo(fidelity_line(run.table, SUMMARY))
-        self._echo(_reading(document["cells"]))
+        self._echo(_reading(cells))
         self._echo(
-            f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
+            f"Generating and recording the text took {capture:.1f} s; the last "
             f"column is that over the replay of a cell. Measuring all {len(run.records)} cells, "
             f"{len(BUDGETS)} of them in the line of full, took another "
             f"{self.seconds['measure']:.1f} s. Both times are of this machine's CPU and a tiny "
@@ -284,6 +266,3 @@ def _reading(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{streaming['wipeout']:.0%} of the regions of the sequence, {best['policy']} "
         f"{best['wipeout']:.0%}."
     )
-
-
-__all__ = ["run"]

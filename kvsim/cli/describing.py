@@ -51,20 +51,12 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
     }
     echo_fields({name: value for name, value in fields.items() if value not in ("", "null")})
     typer.echo()
-    echo_table(
-        ["array", "shape", "stored as", "in the model", "MB"],
-        [
-            [
-                name,
-                " x ".join(map(str, array["shape"])),
-                array["dtype"],
-                array["source_dtype"] or "-",
-                "-" if array["bytes"] is None else f"{array['bytes'] / 1e6:.2f}",
-            ]
-            for name, array in facts["arrays"].items()
-        ],
-        right=4,
-    )
+    rows = []
+    for name, array in facts["arrays"].items():
+        shape, size = " x ".join(map(str, array["shape"])), array["bytes"]
+        megabytes = "-" if size is None else f"{size / 1e6:.2f}"
+        rows.append([name, shape, array["dtype"], array["source_dtype"] or "-", megabytes])
+    echo_table(["array", "shape", "stored as", "in the model", "MB"], rows, right=4)
 
 
 def _attention(facts: Mapping[str, Any]) -> str:
@@ -90,9 +82,8 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
     numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
     if not numbers:  # untrusted input
         return "not readable"
-    return (
-        f"attention recomputed from q, k, v within {max(values):.1e} of the model's own (relative)"
-    )
+    within = f"within {max(values):.1e} of the model's own (relative)"
+    return f"attention recomputed from q, k, v {within}"
 
 
 def is_cut(facts: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,26 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.cli.show import echo_json, echo_table, echo_text, one_line
-from kvsim.cli.values import Json, OptionError, local_path
-from kvsim.schema import LABELS
+from kvsim.cli.values import Json, OptionError, path_argument
+from kvsim.schema import LABELS, plural
 
 if TYPE_CHECKING:
     from kvsim.store.index import Entry
 
 
-#: States of drafts, in words.
-_STATES = {
-    "writing": "being written",
-    "unfinished": "unfinished",
-    "replaced": "set aside",
-    "superseded": "superseded",
-}
-
-
 def traces(
-    folder: Annotated[
-        Path, typer.Argument(parser=local_path, metavar="DIR", help="A folder with traces.")
-    ],
+    folder: Annotated[Path, path_argument("DIR", "A folder with traces.")],
     as_json: Json = False,
 ) -> None:
     """List the traces of a folder, and the drafts of interrupted captures.
@@ -49,9 +39,8 @@ def traces(
     if as_json:
         echo_json({"folder": str(folder), "traces": [entry.to_dict() for entry in entries]})
         return
-    whole, broken = (
-        [entry for entry in entries if entry.state == state] for state in ("whole", "broken")
-    )
+    whole = [entry for entry in entries if entry.state == "whole"]
+    broken = [entry for entry in entries if entry.state == "broken"]
     hidden = [entry for entry in entries if entry.state not in ("whole", "broken")]
     if whole:
         _table(whole)
@@ -114,21 +103,20 @@ def _layers(entry: Entry) -> str:
 
 
 def _totals(whole: Sequence[Entry], broken: int, hidden: Sequence[Entry], folder: str) -> str:
-    traces = "1 trace" if len(whole) == 1 else f"{len(whole)} traces"
-    parts = [f"{traces if whole else 'no trace'} in {folder}"]
+    parts = [f"{plural(len(whole), 'trace') if whole else 'no trace'} in {folder}"]
     if whole:
         parts.append(f"{sum(entry.tokens or 0 for entry in whole)} tokens")
         parts.append(f"{sum(entry.bytes for entry in whole) / 1e6:.1f} MB")
     checked = [entry.answer for entry in whole if entry.answer is not None]
     if checked:
         parts.append(f"{checked.count('right')} of {len(checked)} answers right")
-    interrupted = sum(entry.stopped == "interrupted" for entry in whole)
-    if interrupted:
-        parts.append(f"{interrupted} interrupted")
-    if broken:
-        parts.append(f"{broken} cannot be opened")
-    for state, words in _STATES.items():
-        count = sum(entry.state == state for entry in hidden)
-        if count:
-            parts.append(f"{count} {words}")
-    return ", ".join(parts)
+    states = Counter(entry.state for entry in hidden)
+    counts = {
+        "interrupted": sum(entry.stopped == "interrupted" for entry in whole),
+        "cannot be opened": broken,
+        "being written": states["writing"],
+        "unfinished": states["unfinished"],
+        "set aside": states["replaced"],
+        "superseded": states["superseded"],
+    }
+    return ", ".join([*parts, *(f"{count} {state}" for state, count in counts.items() if count)])

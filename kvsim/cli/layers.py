@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
+from kvsim.cli.show import bar, echo_json, echo_table, echo_text, number, one_line
 from kvsim.cli.values import (
+    Device,
     Json,
     OptionError,
-    local_path,
+    TracePaths,
     locate,
     parse_device,
+    path_option,
     split,
 )
 from kvsim.errors import OutputError, PolicyError
@@ -34,13 +37,21 @@ if TYPE_CHECKING:
 
 #: `--gold` for what the answer to a prompt of the shipped model's task is made from.
 _ANSWER = "answer"
+#: Columns of the tables: the header, the key in a row of `analysis.prompt.tables`, the format.
+_LAYERS = {
+    "layer": ("layer", "d"),
+    "rank\nvariance": ("variance", ".1f"),
+    "relative": ("relative_variance", ".3f"),
+    "tokens\ncompared": ("union", "d"),
+    "entropy": ("entropy", ".2f"),
+    "Jaccard with\nlayer before": ("jaccard", ".2f"),
+}
+_RECALL = {"gold\nrecall": ("gold_recall", ".0%")}
+_REGRET = {"first\ncomplete": ("first_full_recall", "d"), "regret,\nlayers": ("layer_regret", "+d")}
 
 
 def layers(
-    traces: Annotated[
-        list[str],
-        typer.Argument(metavar="TRACE", help="Recorded traces, or 'sample' for the one shipped."),
-    ],
+    traces: TracePaths,
     budget: Annotated[
         list[str],
         typer.Option(
@@ -78,17 +89,15 @@ def layers(
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(
-            parser=local_path,
-            metavar="DIR",
-            help="Write figures to a new folder: details of one trace, a comparison of several.",
+        path_option(
+            "DIR", "Write figures to a new folder: details of one trace, a comparison of several."
         ),
     ] = None,
     form: Annotated[
         str,
         typer.Option("--format", metavar="png|svg|pdf", help="What the figures are written as."),
     ] = "png",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
     """Show where ASL selects, and how layers rank the tokens.
@@ -137,11 +146,11 @@ def layers(
             return answer_facts(trace)
         return None if positions is None else check_positions(trace, positions)
 
-    known = [needed(trace) for trace in opened]
+    needs = [needed(trace) for trace in opened]
     rankings: list[Ranking] = []
     found: list[Diagnosis] = []
     with bar("layers") as report:
-        for trace, at in zip(opened, known, strict=True):
+        for trace, at in zip(opened, needs, strict=True):
             sizes = [resolve_budget(size, trace.n_pos) for size in budgets]
 
             def step(done: int, total: int, name: str = trace.name) -> None:
@@ -154,8 +163,11 @@ def layers(
                 found.append(diagnose(trace, rankings[-1], size, gold=at, share=share))
     written: list[Path] = []
     if figures is not None:
+        from kvsim.plots import save
+
+        figures.mkdir(parents=True)
         drawn = _figures(opened, rankings, found, device)
-        written = _write(figures, drawn, form)
+        written = [save(figure, figures / f"{name}.{form}") for name, figure in drawn]
     if as_json:
         echo_json(_document(opened, rankings, found, rule, written))
     else:
@@ -197,10 +209,8 @@ def _print(
 ) -> None:
     from kvsim.analysis.prompt.tables import distribution, selection_table
 
-    pooled = {"avg": "averaged", "max": "their maximum taken"}
-    smooth = (
-        f"{pooled[rule.pool]} over {rule.pool_kernel} neighbours" if rule.pool else "not pooled"
-    )
+    pooled = {"avg": "averaged", "max": "their maximum taken"}.get(rule.pool or "")
+    smooth = f"{pooled} over {rule.pool_kernel} neighbours" if pooled else "not pooled"
     echo_text(
         f"Tokens are ranked by the attention of the prompt's last {rule.window} rows, {smooth}, "
         "summed over query heads."
@@ -232,35 +242,28 @@ def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
         f"{one_line(trace.name)}: prompt {trace.prompt_len} tokens, of which "
         f"{first.ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}{gold}"
     )
+    columns = _LAYERS | (_RECALL if gold else {})
     for one in found:
-        echo_text(f"\nBudget {_budget(one)}, k = {one.curve.k}: {one.curve.verdict()}.")
+        size = _budget(one.curve.budget, one.share)
+        echo_text(f"\nBudget {size}, k = {one.curve.k}: {one.curve.verdict()}.")
         if one.recall is not None:
             echo_text(f"Gold: {_gold(one)}.")
         echo_text()
-        columns = ["layer", "rank\nvariance", "relative", "tokens\ncompared", "entropy"]
-        columns += ["Jaccard with\nlayer before", *(["gold\nrecall"] if gold else []), ""]
         table = layer_table([one])
-        echo_table(columns, [_layer_row(row, gold=bool(gold)) for row in table.to_dicts()], right=1)
-        uniform, chance = table["entropy_uniform"][0], one.jaccard_chance
-        overlap = (
-            f"; Jaccard index of the first {plural(one.curve.k, 'token')}, {chance:.2f} by chance"
-            if one.curve.k
-            else ""
-        )
+        rows = [
+            [*_formatted(row, columns), "selects" if row["selected"] else ""]
+            for row in table.to_dicts()
+        ]
+        echo_table([*columns, ""], rows, right=1)
+        uniform, tokens, overlap = table["entropy_uniform"][0], plural(one.curve.k, "token"), ""
+        if one.curve.k:
+            overlap = f"; Jaccard index of the first {tokens}, {one.jaccard_chance:.2f} by chance"
         echo_text(f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal{overlap}.")
 
 
-def _layer_row(row: dict[str, Any], *, gold: bool) -> list[str]:
-    return [
-        str(row["layer"]),
-        _number(row["variance"], ".1f"),
-        _number(row["relative_variance"], ".3f"),
-        _number(row["union"], "d"),
-        _number(row["entropy"], ".2f"),
-        _number(row["jaccard"], ".2f"),
-        *([_number(row["gold_recall"], ".0%")] if gold else []),
-        "selects" if row["selected"] else "",
-    ]
+def _formatted(row: dict[str, Any], columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return the cells of a row; columns: header to the key in the row and the format."""
+    return [number(row[key], form) for key, form in columns.values()]
 
 
 def _gold(one: Diagnosis) -> str:
@@ -277,29 +280,16 @@ def _gold(one: Diagnosis) -> str:
 
 
 def _print_selections(selections: pl.DataFrame) -> None:
-    gold = selections["gold_tokens"].is_not_null().any()
-    headers = ["trace", "budget", "k", "selects\nafter", "of", "relative\nvariance"]
-    headers += ["gold\nrecall", "first\ncomplete", "regret,\nlayers"] if gold else []
+    columns = {"of": ("n_layers", "d"), "relative\nvariance": ("relative_variance", ".3f")}
+    if selections["gold_tokens"].is_not_null().any():
+        columns |= _RECALL | _REGRET
     rows = []
     for row in selections.to_dicts():
-        share = "" if row["share"] is None else f" ({row['share']})"
-        of_gold = [
-            _number(row["gold_recall"], ".0%"),
-            _number(row["first_full_recall"], "d"),
-            _number(row["layer_regret"], "+d"),
-        ]
-        rows.append(
-            [
-                row["trace"],
-                f"{row['budget']}{share}",
-                str(row["k"]),
-                _number(row["layer"], "d") if row["layer"] is not None else _never(row),
-                str(row["n_layers"]),
-                _number(row["relative_variance"], ".3f"),
-                *(of_gold if gold else []),
-            ]
-        )
-    echo_table(headers, rows, right=1)
+        never = "fits" if row["prompt_len"] <= row["budget"] else "never"
+        layer = never if row["layer"] is None else str(row["layer"])
+        size = _budget(row["budget"], row["share"])
+        rows.append([row["trace"], size, str(row["k"]), layer, *_formatted(row, columns)])
+    echo_table(["trace", "budget", "k", "selects\nafter", *columns], rows, right=1)
 
 
 def _print_distribution(found: pl.DataFrame) -> None:
@@ -310,22 +300,13 @@ def _print_distribution(found: pl.DataFrame) -> None:
             f"{'never' if row['layer'] is None else row['layer']}: {row['traces']}"
             for row in part.to_dicts()
         ]
-        mean = _number(part["mean_layer"][0], ".1f")
+        mean = number(part["mean_layer"][0], ".1f")
         rows.append([str(task), str(budget), str(part["of"][0]), mean, ", ".join(counts)])
     echo_table(["task", "budget", "traces", "mean layer", "layer: traces"], rows)
 
 
-def _never(row: dict[str, Any]) -> str:
-    return "fits" if row["prompt_len"] <= row["budget"] else "never"
-
-
-def _budget(one: Diagnosis) -> str:
-    size = str(one.curve.budget)
-    return size if one.share is None else f"{size} ({one.share})"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _budget(budget: int, share: str | None) -> str:
+    return str(budget) if share is None else f"{budget} ({share})"
 
 
 # ------------------------------------------------------------------------------------------ JSON
@@ -338,8 +319,6 @@ def _document(
     rule: ASL,
     written: Sequence[Path],
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from kvsim.analysis.prompt.tables import distribution, layer_table, selection_table
 
     selections = selection_table(found)
@@ -402,10 +381,8 @@ def _figures(
         return
     (trace,), (of_trace,) = traces, rankings
     yield "overlap", plots.layer_overlap(found)
-    yield (
-        "attention",
-        plots.layer_attention(trace, of_trace.rule.window, selected=found[0].layer, device=device),
-    )
+    window, selected = of_trace.rule.window, found[0].layer
+    yield "attention", plots.layer_attention(trace, window, selected=selected, device=device)
     for one in found:
         size = one.asked.replace("%", "pct")
         grid = of_trace.grid(one.curve.budget)
@@ -413,10 +390,3 @@ def _figures(
             yield f"grid-{size}", plots.selection_grid(trace.name, grid)
         yield f"ranks-{size}", plots.rank_pattern(one)
         yield f"bumps-{size}", plots.rank_bumps(one, trace)
-
-
-def _write(folder: Path, drawn: Iterator[tuple[str, Any]], form: str) -> list[Path]:
-    from kvsim.plots import save
-
-    folder.mkdir(parents=True)
-    return [save(figure, folder / f"{name}.{form}") for name, figure in drawn]

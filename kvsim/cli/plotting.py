@@ -13,12 +13,14 @@ import typer
 from kvsim.cli.figures import Data
 from kvsim.cli.show import bar, echo_text
 from kvsim.cli.values import (
+    Interval,
     OptionError,
+    Prefill,
     Settings,
     Stop,
     build_policies,
-    local_path,
     locate,
+    path_option,
     split,
 )
 from kvsim.errors import OutputError, suggest
@@ -44,10 +46,7 @@ def listing() -> str:
 
 
 def plot(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The figure; all of them are listed below."),
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The figure, of the list below.")],
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -57,12 +56,7 @@ def plot(
             "`kvsim replay --out` wrote.",
         ),
     ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            parser=local_path, metavar="FILE", help="The file to write: .png, .svg or .pdf."
-        ),
-    ],
+    out: Annotated[Path, path_option("FILE", "The file to write: .png, .svg or .pdf.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,22 +73,8 @@ def plot(
             "of a run those to show, by default all.",
         ),
     ] = None,
-    interval: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Rows between events, the same events for every policy, with one after the "
-            "prompt; default: each policy its own schedule.",
-        ),
-    ] = None,
-    prefill: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefill/--no-prefill",
-            help="Whether an event follows the prompt; default: with --interval it does, without "
-            "it each policy its own.",
-        ),
-    ] = None,
+    interval: Interval = None,
+    prefill: Prefill = None,
     settings: Settings = None,
     metric: Annotated[
         list[str] | None,
@@ -141,7 +121,14 @@ def plot(
     """
     figure = _figure(name)
     _check_out(out)
-    typed = {"layer": layer, "head": head, "by": by, "metric": metric, "ratio": ratio, "zoom": zoom}
+    typed: dict[str, Any] = {
+        "layer": layer,
+        "head": head,
+        "by": by,
+        "metric": metric,
+        "ratio": ratio,
+        "zoom": zoom,
+    }
     for option, given in typed.items():
         if given is not None and option not in figure.flags:
             raise OptionError(f"--{option} was given, but {name} has none; leave it out")
@@ -155,7 +142,7 @@ def plot(
     runs = [source for source in sources if _is_run(source)]
     schedule = {"interval": interval, "prefill": prefill}
     if runs:
-        _check_runs(name, figure, sources, runs, {**schedule, "set": settings})
+        _check_runs(name, sources, runs, {**schedule, "set": settings})
         data = _read(runs, policy, budget)
         layers: Mapping[str, Sequence[int]] = layers_of(data.table)
     else:
@@ -186,14 +173,8 @@ def plot(
 
     from kvsim import plots
 
-    values: dict[str, Any] = {
-        "layer": layer,
-        "layers": None if layer is None else [layer],
-        "head": head,
-        "by": by,
-        "metrics": metrics,
-        "zoom": span,
-    }
+    values = typed | {"metrics": metrics, "zoom": span}
+    values["layers"] = None if layer is None else [layer]
     keywords = {key: values[key] for key in figure.options if values[key] is not None}
     drawing = getattr(plots, name)(*data.arguments(figure), **keywords)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -281,8 +262,7 @@ def _requested(
         return [], []
     once = figure.replay == "once"
     needed = {"--policy NAME (as `kvsim policies` lists them)": policy}
-    if not once:
-        needed["--budget N"] = budget
+    needed |= {} if once else {"--budget N": budget}
     missing = [option for option, given in needed.items() if not given]
     if missing:
         raise OptionError(f"{name} of traces shows policies; give {' and '.join(missing)} as well")
@@ -326,13 +306,9 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
 
 
 def _check_runs(
-    name: str,
-    figure: Figure,
-    sources: Sequence[str],
-    runs: Sequence[str],
-    replaying: Mapping[str, Any],
+    name: str, sources: Sequence[str], runs: Sequence[str], replaying: Mapping[str, Any]
 ) -> None:
-    if not figure.runs:
+    if name not in _RUNS:
         raise OptionError(
             f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
             f"replayed. Drawn from runs: {', '.join(_RUNS)}"
@@ -357,17 +333,13 @@ def _read(runs: Sequence[str], policy: Sequence[str] | None, budget: Sequence[st
 
     saved = [read_run(run) for run in runs]
     table = labelled(joined(saved))
-    requested = pl.coalesce("share", pl.col("budget").cast(pl.String))
-    for option, given, column in (
-        ("--policy", policy, pl.col("policy")),
-        ("--budget", budget, requested),
-    ):
+    size = pl.coalesce("share", pl.col("budget").cast(pl.String))
+    requested = {"--policy": (policy, pl.col("policy")), "--budget": (budget, size)}
+    for option, (given, column) in requested.items():
         if given is None:
             continue
         wanted = split(given, option)
-        present = (
-            table.select(column.alias("name")).drop_nulls()["name"].unique(maintain_order=True)
-        )
+        present = table.select(name=column)["name"].drop_nulls().unique(maintain_order=True)
         missing = [name for name in wanted if name not in set(present)]
         if missing:
             raise OptionError(
@@ -433,9 +405,6 @@ def _swept(
         raise Stop("interrupted, nothing was written", 130)
     if run.failures:
         first = run.failures[0]
-        raise Stop(
-            f"error: {first.trace}: {first.policy}, budget {first.budget}: {first.error}; nothing "
-            "was written",
-            2,
-        )
+        cell = f"{first.trace}: {first.policy}, budget {first.budget}"
+        raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
     return Data(traces, run.records, run.table, [record.remark for record in run.records])

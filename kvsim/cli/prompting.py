@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.values import OptionError, local_path, split
+from kvsim.cli.values import OptionError, path_option, split
 from kvsim.errors import OutputError
 from kvsim.tiny.tasks import TASKS, TOKENS
 from kvsim.tiny.vocabulary import DOMAINS
@@ -58,10 +58,7 @@ def prompts(
     cycle: Annotated[
         int | None, typer.Option(help="Lines after which a walk returns to a fact.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=local_path, metavar="FILE.jsonl", help="Write to a file instead."),
-    ] = None,
+    out: Annotated[Path | None, path_option("FILE.jsonl", "Write to a file instead.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file that exists.")
     ] = False,
@@ -76,14 +73,8 @@ def prompts(
     tasks = None if task is None else split(task, "--task")
     levels = None if level is None else _numbers(level)
     domains = None if domain is None else split(domain, "--domain")
-    sizes = {
-        "facts": facts,
-        "lines": lines,
-        "filler": filler,
-        "kinds": kinds,
-        "report": report,
-        "cycle": cycle,
-    }
+    sizes: dict[str, Any] = {"facts": facts, "lines": lines, "filler": filler}
+    sizes |= {"kinds": kinds, "report": report, "cycle": cycle}
     samples = _samples(n, seed, tasks, levels, domains, sizes)
     rows = [json.dumps(sample.row(_name(sample, seed, i))) for i, sample in enumerate(samples)]
     if out is None:
@@ -156,13 +147,9 @@ def _check_output(out: Path | None, *, overwrite: bool) -> None:
         if overwrite:
             raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
         return
-    if out.exists() and not out.is_file():
-        raise OutputError(
-            f"{out} exists and is not a file; give another --out, nothing was changed"
-        )
-    if out.exists() and not overwrite:
-        raise OutputError(
-            f"{out} exists; give another --out, or --overwrite to replace it, nothing was changed"
-        )
+    if out.exists() and not (overwrite and out.is_file()):
+        what = ", or --overwrite to replace it" if out.is_file() else ""
+        kind = "exists" if out.is_file() else "exists and is not a file"
+        raise OutputError(f"{out} {kind}; give another --out{what}, nothing was changed")
     if out.parent.exists() and not out.parent.is_dir():
         raise OptionError(f"{out.parent} is a file; expected a folder, give another --out")

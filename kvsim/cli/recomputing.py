@@ -105,15 +105,14 @@ def recompute(
 
 
 def _row(one: Recomputed) -> list[str]:
-    selection = one.record.selection
-    last = max(one.residual_error, default=None)
-    nowhere = selection is None or selection.layer is None
+    selection, errors = one.record.selection, one.residual_error
+    layer = None if selection is None else selection.layer
     return [
         one.record.policy,
         str(one.record.budget),
-        "nowhere" if selection is None or nowhere else f"layer {selection.layer}",
+        "nowhere" if layer is None else f"layer {layer}",
         "" if selection is None else str(selection.counts[-1]),
-        "-" if last is None else f"{float(one.residual_error[last].mean()):.3f}",
+        f"{float(errors[max(errors)].mean()):.3f}" if errors else "-",
         f"{one.kl:.4f}",
         "same" if one.same_token else "other",
     ]
@@ -124,15 +123,15 @@ def _document(one: Recomputed) -> dict[str, Any]:
 
     from kvsim.analysis.table import selection_fidelity
 
-    record = one.record
+    record, selection = one.record, None
+    if record.selection is not None:
+        selection = asdict(record.selection) | {"fidelity": selection_fidelity(record)}
     table = one.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
     return {
         "policy": record.policy,
         "params": dict(record.params),
         "budget": record.budget,
-        "selection": None
-        if record.selection is None
-        else {**asdict(record.selection), "fidelity": selection_fidelity(record)},
+        "selection": selection,
         "check": one.check,
         "remark": record.remark,
         "results": table.to_dicts(),

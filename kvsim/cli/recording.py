@@ -19,8 +19,8 @@ from kvsim.cli.values import (
     OptionError,
     Stop,
     TrustRemoteCode,
-    local_path,
     parse_device,
+    path_option,
     quiet_transformers,
 )
 from kvsim.recorder.options import Options
@@ -46,11 +46,10 @@ def capture(
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            parser=local_path,
-            metavar="FILE.jsonl",
-            help="A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' "
-            "(ids); optional: 'id', 'system', 'answer', 'task', 'domain', 'level'.",
+        path_option(
+            "FILE.jsonl",
+            "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
+            "optional: 'id', 'system', 'answer', 'task', 'domain', 'level'.",
         ),
     ] = None,
     limit: Annotated[
@@ -109,26 +108,13 @@ def capture(
     quiet_transformers()
     before = {path: _identity(path) for path in paths}
     try:
-        decoder, tokenizer = load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            trust_remote_code=trust_remote_code,
-        )
+        placed = {"dtype": dtype, "device": device, "device_map": device_map}
+        decoder, tokenizer = load_model(model, trust_remote_code=trust_remote_code, **placed)
         if single:
             (first,) = requested
             keywords = vars(replace(options, system=first.system or options.system))
-            trace = record(
-                decoder,
-                tokenizer,
-                first.content,
-                out=path,
-                answer=first.answer,
-                labels=first.labels,
-                **keywords,
-            )
-            traces = [trace]
+            keywords |= {"out": path, "answer": first.answer, "labels": first.labels}
+            traces = [record(decoder, tokenizer, first.content, **keywords)]
         else:
             traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
         facts = [
@@ -172,10 +158,8 @@ def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -
         where = out if is_url(out) else done[0].parent
         resumable = len(done) < len(before) and not is_url(out)
         more = "; --resume records the others" if resumable else ""
-        return (
-            f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}"
-            f"{more}"
-        )
+        count = f"{len(done)} of {len(before)} traces"
+        return f"interrupted, {count} are complete and kept in {where}{more}"
     return "interrupted, no trace was written"
 
 
@@ -185,11 +169,9 @@ def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
         return
     for trace in facts:
         answer = answer_text(trace["answer_check"])
-        typer.echo(
-            f"{trace['path']}: {length_text(trace)}, {layers_text(trace)}, "
-            f"{size_text(trace['bytes'])}{answer and ', '}{answer}"
-            f"{', kept' if trace['kept'] else ''}"
-        )
+        parts = [length_text(trace), layers_text(trace), size_text(trace["bytes"])]
+        parts += filter(None, [answer, "kept" if trace["kept"] else ""])
+        typer.echo(f"{trace['path']}: {', '.join(parts)}")
         for note in trace["notes"]:
             echo_text(f"  note: {note}")
     kept = sum(trace["kept"] for trace in facts)

@@ -18,19 +18,24 @@ from kvsim.cli.show import (
     echo_table,
     echo_text,
     fidelity_shares,
+    number,
     one_line,
 )
 from kvsim.cli.values import (
+    Device,
+    Interval,
     Json,
     OptionError,
     PolicyNames,
+    Prefill,
     Settings,
     Stop,
+    TracePaths,
     build_policies,
-    local_path,
     locate,
     parse_device,
     parse_memory,
+    path_option,
     split,
 )
 from kvsim.schema import plural
@@ -45,10 +50,7 @@ if TYPE_CHECKING:
 
 
 def replay(
-    traces: Annotated[
-        list[str],
-        typer.Argument(metavar="TRACE", help="Recorded traces, or 'sample' for the one shipped."),
-    ],
+    traces: TracePaths,
     policy: PolicyNames,
     budget: Annotated[
         list[str],
@@ -57,22 +59,8 @@ def replay(
             help="Entries per KV head that stay after an event, or a share of the trace's length.",
         ),
     ],
-    interval: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Rows between events, the same events for every policy, with one after the "
-            "prompt; default: each policy its own schedule.",
-        ),
-    ] = None,
-    prefill: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefill/--no-prefill",
-            help="Whether an event follows the prompt; default: with --interval it does, without "
-            "it each policy its own.",
-        ),
-    ] = None,
+    interval: Interval = None,
+    prefill: Prefill = None,
     settings: Settings = None,
     sink: Annotated[
         int,
@@ -109,17 +97,13 @@ def replay(
             "block by block.  [default: 2GiB]",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     events: Annotated[
         bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=local_path,
-            metavar="DIR",
-            help="Write run.json, records.zarr and results.parquet to a new folder.",
-        ),
+        path_option("DIR", "Write run.json, records.zarr and results.parquet to a new folder."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -166,8 +150,10 @@ def replay(
             progress=report,
         )
     total = len(opened) * len(policies) * len(budgets)
+    if not run.records and run.interrupted:
+        raise Stop("interrupted, no cell was done and nothing was written", 130)
     if not run.records:
-        raise Stop(_nothing(run), 130 if run.interrupted else 2)
+        raise Stop("\n".join(dict.fromkeys(f"error: {one.error}" for one in run.failures)), 2)
     where = None if out is None else run.save(out)
     wanted = chosen or [*SUMMARY, "regret"]
     shown = [name for name in wanted if name in set(run.table["metric"])]
@@ -176,14 +162,6 @@ def replay(
     else:
         _print(opened, policies, protect, run, shown, where)
     _finish(run, total, where)
-
-
-def _nothing(run: Run) -> str:
-    """Why there is no result at all."""
-    if run.interrupted:
-        return "interrupted, no cell was done and nothing was written"
-    errors = list(dict.fromkeys(failure.error for failure in run.failures))
-    return "\n".join(f"error: {error}" for error in errors)
 
 
 def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, Any]:
@@ -196,13 +174,8 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": fidelity_shares(run.table, shown),
         "selections": [
-            {
-                "trace": r.trace,
-                "policy": r.policy,
-                "budget": r.budget,
-                **asdict(r.selection),
-                "fidelity": selection_fidelity(r),
-            }
+            {"trace": r.trace, "policy": r.policy, "budget": r.budget, **asdict(r.selection)}
+            | {"fidelity": selection_fidelity(r)}
             for r in run.records
             if r.selection is not None
         ],
@@ -235,9 +208,13 @@ def _print(
             f"{one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
             f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
         )
-    kept = _kept(protect)
-    if kept:
-        echo_text(f"Every policy also keeps {kept} in any case.")
+    protected = (
+        f"the first {protect.sink} positions" if protect.sink else "",
+        "the prompt" if protect.prompt else "",
+        f"the last {protect.recent} positions" if protect.recent else "",
+    )
+    if any(protected):
+        echo_text(f"Every policy also keeps {' and '.join(filter(None, protected))} in any case.")
     echo_text()
     summary = summarise(run.table, shown)
     if summary.height:
@@ -247,10 +224,7 @@ def _print(
     if of_trace.height:
         echo_table(
             of_trace.columns,
-            [
-                [*map(str, row[:3]), *("-" if v is None else f"{v:.3f}" for v in row[3:])]
-                for row in of_trace.rows()
-            ],
+            [[*row[:3], *(number(value, ".3f") for value in row[3:])] for row in of_trace.rows()],
             right=3,
         )
         echo_text()
@@ -260,7 +234,7 @@ def _print(
     else:
         echo_text("No values: none of the metrics can be computed on these traces.")
     free, many = unbounded(policies), len(traces) > 1
-    lines = (selection_line(record, free, many=many) for record in run.records)
+    lines = (_selection_line(record, free, many=many) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
         echo_text(line)
     for remark in run.remarks:
@@ -269,23 +243,13 @@ def _print(
         echo_text(f"Written to {where}: run.json, records.zarr, results.parquet.")
 
 
-def _kept(protect: Protection) -> str:
-    """What is protected, in words; empty for nothing."""
-    parts = (
-        f"the first {protect.sink} positions" if protect.sink else "",
-        "the prompt" if protect.prompt else "",
-        f"the last {protect.recent} positions" if protect.recent else "",
-    )
-    return " and ".join(part for part in parts if part)
-
-
 def unbounded(policies: Sequence[Policy]) -> list[str]:
     """Names of the policies for which the budget means nothing."""
     free = (one for one in policies if not one.bounded)
     return [one.name for one in free if one.propagation is None or one.propagation.alone]
 
 
-def selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
+def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
     """After which layer a record's policy dropped rows of the prompt, in words.
 
     free: policies for which the budget means nothing; many: there are other traces.
@@ -294,30 +258,28 @@ def selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
     if selection is None:
         return ""
     budget = "" if record.policy in free else f", budget {record.budget}"
-    said = f"{one_line(record.trace)}: " * many + f"{record.policy}{budget}: "
-    if selection.layer is None:
-        return f"{said}no rows are dropped, every layer works on the whole prompt."
-    rows = f"{selection.counts[-1]} of {record.prompt_len} tokens"
-    if selection.restarted:
-        return (
-            f"{said}{rows}, selected after layer {selection.layer}, are read from the start again."
-        )
-    if len(selection.dropped) > 1:
+    rows, layer = f"{selection.counts[-1]} of {record.prompt_len} tokens", selection.layer
+    if layer is None:
+        outcome = "no rows are dropped, every layer works on the whole prompt"
+    elif selection.restarted:
+        outcome = f"{rows}, selected after layer {layer}, are read from the start again"
+    elif len(selection.dropped) > 1:
         first, *_, last = selection.dropped
-        return f"{said}layers {first} to {last} drop rows, the last layer works on {rows}."
-    return f"{said}from layer {selection.layer + 1} on layers work on {rows}."
+        outcome = f"layers {first} to {last} drop rows, the last layer works on {rows}"
+    else:
+        outcome = f"from layer {layer + 1} on layers work on {rows}"
+    return f"{one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
 
 
 def means(shown: Sequence[str], n_traces: int) -> str:
     """What the numbers of the table are means over."""
     over = "layers and heads" if n_traces == 1 else f"layers, heads and {n_traces} traces"
-    regions = (
-        "; wiped out: regions of 32 tokens of which nothing is left after the last event"
-        if "wipeout" in shown
-        else ""
-    )
-    oracle = "; regret: mass that the oracle keeps beyond the policy" if "regret" in shown else ""
-    return f"Means over {over}, of rows over those after the prompt{regions}{oracle}."
+    explained = {
+        "wipeout": "wiped out: regions of 32 tokens of which nothing is left after the last event",
+        "regret": "regret: mass that the oracle keeps beyond the policy",
+    }
+    more = "".join(f"; {text}" for name, text in explained.items() if name in shown)
+    return f"Means over {over}, of rows over those after the prompt{more}."
 
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import bar
-from kvsim.cli.values import local_path, locate
+from kvsim.cli.values import locate, path_option
 
 
 def report(
@@ -20,9 +20,7 @@ def report(
             "'sample' for the one shipped.",
         ),
     ],
-    out: Annotated[
-        Path, typer.Option(parser=local_path, metavar="FILE", help="The page to write.")
-    ] = Path("report.html"),
+    out: Annotated[Path, path_option("FILE", "The page to write.")] = Path("report.html"),
     base: Annotated[
         str | None,
         typer.Option(

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import echo_text
-from kvsim.cli.values import local_path, locate
+from kvsim.cli.values import locate, path_argument, path_option
 from kvsim.schema import is_url
 
-Out = typer.Option(
-    parser=local_path, metavar="PATH", help="Where to write it; next to the trace by default."
-)
+Out = Annotated[
+    Path | None, path_option("PATH", "Where to write it; next to the trace by default.")
+]
 
 
 def pack(
@@ -25,7 +25,7 @@ def pack(
             metavar="TRACE", help="The folder of a recorded trace, or 'sample', which ships."
         ),
     ],
-    out: Annotated[Path | None, Out] = None,
+    out: Out = None,
 ) -> None:
     """Write a trace as one file, TRACE.zip, which every command reads like a folder.
 
@@ -40,11 +40,8 @@ def pack(
 
 
 def unpack(
-    file: Annotated[
-        Path,
-        typer.Argument(parser=local_path, metavar="FILE", help="A local packed trace."),
-    ],
-    out: Annotated[Path | None, Out] = None,
+    file: Annotated[Path, path_argument("FILE", "A local packed trace.")],
+    out: Out = None,
 ) -> None:
     """Write a packed trace as a folder again.
 

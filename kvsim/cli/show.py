@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 #: Metrics with a shorter column name, and the format of their values.
 _COLUMNS = {
-    "entries_seen": ("seen", "{:.0f}"),
-    "output_error": ("output\nerror", "{:.3f}"),
-    "retained_mass": ("mass\nkept", "{:.1%}"),
-    "wipeout": ("wiped\nout", "{:.0%}"),
-    "wipeout_hazard": ("wiped out\nper event", "{:.1%}"),
-    "retained_iou": ("IoU", "{:.2f}"),
-    "iou_chance": ("IoU by\nchance", "{:.2f}"),
-    "missing_mass": ("missing\nmass", "{:.1%}"),
-    "error_distance": ("error\ndistance", "{:.2f}"),
-    "regret": ("regret", "{:+.1%}"),
-    "exact": ("exact", "{:.0%}"),
+    "entries_seen": ("seen", ".0f"),
+    "output_error": ("output\nerror", ".3f"),
+    "retained_mass": ("mass\nkept", ".1%"),
+    "wipeout": ("wiped\nout", ".0%"),
+    "wipeout_hazard": ("wiped out\nper event", ".1%"),
+    "retained_iou": ("IoU", ".2f"),
+    "iou_chance": ("IoU by\nchance", ".2f"),
+    "missing_mass": ("missing\nmass", ".1%"),
+    "error_distance": ("error\ndistance", ".2f"),
+    "regret": ("regret", "+.1%"),
+    "exact": ("exact", ".0%"),
 }
 #: Columns of a summary that identify the cell of a row.
 _KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
@@ -70,12 +70,8 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
 
     Cells never wrap in a pipe.
     """
-    console = Console(
-        markup=False,
-        highlight=False,
-        emoji=False,
-        width=None if sys.stdout.isatty() else 10_000,
-    )
+    width = None if sys.stdout.isatty() else 10_000
+    console = Console(markup=False, highlight=False, emoji=False, width=width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
         numbers = 0 < right <= i
@@ -87,6 +83,11 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
     with console.capture() as captured:
         console.print(table)
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def number(value: float | None, form: str) -> str:
+    """Return a number as a cell of a table, a dash for None."""
+    return "-" if value is None else format(value, form)
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
@@ -116,12 +117,11 @@ def echo_results(
 
     unbounded: policies without a budget, printed once.
     """
+    import polars as pl
+
     free = set(unbounded)
-    rows = [
-        row
-        for i, row in enumerate(summary.to_dicts())
-        if row["policy"] not in free or row["policy"] not in set(summary["policy"][:i])
-    ]
+    repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
+    rows = summary.filter(~repeated).to_dicts()
     columns: dict[str, list[str]] = {
         "policy": [row["policy"] for row in rows],
         "budget": ["-" if row["policy"] in free else _budget(row) for row in rows],
@@ -139,8 +139,8 @@ def echo_results(
     for name in summary.columns:
         if name in _KEYS:
             continue
-        header, form = _COLUMNS.get(name, (name.replace("_", "\n"), "{:.3f}"))
-        columns[header] = ["-" if row[name] is None else form.format(row[name]) for row in rows]
+        header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
+        columns[header] = [number(row[name], form) for row in rows]
     for header, compute in (more or {}).items():
         columns[header] = [compute(row) for row in rows]
     echo_table(list(columns), list(zip(*columns.values(), strict=True)), right=right)

@@ -9,7 +9,7 @@ import typer
 
 from kvsim.cli import sharing
 from kvsim.cli.show import bar, echo_json, echo_text, one_line
-from kvsim.cli.values import Json, Stop, local_path
+from kvsim.cli.values import Json, Stop, path_argument, path_option
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,11 +20,7 @@ app = typer.Typer(
 
 DraftPath = Annotated[
     Path,
-    typer.Argument(
-        parser=local_path,
-        metavar="PATH",
-        help="The intended path of the trace, or the hidden folder next to it.",
-    ),
+    path_argument("PATH", "The intended path of the trace, or the hidden folder next to it."),
 ]
 
 app.command()(sharing.pack)
@@ -35,12 +31,7 @@ app.command()(sharing.unpack)
 def recover(
     path: DraftPath,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=local_path,
-            metavar="PATH",
-            help="Where to write the trace; default: its intended path.",
-        ),
+        Path | None, path_option("PATH", "Where to write the trace; default: its intended path.")
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a trace at that path.")
@@ -57,10 +48,7 @@ def recover(
     try:
         with bar("layers") as report:
             trace = store.recover(
-                path,
-                out=out,
-                overwrite=overwrite,
-                progress=lambda done, total: report(done, total, str(path)),
+                path, out=out, overwrite=overwrite, progress=lambda *of: report(*of, str(path))
             )
     except KeyboardInterrupt:
         raise Stop("interrupted, the draft is kept; run the same command again", 130) from None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 
 #: A parameter of a policy as `--set` gives it.
 Value = int | float | bool | str | None
+
+
+def local_path(text: str) -> Path:
+    """Return a path on this machine; a URL would become a folder named ``http:``."""
+    if is_url(text):
+        raise typer.BadParameter(f"{text} is a URL; expected a path on this machine")
+    return Path(text)
+
+
+def path_option(metavar: str, text: str) -> Any:
+    """Return an option, of which `text` is the help, whose value is a path on this machine."""
+    return typer.Option(parser=local_path, metavar=metavar, help=text)
+
+
+def path_argument(metavar: str, text: str) -> Any:
+    """Return an argument, of which `text` is the help, whose value is a path on this machine."""
+    return typer.Argument(parser=local_path, metavar=metavar, help=text)
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 PolicyNames = Annotated[
@@ -35,6 +53,23 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."),
 ]
+Interval = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Rows between events, the same events for every policy, with one after the prompt; "
+        "default: each policy its own schedule.",
+    ),
+]
+Prefill = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefill/--no-prefill",
+        help="Whether an event follows the prompt; default: with --interval it does, without it "
+        "each policy its own.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
@@ -65,13 +100,6 @@ def locate(trace: str) -> Path | str:
         return trace
     path = Path(trace)
     return sample_trace() if trace == "sample" and not path.exists() else path
-
-
-def local_path(text: str) -> Path:
-    """Return a path on this machine; a URL would become a folder named ``http:``."""
-    if is_url(text):
-        raise typer.BadParameter(f"{text} is a URL; expected a path on this machine")
-    return Path(text)
 
 
 def split(values: Iterable[str], option: str) -> list[str]:
@@ -175,10 +203,8 @@ def build_policies(
     keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
     for key in requested:
         if not any(takes(name, key) for name in keys_of):
-            typed = key.replace("scorer__", "scorer.")
-            listed = dict.fromkeys(
-                key.replace("scorer__", "scorer.") for keys in keys_of.values() for key in keys
-            )
+            keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
+            typed, *listed = (each.replace("scorer__", "scorer.") for each in (key, *keys))
             raise PolicyError(
                 f"--set {typed}: none of {', '.join(names)} has this parameter"
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
@@ -187,6 +213,6 @@ def build_policies(
         policy(name, **{key: value for key, value in requested.items() if takes(name, key)})
         for name in keys_of
     )
-    return [
-        each if protect is None else replace(each, protect=each.protect | protect) for each in built
-    ]
+    if protect is None:
+        return list(built)
+    return [replace(each, protect=each.protect | protect) for each in built]

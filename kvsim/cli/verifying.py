@@ -30,16 +30,15 @@ def verify(
     Reads every chunk and compares it with its checksums. The exit status is 2 if a trace has a
     problem. The JSON document of several traces is an object with the list 'traces'.
     """
-    paths = [locate(trace) for trace in traces]
-    verdicts, reports = [], []
-    for path in paths:
+    single, verdicts, reports = len(traces) == 1, [], []
+    for path in map(locate, traces):
         verdict, report = _checked(path, deep=deep)
-        if verdict == "no trace" and len(paths) == 1:
+        if verdict == "no trace" and single:
             raise Stop(f"error: {one_line(report['problems'][0])}", 2)
         verdicts.append(verdict)
         reports.append(report)
         if not as_json:
-            _echo_verdict(verdict, report, deep=deep, single=len(paths) == 1)
+            _echo_verdict(verdict, report, deep=deep, single=single)
     if as_json:
         echo_json(document(reports))
     _stop_if_bad(verdicts, reports)
@@ -50,17 +49,14 @@ def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
     from kvsim.store import verify as check
 
     try:
-        with bar("layers") as progress:
-            result = check(
-                path, deep=deep, progress=lambda done, total: progress(done, total, str(path))
-            )
+        with bar("layers") as report:
+            result = check(path, deep=deep, progress=lambda *of: report(*of, str(path)))
     except TraceError as error:
-        # it does not open; the report says why
-        report = {"path": str(path), "ok": False, "problems": [str(error)]}
+        # behind a server that refuses it, a trace may be undamaged
+        verdict = "cannot be opened" if is_url(path) else "damaged"
         if isinstance(error, TraceNotFoundError):
-            return "no trace", report
-        # behind a server that refuses it, the trace may be undamaged
-        return "cannot be opened" if is_url(path) else "damaged", report
+            verdict = "no trace"
+        return verdict, {"path": str(path), "ok": False, "problems": [str(error)]}
     return "complete and undamaged" if result.ok else "damaged", result.to_dict()
 
 
@@ -93,11 +89,9 @@ def _stop_if_bad(verdicts: Sequence[str], reports: Sequence[Mapping[str, Any]]) 
     if not bad:
         return
     if len(reports) > 1:
-        raise Stop(
-            f"error: {len(bad)} of {len(reports)} traces are not complete and undamaged, expected "
-            "all to be; see the report",
-            2,
-        )
+        count = f"{len(bad)} of {len(reports)} traces"
+        expected = "are not complete and undamaged, expected all to be; see the report"
+        raise Stop(f"error: {count} {expected}", 2)
     if verdicts != ["damaged"]:
         raise Stop(f"error: {one_line(bad[0]['problems'][0])}", 2)
     problems = plural(len(bad[0]["problems"]), "problem")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import platform
 import shutil
@@ -57,9 +59,9 @@ class Run:
     @property
     def remarks(self) -> list[str]:
         """What a reader of the results should know."""
-        said = [one.remark for one in self.records]
-        said.append(uneven({one.trace: one.layers for one in self.records}))
-        return list(dict.fromkeys(filter(None, said)))
+        layers = uneven({record.trace: record.layers for record in self.records})
+        remarks = (*(record.remark for record in self.records), layers)
+        return list(dict.fromkeys(filter(None, remarks)))
 
     def save(self, out: str | Path) -> Path:
         """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
@@ -163,8 +165,10 @@ def sweep(
     read = frozenset[str]().union(*(m.notes for m in choose(metrics, oracles=regret).values()))
     for trace, one, budget, _ in _cells(traces, policies, budgets):
         check_cell(trace, one, budget, memory, one.schedule.override(interval, prefill))
+    terms: dict[str, Any] = {"interval": interval, "prefill": prefill}
+    terms |= {"memory": memory, "device": device}
     total = len(traces) * len(policies) * len(budgets)
-    report = progress or _silent
+    report = progress or (lambda *_: None)
     records: list[Record] = []
     failures: list[Failure] = []
     tables = [pl.DataFrame(schema=COLUMNS)]
@@ -178,14 +182,7 @@ def sweep(
                 report(done, total, f"{trace.name}: {one.name}, budget {budget}")
                 try:
                     record = replay(
-                        trace,
-                        one,
-                        budget,
-                        interval=interval,
-                        prefill=prefill,
-                        memory=memory,
-                        device=device,
-                        internals=read & one.allocator.notes,
+                        trace, one, budget, internals=read & one.allocator.notes, **terms
                     )
                     of_trace.append(replace(record, share=share))
                     if oracles is not None:
@@ -198,10 +195,9 @@ def sweep(
         try:
             report(done, total, f"{trace.name}: measuring")
             if of_trace:
-                beside = None if oracles is None else oracles.beside(of_trace)
-                tables.append(
-                    measure(trace, of_trace, metrics, events=events, device=device, oracles=beside)
-                )
+                bounds = None if oracles is None else oracles.of(of_trace)
+                options: dict[str, Any] = {"events": events, "device": device, "oracles": bounds}
+                tables.append(measure(trace, of_trace, metrics, **options))
         except KvsimError as error:
             failures += [
                 Failure(trace.name, one.policy, one.budget, f"measuring: {error}")
@@ -237,51 +233,42 @@ def _distinct(policies: Sequence[Policy]) -> None:
 
 
 class _Oracles:
-    """Records of the mass oracle beside those of one trace; equal terms are replayed once."""
+    """Records of the mass oracle next to those of one trace; equal terms are replayed once."""
 
     def __init__(self, trace: Trace, memory: int | None, device: str) -> None:
-        self.trace, self.memory, self.device = trace, memory, device
-        self._known: dict[tuple[Policy, int], Record] = {}
-        self._beside: dict[tuple[str, int], Record] = {}
+        self._replay = functools.cache(
+            functools.partial(replay, trace, memory=memory, device=device)
+        )
+        self._of: dict[tuple[str, int], Record] = {}
 
     def replay(self, policy: Policy, record: Record) -> None:
-        """The oracle at the events of the record, with the same entries protected and same heads.
+        """Replay the oracle at the events of a record, with the same protection and heads.
 
         Nothing where no budget binds the policy: there is no quota that the oracle could share.
         """
-        if not policy.bounded:
-            return
-        oracle = Policy(
-            "oracle",
-            Oracle(by="mass"),
-            schedule=Schedule(record.interval, prefill=record.prefill),
-            protect=policy.protection(record.budget),
-            per_query_head=policy.per_query_head,
-        )
-        terms = oracle, record.budget
-        if terms not in self._known:
-            self._known[terms] = replay(self.trace, *terms, memory=self.memory, device=self.device)
-        self._beside[record.policy, record.budget] = self._known[terms]
+        if policy.bounded:
+            oracle = Policy(
+                "oracle",
+                Oracle(by="mass"),
+                schedule=Schedule(record.interval, prefill=record.prefill),
+                protect=policy.protection(record.budget),
+                per_query_head=policy.per_query_head,
+            )
+            self._of[record.policy, record.budget] = self._replay(oracle, record.budget)
 
-    def beside(self, records: Sequence[Record]) -> list[Record | None]:
-        """For each record the oracle's, None where there is none."""
-        return [self._beside.get((one.policy, one.budget)) for one in records]
-
-
-def _silent(done: int, total: int, what: str) -> None:
-    """No progress."""
+    def of(self, records: Sequence[Record]) -> list[Record | None]:
+        """Return the oracle's record for each record, None where there is none."""
+        return [self._of.get((record.policy, record.budget)) for record in records]
 
 
 def _cells(
     traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
 ) -> Iterator[tuple[Trace, Policy, int, str | None]]:
     """Every cell: its budget in entries, and the share that was asked for, None where none was."""
-    for trace in traces:
-        for one in policies:
-            for budget in budgets:
-                asked = str(budget).strip()
-                share = asked if asked.endswith("%") else None
-                yield trace, one, resolve_budget(budget, trace.n_pos), share
+    for trace, policy, budget in itertools.product(traces, policies, budgets):
+        size = str(budget).strip()
+        share = size if size.endswith("%") else None
+        yield trace, policy, resolve_budget(budget, trace.n_pos), share
 
 
 #: Metrics of the summary, in the order in which they are shown.
@@ -323,7 +310,8 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")
     )
     for more in (chance, exact, sizes):
         wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    known = [name for name in metrics if name in wide.columns]
-    shown = [*known, *(["iou_chance"] if "retained_iou" in known else []), "exact"]
-    first = ["policy", "params", "budget", "share", "interval", "prefill"]
-    return wide.select(*first, *shown)
+    measured = [name for name in metrics if name in wide.columns]
+    if "retained_iou" in measured:
+        measured.append("iou_chance")
+    cell = ("policy", "params", "budget", "share", "interval", "prefill")
+    return wide.select(*cell, *measured, "exact")
