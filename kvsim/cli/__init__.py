@@ -4,7 +4,6 @@
     options     options of a command, generated from a dataclass
     show        tables, JSON and progress
     figures     data that `plot` draws figures from
-    sharing     pack and unpack, of `trace`; outputs that are URLs
 
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 an

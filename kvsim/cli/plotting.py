@@ -173,7 +173,7 @@ def plot(
 
     from kvsim import plots
 
-    values = typed | {"metrics": metrics, "zoom": span}
+    values = typed | {"layer": layer, "metrics": metrics, "zoom": span}
     values["layers"] = None if layer is None else [layer]
     keywords = {key: values[key] for key in figure.options if values[key] is not None}
     drawing = getattr(plots, name)(*data.arguments(figure), **keywords)

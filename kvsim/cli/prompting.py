@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.values import OptionError, path_option, split
+from kvsim.cli.values import OptionError, Overwrite, path_option, split
 from kvsim.errors import OutputError
 from kvsim.tiny.tasks import TASKS, TOKENS
 from kvsim.tiny.vocabulary import DOMAINS
@@ -59,9 +59,7 @@ def prompts(
         int | None, typer.Option(help="Lines after which a walk returns to a fact.")
     ] = None,
     out: Annotated[Path | None, path_option("FILE.jsonl", "Write to a file instead.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file that exists.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write prompts for the shipped models, with the right answers.
 

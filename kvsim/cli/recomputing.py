@@ -8,6 +8,7 @@ import typer
 
 from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
 from kvsim.cli.values import (
+    Budgets,
     Json,
     PolicyNames,
     Settings,
@@ -35,10 +36,7 @@ def recompute(
         str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
     ],
     policy: PolicyNames,
-    budget: Annotated[
-        list[str],
-        typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the trace."),
-    ],
+    budget: Budgets,
     model: Annotated[
         str,
         typer.Option(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli.describing import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.options import with_options
-from kvsim.cli.sharing import check_outputs, final, publish, stage
 from kvsim.cli.show import echo_json, echo_text
 from kvsim.cli.values import (
     Json,
@@ -92,7 +93,7 @@ def capture(
     from kvsim.recorder.resuming import suggesting_resume
     from kvsim.store import check_writable, describe
 
-    path = stage(context, out)
+    path = _stage(context, out)
     if prompts is None:
         requested = [Prompt(path.stem, prompt or "")]
     else:
@@ -101,7 +102,7 @@ def capture(
     paths = [path] if single else [path / file_name(each.id) for each in requested]
     with suggesting_resume(applies=not (single or options.overwrite or is_url(out))):
         new = [each for each in paths if not (options.resume and each.exists())]
-        check_outputs(new, path, out, options.overwrite)
+        _check_outputs(new, path, out, options.overwrite)
     check_writable(paths[0].parent)
     if device_map is None:
         device = parse_device(device or "cpu")
@@ -120,7 +121,7 @@ def capture(
         facts = [
             {
                 **describe(str(trace.path)),
-                "path": final(at, path, out),
+                "path": _final(at, path, out),
                 "kept": before[at] is not None and before[at] == _identity(at),
             }
             for trace, at in zip(traces, paths, strict=True)
@@ -130,7 +131,7 @@ def capture(
         outcome = _interrupted(before, out, resume=options.resume)
         raise Stop("; ".join([outcome, *drafts]), 130) from None
     finally:
-        publish(paths, path, out)
+        _publish(paths, path, out)
     _report(facts, as_json=as_json)
 
 
@@ -184,3 +185,54 @@ def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
             f"{which} reached {cut[0]['max_new_tokens']} tokens without an end; a larger "
             "--max-new-tokens records more."
         )
+
+
+def _stage(context: typer.Context, out: str) -> Path:
+    """Return where to record: `out`, or for a URL a local folder that is removed at the end.
+
+    Traces that could not be uploaded and drafts of interrupted captures stay there.
+    """
+    if not is_url(out):
+        return Path(out)
+    folder = Path(mkdtemp(prefix="kvsim-"))
+    context.call_on_close(lambda: _leave(folder))
+    return Path(folder, out.rstrip("/").rpartition("/")[2])
+
+
+def _leave(folder: Path) -> None:
+    """Remove a staging folder without files, or print where the files are."""
+    if any(path.is_file() for path in folder.rglob("*")):
+        echo_text(f"files that were not uploaded are kept in {folder}", err=True)
+    else:
+        shutil.rmtree(folder)
+
+
+def _check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -> None:
+    """Raise TraceExistsError unless traces may be written to all of these paths.
+
+    staged: the local path that stands for `out`.
+    """
+    from kvsim.store import check_target
+
+    for path in paths:
+        check_target(path, overwrite=overwrite)
+        if is_url(out):
+            from kvsim.store.remote import check_free
+
+            check_free(_final(path, staged, out), overwrite=overwrite)
+
+
+def _publish(paths: list[Path], staged: Path, out: str) -> None:
+    """Upload the traces that exist, if `out` is a URL."""
+    if is_url(out):
+        from kvsim.store.remote import upload
+
+        for path in paths:
+            if path.is_dir():
+                upload(path, _final(path, staged, out))
+                shutil.rmtree(path)
+
+
+def _final(path: Path, staged: Path, out: str) -> str:
+    """Return the final path or URL of a trace that was recorded at `path`."""
+    return str(path) if not is_url(out) else out.rstrip("/") + str(path).removeprefix(str(staged))

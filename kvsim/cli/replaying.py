@@ -22,6 +22,7 @@ from kvsim.cli.show import (
     one_line,
 )
 from kvsim.cli.values import (
+    Budgets,
     Device,
     Interval,
     Json,
@@ -52,13 +53,7 @@ if TYPE_CHECKING:
 def replay(
     traces: TracePaths,
     policy: PolicyNames,
-    budget: Annotated[
-        list[str],
-        typer.Option(
-            metavar="N|P%[,...]",
-            help="Entries per KV head that stay after an event, or a share of the trace's length.",
-        ),
-    ],
+    budget: Budgets,
     interval: Interval = None,
     prefill: Prefill = None,
     settings: Settings = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import bar
-from kvsim.cli.values import locate, path_option
+from kvsim.cli.values import Overwrite, locate, path_option
 
 
 def report(
@@ -27,9 +27,7 @@ def report(
             metavar="NAME", help="The policy beside which the others stand; default: the first."
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the page that is there.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write results, figures and the papers' claims on them as one HTML page.
 

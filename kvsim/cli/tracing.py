@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli import sharing
 from kvsim.cli.show import bar, echo_json, echo_text, one_line
-from kvsim.cli.values import Json, Stop, path_argument, path_option
+from kvsim.cli.values import Json, Overwrite, Stop, locate, path_argument, path_option
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,8 +22,45 @@ DraftPath = Annotated[
     path_argument("PATH", "The intended path of the trace, or the hidden folder next to it."),
 ]
 
-app.command()(sharing.pack)
-app.command()(sharing.unpack)
+Out = Annotated[
+    Path | None, path_option("PATH", "Where to write it; next to the trace by default.")
+]
+
+
+@app.command()
+def pack(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help="The folder of a recorded trace, or 'sample', which ships."
+        ),
+    ],
+    out: Out = None,
+) -> None:
+    """Write a trace as one file, TRACE.zip, which every command reads like a folder.
+
+    Chunks are checked first. The same trace has the same bytes.
+    """
+    from kvsim.store import packing
+
+    if trace == "sample" and out is None:
+        out = Path("sample.zarr.zip")  # not next to the sample, inside the package
+    packed = packing.pack(locate(trace), out)
+    typer.echo(f"{packed}: {packed.stat().st_size / 1e6:.1f} MB")
+
+
+@app.command()
+def unpack(
+    file: Annotated[Path, path_argument("FILE", "A local packed trace.")],
+    out: Out = None,
+) -> None:
+    """Write a packed trace as a folder again.
+
+    A file that is not a complete packed trace is refused before anything is written.
+    """
+    from kvsim.store import packing
+
+    typer.echo(str(packing.unpack(file, out)))
 
 
 @app.command()
@@ -33,9 +69,7 @@ def recover(
     out: Annotated[
         Path | None, path_option("PATH", "Where to write the trace; default: its intended path.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a trace at that path.")
-    ] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Make a trace of what an interrupted capture has left behind.
@@ -48,7 +82,7 @@ def recover(
     try:
         with bar("layers") as report:
             trace = store.recover(
-                path, out=out, overwrite=overwrite, progress=lambda *of: report(*of, str(path))
+                path, out=out, overwrite=overwrite, progress=lambda n, of: report(n, of, str(path))
             )
     except KeyboardInterrupt:
         raise Stop("interrupted, the draft is kept; run the same command again", 130) from None

@@ -53,6 +53,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."),
 ]
+Budgets = Annotated[
+    list[str],
+    typer.Option(
+        "--budget",
+        metavar="N|P%[,...]",
+        help="Entries per KV head that stay after an event, or a share of the trace's length.",
+    ),
+]
 Interval = Annotated[
     int | None,
     typer.Option(
@@ -69,6 +77,7 @@ Prefill = Annotated[
         "each policy its own.",
     ),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")

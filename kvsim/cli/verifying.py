@@ -50,7 +50,7 @@ def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
 
     try:
         with bar("layers") as report:
-            result = check(path, deep=deep, progress=lambda *of: report(*of, str(path)))
+            result = check(path, deep=deep, progress=lambda n, of: report(n, of, str(path)))
     except TraceError as error:
         # behind a server that refuses it, a trace may be undamaged
         verdict = "cannot be opened" if is_url(path) else "damaged"
