@@ -80,8 +80,9 @@ def expected_attention(event: Event) -> Scored:
                 score[p] += a / event.group
             logits.append(logit)
         if params["log"]:
-            values.append({**score, **_logarithms(event, h, open_to, logits)})
-            noise.append({p: abs(s) + rough for p, s in values[-1].items()})
+            logs = _logarithms(event, h, open_to, logits)
+            values.append({p: logs.get(p, -math.inf) for p in live})
+            noise.append({p: abs(logs.get(p, 0.0)) + rough for p in live})
             continue
         if params["value_norm"] != "none":
             for p in live:
