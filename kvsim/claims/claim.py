@@ -13,7 +13,7 @@ from kvsim.analysis.summaries import Interval
 
 Floats = NDArray[np.float64]
 
-HOLDS, NOT, OPEN = "holds", "does not hold", "cannot be said"
+HOLDS, NOT, OPEN = "holds", "does not hold", "cannot be decided"
 
 #: Cases that are listed one by one; of more, how many of each kind and the outermost.
 LISTED = 4
