@@ -44,12 +44,12 @@ from kvsim.analysis.kept.coverage import (
     kept_coverage,
     retained_positions,
 )
-from kvsim.analysis.kept.regions import steps
 from kvsim.analysis.kept.retention import (
     RetentionRatio,
     entries_seen,
     retained_iou,
     retention_ratio,
+    steps,
     wipeout,
 )
 from kvsim.analysis.kept.segments import Segments, ams_segments, noted, proxy_segments

@@ -20,8 +20,7 @@ from kvsim.analysis.attention.intermittence import SHARE, Gaps, attention_gaps, 
 from kvsim.analysis.attention.normality import Normality, state_normality
 from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.regions import steps
-from kvsim.analysis.kept.retention import LENGTHS, SINK, THRESHOLDS, Wipeout, wipeout
+from kvsim.analysis.kept.retention import LENGTHS, SINK, THRESHOLDS, Wipeout, steps, wipeout
 from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.output.error import OutputError

@@ -56,7 +56,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     report = progress or (lambda *_: None)
     steps = len(_MEASURED) + 1
     policies = [policy(name) for name in METHODS]
-    first: Analysis | None = None
+    firsts: list[Analysis] = []
     tables, errors, left_out = [], [], []
     diagnoses: list[Diagnosis] = []
     refused: dict[str, None] = {}
@@ -71,10 +71,10 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         diagnoses += analysis.diagnoses.values()
         left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
-        first = first or analysis
+        firsts = firsts or [analysis]
     return Study(
         traces=tuple(traces),
-        first=first,
+        first=firsts[0],
         table=pl.concat(tables),
         diagnoses=tuple(diagnoses),
         errors=pl.concat(errors),

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.kept.retention import event_rows, share
+from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
@@ -52,22 +53,20 @@ def _mean_cosine(unit: Floats, chosen: NDArray[np.bool_]) -> Floats:
     total = (weight[:, None] @ unit)[:, 0]
     itself = (weight * (unit**2).sum(-1)).sum(-1)
     count = chosen.sum(-1)
-    out = np.full(len(unit), np.nan)
-    np.divide((total**2).sum(-1) - itself, count * (count - 1), out=out, where=count > 1)
-    return out
+    return share((total**2).sum(-1) - itself, count * (count - 1))
 
 
 def key_similarities(
     trace: Trace, records: Sequence[Record], device: str = "cpu"
 ) -> list[list[KeySimilarity]]:
-    """For each record and each of its layers; the keys of a layer are read once."""
-    found: list[dict[int, KeySimilarity]] = [{} for _ in records]
-    for layer in sorted({layer for record in records for layer in record.layers}):
-        keys = trace.read("k", slice(layer, layer + 1))[0].to(device, torch.float64).cpu().numpy()
-        for record, of_layers in zip(records, found, strict=True):
-            if layer in record.layers:
-                gone = record.gone_after[record.layers.index(layer)]
-                by_head = keys.repeat(len(gone) // len(keys), axis=0)
-                of_layers[layer] = key_similarity(gone, by_head)
-    each = zip(records, found, strict=True)
-    return [[one[layer] for layer in record.layers] for record, one in each]
+    """For each record the similarity in each of its layers."""
+
+    def keys(layer: int) -> Floats:
+        read = trace.read("k", slice(layer, layer + 1))[0]
+        return read.to(device, torch.float64).cpu().numpy()
+
+    def similarity(record: Record, at: int, keys: Floats) -> KeySimilarity:
+        gone = record.gone_after[at]
+        return key_similarity(gone, keys.repeat(len(gone) // len(keys), axis=0))
+
+    return by_layer(records, keys, similarity)

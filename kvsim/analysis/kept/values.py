@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import SINK, event_rows
+from kvsim.analysis.kept.retention import SINK, event_rows, share
+from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
@@ -38,10 +39,9 @@ def value_norm_overlap(
     behind the sinks, or keeps nothing there.
     """
     rows = event_rows(evicted_at)
-    heads = len(evicted_at)
-    overlap, chance = np.full(heads, np.nan), np.full(heads, np.nan)
     if not len(rows):
-        return NormOverlap(overlap, chance)
+        none = np.full(len(evicted_at), np.nan)
+        return NormOverlap(none, none)
     last = int(rows[-1])
     held = evicted_at[:, sink : last + 1] > last
     count, n = held.sum(-1), held.shape[-1]
@@ -49,28 +49,22 @@ def value_norm_overlap(
     largest = np.arange(n) < count[:, None]
     both = (np.take_along_axis(held, order, -1) & largest).sum(-1)
     chosen = (count > 0) & (count < n)
-    np.divide(both, count, out=overlap, where=chosen)
-    np.divide(count, n, out=chance, where=chosen)
-    return NormOverlap(overlap, chance)
+    chance = np.where(chosen, count / max(1, n), np.nan)
+    return NormOverlap(share(both, np.where(chosen, count, 0)), chance)
 
 
 def value_norm_overlaps(
     trace: Trace, records: Sequence[Record], device: str = "cpu"
 ) -> list[list[NormOverlap]]:
-    """For each record the overlap of each of its layers; the values of a layer are read once."""
-    found = [[_nothing(record)] * len(record.layers) for record in records]
-    for layer in sorted({layer for record in records for layer in record.layers}):
+    """For each record the overlap of each of its layers."""
+
+    def norms(layer: int) -> Floats:
         values = trace.read("v", slice(layer, layer + 1))[0].to(device)
-        norms = values.norm(dim=-1).cpu().numpy()
-        for record, of_layers in zip(records, found, strict=True):
-            if layer in record.layers:
-                at = record.layers.index(layer)
-                gone = record.gone_after[at]
-                by_head = norms.repeat(len(gone) // len(norms), axis=0)
-                of_layers[at] = value_norm_overlap(gone, by_head)
-    return found
+        length: Floats = values.norm(dim=-1).cpu().numpy()
+        return length
 
+    def overlap(record: Record, at: int, norms: Floats) -> NormOverlap:
+        gone = record.gone_after[at]
+        return value_norm_overlap(gone, norms.repeat(len(gone) // len(norms), axis=0))
 
-def _nothing(record: Record) -> NormOverlap:
-    none = np.full(record.evicted_at.shape[1], np.nan)
-    return NormOverlap(none, none)
+    return by_layer(records, norms, overlap)

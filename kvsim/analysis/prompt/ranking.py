@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.kept.retention import share
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
@@ -256,11 +257,8 @@ class Ranking:
         NaN in the first layer, and where k is 0.
         """
         top = self.top(k)
-        both = (top[1:] & top[:-1]).sum(-1)
-        either = (top[1:] | top[:-1]).sum(-1)
-        out = np.full(self.n_layers, np.nan)
-        np.divide(both, either, out=out[1:], where=either > 0)
-        return out
+        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
+        return np.concatenate([[np.nan], share(both, either)])
 
     def jaccard_chance(self, k: int) -> float:
         """The Jaccard index of two sets of k tokens that share as many as expected, k * k / m."""
