@@ -80,23 +80,19 @@ def _ablations(e: Evidence) -> Iterator[Claim]:
     yield e.compared("Q5", says, plain, credit, "boundary_shift")
     says = "Credit raises the IoU of consecutive kept sets"
     yield e.compared("Q5", says, credit, plain, "retained_iou")
-    mass = of("ams", weights="mass")
-    says = "Quotas by mass are better than by length"
-    yield e.compared("Q6", says, of("ams", weights="length"), mass)
-    says = "Quotas by mass are better than equal ones"
-    yield e.compared("Q6", says, of("ams", weights="equal"), mass)
-    fixed = of("ams", segmentation="fixed")
+    for weights, other in (("length", "by length"), ("equal", "equal ones")):
+        says = f"Quotas by mass are better than {other}"
+        yield e.compared("Q6", says, of("ams", weights=weights), of("ams", weights="mass"))
     adaptive = of("ams", segmentation="mass", segment_length=...)
     says = "Segments by mass are better than fixed ones"
-    yield e.compared("Q7", says, fixed, adaptive)
+    yield e.compared("Q7", says, of("ams", segmentation="fixed"), adaptive)
 
 
 def _must_keep(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
     """Q8: how much of what AMS gains is what it protects; the base keeps the same for that."""
-    sizes = {(4, 32)}
+    sink, recent = 4, 32
     for _, one in e.alone(made):
-        sizes = {(one.parameters.get("sink", 4), one.parameters.get("recent", 32))}
-    ((sink, recent),) = sizes
+        sink, recent = one.parameters.get("sink", 4), one.parameters.get("recent", 32)
     kept = of(base.policy, protect={"sink": sink, "recent": recent, "prompt": False})
     yield e.compared("Q8", f"AMS is better than {base}", base, made)
     if base.policy != BASE and not any(map(kept.fits, e.results)):

@@ -164,6 +164,6 @@ def quantiles(samples: Tensor, points: int = 200) -> tuple[Floats, Floats]:
     n = samples.shape[-1]
     at = torch.linspace(0, n - 1, min(points, n), dtype=torch.float64).round().long()
     ascending = samples.double().sort(dim=-1).values
-    deviation, mean = torch.std_mean(ascending, -1, correction=0, keepdim=True)
-    ordered = ((ascending - mean) / deviation)[..., at]
+    deviation = ascending.std(-1, correction=0, keepdim=True)
+    ordered = ((ascending - ascending.mean(-1, keepdim=True)) / deviation)[..., at]
     return normal_medians(n)[at].numpy(), ordered.numpy()

@@ -29,14 +29,17 @@ Ints = NDArray[np.int64]
 _LABEL = pl.Enum(FIDELITY)
 _OF_TRACE: dict[str, Any] = {
     **dict.fromkeys(("trace", "task"), pl.String),
-    **{"budget": pl.Int64, "share": pl.String, "k": pl.Int64},
+    "budget": pl.Int64,
+    "share": pl.String,
+    "k": pl.Int64,
 }
 #: Columns of `layer_table`.
 LAYER_COLUMNS: dict[str, Any] = {
     **_OF_TRACE,
     "layer": pl.Int64,
     **dict.fromkeys(("variance", "relative_variance"), pl.Float64),
-    **{"selected": pl.Boolean, "union": pl.Int64},
+    "selected": pl.Boolean,
+    "union": pl.Int64,
     **dict.fromkeys(("entropy", "entropy_uniform"), pl.Float64),
     **dict.fromkeys(("jaccard", "jaccard_chance", "gold_recall"), pl.Float64),
     "fidelity": _LABEL,
@@ -45,7 +48,9 @@ LAYER_COLUMNS: dict[str, Any] = {
 SELECTION_COLUMNS: dict[str, Any] = {
     **_OF_TRACE,
     **dict.fromkeys(("prompt_len", "n_layers", "first_layer", "look_back"), pl.Int64),
-    **{"tau": pl.Float64, "layer": pl.Int64, "relative_variance": pl.Float64},
+    "tau": pl.Float64,
+    "layer": pl.Int64,
+    "relative_variance": pl.Float64,
     **dict.fromkeys(("gold_tokens", "first_full_recall", "layer_regret"), pl.Int64),
     "gold_recall": pl.Float64,
     **dict.fromkeys(("verdict", "remark"), pl.String),
