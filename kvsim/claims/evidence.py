@@ -133,7 +133,7 @@ class Evidence:
         self, metric: str, variant: str | None = None, layer: int | None = None
     ) -> Floats:
         """A property of each trace; [prompt], NaN without one."""
-        return self.value(None, None, metric, variant, layer)
+        return self._pair(None, None, metric, variant, layer)[0]
 
     def traces_chance(self, metric: str, variant: str, layer: int) -> Floats:
         """What chance alone gives, as `of_traces`."""
@@ -185,11 +185,11 @@ class Evidence:
 
     def alone(self, setting: Setting, when: When = decoding) -> list[tuple[str, Result]]:
         """The main result of a setting at each schedule, and what tells these apart."""
-        found: dict[Schedule, list[Result]] = {}
+        by_schedule: dict[Schedule, list[Result]] = {}
         for one in filter(setting.fits, self.results):
-            found.setdefault(one.schedule, []).append(one)
-        chosen = when(list(found))
-        return [(_after(at, chosen, when), main(found[at])) for at in chosen]
+            by_schedule.setdefault(one.schedule, []).append(one)
+        chosen = when(list(by_schedule))
+        return [(_after(at, chosen, when), main(by_schedule[at])) for at in chosen]
 
     def pairs(
         self, first: Setting, second: Setting, when: When = decoding
@@ -200,7 +200,7 @@ class Evidence:
         the main result of each.
         """
         free = {*first.params, *second.params}
-        found: dict[Schedule, list[tuple[Result, Result]]] = {}
+        by_schedule: dict[Schedule, list[tuple[Result, Result]]] = {}
         for at in dict.fromkeys(one.schedule for one in self.results):
             own = [one for one in self.results if one.schedule == at]
             a, b = (list(filter(setting.fits, own)) for setting in (first, second))
@@ -209,12 +209,12 @@ class Evidence:
             else:
                 couples = [(main(a), main(b))] if a and b else []
             if couples:
-                found[at] = couples
-        chosen = when(list(found))
+                by_schedule[at] = couples
+        chosen = when(list(by_schedule))
         return [
-            (_joined(_others((x, y), found[at]), _after(at, chosen, when)), x, y)
+            (joined(_others((x, y), by_schedule[at]), _after(at, chosen, when)), x, y)
             for at in chosen
-            for x, y in found[at]
+            for x, y in by_schedule[at]
         ]
 
     def around(
@@ -226,7 +226,7 @@ class Evidence:
                 same = one.policy == policy and one.schedule == base.schedule
                 if same and differing(one, base) == {name}:
                     changed = in_words({name: one.parameters.get(name)})
-                    yield _joined(changed, label), one, base
+                    yield joined(changed, label), one, base
 
     # --- cases ---
 
@@ -241,13 +241,15 @@ class Evidence:
         layers: bool = False,
     ) -> Cases:
         """`more` minus `less` on each prompt, at each budget; layers: in each of them."""
-        cases = {}
         known = self.layers(metric, variant) if layers else [None]
-        for label, a, b in self.pairs(more, less, when):
-            for layer, asked in product(known, self.budgets):
-                x, y = (self.value(one, asked, metric, variant, layer) for one in (a, b))
-                cases[_case(asked, _layer(layer), label)] = x - y
-        return cases
+        return {
+            joined(f"budget {asked}", _layer(layer), label): (
+                self.value(a, asked, metric, variant, layer)
+                - self.value(b, asked, metric, variant, layer)
+            )
+            for label, a, b in self.pairs(more, less, when)
+            for layer, asked in product(known, self.budgets)
+        }
 
     def values(
         self,
@@ -260,7 +262,9 @@ class Evidence:
     ) -> Cases:
         """The values of one setting on each prompt, at each budget; layers: in each of them."""
         return {
-            _case(asked, _layer(layer), label): self.value(one, asked, metric, variant, layer)
+            joined(f"budget {asked}", _layer(layer), label): self.value(
+                one, asked, metric, variant, layer
+            )
             for label, one in self.alone(setting, when)
             for layer, asked in product(layers, self.budgets)
         }
@@ -273,7 +277,7 @@ class Evidence:
                 x, base = (self.value(one, asked, metric) for one in (a, b))
                 known = base[~np.isnan(base)]
                 if len(known) and known.mean():
-                    cases[_case(asked, label)] = (x - base) / known.mean()
+                    cases[joined(f"budget {asked}", label)] = (x - base) / known.mean()
         return cases
 
     def by_layer(
@@ -402,15 +406,12 @@ def _others(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]
     return in_words(told)
 
 
-def _case(asked: str, *more: str) -> str:
-    return _joined(f"budget {asked}", *more)
-
-
 def _layer(layer: int | None) -> str:
     return "" if layer is None else f"layer {layer}"
 
 
-def _joined(*parts: str) -> str:
+def joined(*parts: str) -> str:
+    """What tells a case from the others."""
     return ", ".join(filter(None, parts))
 
 
