@@ -4,6 +4,10 @@ Prompts are the unit. Values are averaged over layers, heads and events within a
 that a long trace counts as much as a short one (macro average), and intervals say how far the mean
 would move with other prompts. They say nothing about other models or another seed of training.
 A trace that a metric cannot be computed on is counted as asked and not measured, never as zero.
+
+Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
+apart, such as `layer`, `stage` or `domain`; PolicyError where the Table lacks one. Intervals are
+95 % bootstrap intervals over traces, null for a single one.
 """
 
 from __future__ import annotations
@@ -118,15 +122,7 @@ def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
 def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
-    Args:
-        table: of `kvsim.measure` or a sweep.
-        by: more columns that tell results apart, such as `layer`, `stage` or `domain`.
-
-    Returns:
-        `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
-
-    Raises:
-        PolicyError: the table has no such column.
+    `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
     _check_columns(table, by)
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
@@ -147,13 +143,8 @@ _WEAKEST = _LEVEL.max().cast(pl.String).cast(_LABEL)
 def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """Means over prompts with their intervals, one row per result.
 
-    Args:
-        table: of `kvsim.measure` or a sweep.
-        by: more columns that tell results apart, such as `stage` or `domain`.
-
-    Returns:
-        `by`, `KEYS`, then `mean`, `low`, `high` (95 % bootstrap interval over traces, null for a
-        single one), `n` traces measured of the `of` that were asked, `chance` (mean), `fidelity`.
+    `by`, `KEYS`, then `mean`, `low`, `high`, `n` traces measured of the `of` that were asked,
+    `chance` (mean), `fidelity`.
     """
     values = per_prompt(table, by)
     # what belongs to no policy was asked of every trace
@@ -185,18 +176,9 @@ def _with_intervals(
 def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFrame:
     """Every policy minus `base` on the same prompts, at the budget that was asked for.
 
-    Args:
-        table: of `kvsim.measure` or a sweep.
-        base: name of the policy that the others are compared with.
-        by: more columns that tell results apart, such as `stage` or `domain`.
-
-    Returns:
-        `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of
-        the difference (95 % bootstrap interval over traces), `n` traces with both values of `of`
-        with one, `above`: the share of traces where the policy has more, ties half.
-
-    Raises:
-        PolicyError: the table has no such policy, or several of this name.
+    `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of the
+    difference, `n` traces with both values of `of` with one, `above`: the share of traces where the
+    policy has more, ties half. PolicyError where the Table has no policy `base`, or several.
     """
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
     known = values["policy"].unique(maintain_order=True).to_list()
@@ -226,11 +208,7 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
 def level_shares(table: pl.DataFrame, by: Sequence[str] = ("metric",)) -> pl.DataFrame:
     """How many of a Table's values have which fidelity, null values left out.
 
-    Returns:
-        `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
-
-    Raises:
-        PolicyError: the table has no such column.
+    `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
     """
     _check_columns(table, by)
     known = table.filter(pl.col("value").is_not_null())
@@ -261,20 +239,12 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
 
     Values are paired one by one, with the same trace, policy, parameters, budget in entries,
     schedule, metric, layer, head and event; what only one level has is left out, and so is what
-    one level says twice where no other one says anything.
+    one level says twice where no other one says anything. The levels may be of one run, or of
+    several one below the other.
 
-    Args:
-        table: with values of several levels, of one run or of several one below the other.
-        by: more columns that tell results apart, such as `layer`.
-
-    Returns:
-        `by`, policy, params, asked, interval, prefill, metric, variant, unit, then `stronger` and
-        `weaker` (levels), `at_stronger` and `at_weaker` (means over prompts), `mean`, `low`, `high`
-        of the difference (95 % bootstrap interval over traces), `n` traces, `values` that were
-        paired.
-
-    Raises:
-        PolicyError: no such column, or two different values of one level beside another level.
+    `by`, `KEYS`, then `stronger` and `weaker` (levels), `at_stronger` and `at_weaker` (means over
+    prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
+    PolicyError for two different values of one level next to another level.
     """
     _check_columns(table, by)
     known = table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())

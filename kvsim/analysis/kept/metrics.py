@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
+from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted
-from kvsim.analysis.kept.similarity import key_similarities
 from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
-from kvsim.analysis.kept.values import value_norm_overlaps
 from kvsim.analysis.subject import Analysis, Subject
 from kvsim.core.trace import Trace
 

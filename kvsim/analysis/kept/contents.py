@@ -1,4 +1,4 @@
-"""How alike the keys are that a policy keeps: what G-KV's redundancy term is to lower."""
+"""What is in the entries that a policy keeps: the length of values, the likeness of keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,63 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import event_rows, share
+from kvsim.analysis.kept.retention import SINK, event_rows, share
 from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NormOverlap:
+    """Of one layer after its last event, [H]; `chance` is that of a random choice of the size."""
+
+    overlap: Floats
+    chance: Floats
+
+
+def value_norm_overlap(
+    evicted_at: NDArray[np.int32], norms: Floats, sink: int = SINK
+) -> NormOverlap:
+    """Share of what each head keeps behind the sinks that the largest values would keep too.
+
+    With c entries kept at positions from `sink` on, after the last event at which the layer evicted
+    anything: those of the c largest norms of the value (the lower position first among equals) that
+    are kept, over c. The first `sink` positions are left out because most policies protect them,
+    and their values are small. A question of Expected Attention (arXiv 2510.00636), whose score has
+    the norm of the value as a factor.
+
+    evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
+    behind the sinks, or keeps nothing there.
+    """
+    rows = event_rows(evicted_at)
+    last = int(rows[-1]) if len(rows) else -1  # without an event no head has lost anything
+    held = evicted_at[:, sink : last + 1] > last
+    count, n = held.sum(-1), held.shape[-1]
+    order = np.argsort(-norms[:, sink : last + 1], axis=-1, kind="stable")
+    largest = np.arange(n) < count[:, None]
+    both = (np.take_along_axis(held, order, -1) & largest).sum(-1)
+    chosen = (count > 0) & (count < n)
+    chance = np.where(chosen, count / max(1, n), np.nan)
+    return NormOverlap(share(both, np.where(chosen, count, 0)), chance)
+
+
+def value_norm_overlaps(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[list[NormOverlap]]:
+    """For each record the overlap of each of its layers."""
+
+    def norms(layer: int) -> Floats:
+        values = trace.read("v", slice(layer, layer + 1))[0].to(device)
+        length: Floats = values.norm(dim=-1).cpu().numpy()
+        return length
+
+    def overlap(record: Record, at: int, norms: Floats) -> NormOverlap:
+        gone = record.gone_after[at]
+        return value_norm_overlap(gone, norms.repeat(len(gone) // len(norms), axis=0))
+
+    return by_layer(records, norms, overlap)
 
 
 @dataclass(frozen=True)
