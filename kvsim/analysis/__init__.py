@@ -38,25 +38,29 @@ from kvsim.analysis.attention.projections import Projections, key_projections, p
 from kvsim.analysis.attention.sparsity import Sparsity, attention_sparsity, compressed_sparsity
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
+from kvsim.analysis.kept.contents import (
+    KeySimilarity,
+    NormOverlap,
+    key_similarity,
+    value_norm_overlap,
+)
 from kvsim.analysis.kept.coverage import (
     Coverage,
     RetainedPositions,
     kept_coverage,
     retained_positions,
 )
-from kvsim.analysis.kept.regions import steps
 from kvsim.analysis.kept.retention import (
     RetentionRatio,
     entries_seen,
     retained_iou,
     retention_ratio,
+    steps,
     wipeout,
 )
 from kvsim.analysis.kept.segments import Segments, ams_segments, noted, proxy_segments
-from kvsim.analysis.kept.similarity import KeySimilarity, key_similarity
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.kept.text import max_loop, punctuation_lift, repetition, retention_lift
-from kvsim.analysis.kept.values import NormOverlap, value_norm_overlap
 from kvsim.analysis.output.error import OutputError, output_error
 from kvsim.analysis.output.recall import Attended, attended
 from kvsim.analysis.output.reconstruction import reconstruction_table

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.analysis.kept.retention import share
 from kvsim.analysis.subject import Analysis, Subject
 
 Floats = NDArray[np.float64]
@@ -61,7 +62,4 @@ class Metric:
 def mean_known(values: Floats) -> Floats:
     """Mean over the last axis of what is not NaN; NaN where nothing is."""
     known = ~np.isnan(values)
-    count = known.sum(-1)
-    out = np.full(values.shape[:-1], np.nan)
-    np.divide(np.where(known, values, 0.0).sum(-1), count, out=out, where=count > 0)
-    return out
+    return share(np.where(known, values, 0.0).sum(-1), known.sum(-1))

@@ -7,6 +7,7 @@ what it ablates, so a result of the same policy is called by the parameters in w
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -76,11 +77,10 @@ def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
     Raises PolicyError where parameters are no JSON object.
     """
     known = table.filter(pl.col("policy").is_not_null()).select(COLUMNS)
-    found = {}
-    for row in known.unique(maintain_order=True).iter_rows():
-        name, params, interval, prefill = row
-        found[row] = Result(name, _canonical(name, params), interval, prefill)
-    return found
+    return {
+        (name, params, *terms): Result(name, _canonical(name, params), *terms)
+        for name, params, *terms in known.unique(maintain_order=True).iter_rows()
+    }
 
 
 def _canonical(name: str, params: str | None) -> str:
@@ -101,7 +101,7 @@ def differing(one: Result, other: Result) -> frozenset[str]:
     return frozenset(name for name in (*a, *b) if a.get(name) != b.get(name))
 
 
-def main(found: Sequence[Result]) -> Result:
+def main(results: Sequence[Result]) -> Result:
     """Of results of one policy, the one that the others are variants of.
 
     The one from which most others differ in a single parameter; of several, that with the fewest
@@ -109,12 +109,12 @@ def main(found: Sequence[Result]) -> Result:
     """
 
     def rank(one: Result) -> tuple[int, int]:
-        near = sum(len(differing(one, other)) == 1 for other in found)
+        near = sum(len(differing(one, other)) == 1 for other in results)
         default = _defaults(one.policy)
         changed = sum(default.get(name) != value for name, value in one.parameters.items())
         return -near, changed
 
-    return min(found, key=rank)
+    return min(results, key=rank)
 
 
 @cache
@@ -140,7 +140,7 @@ def _value(value: object) -> str:
     return str(value)
 
 
-def labels(found: Sequence[Result]) -> dict[Result, str]:
+def labels(results: Sequence[Result]) -> dict[Result, str]:
     """What each result is called: the policy, and where it has several what tells them apart.
 
     `ams` is the main one and `ams (credit=False)` one that differs from it; where only schedules
@@ -149,30 +149,25 @@ def labels(found: Sequence[Result]) -> dict[Result, str]:
     Raises PolicyError where two results would be called the same.
     """
     by_policy: dict[str, list[Result]] = {}
-    for one in found:
+    for one in results:
         by_policy.setdefault(one.policy, []).append(one)
-    out = {}
-    for name, own in by_policy.items():
-        settings = list({one.params: one for one in own}.values())
-        base = main(settings)
-        schedules = {one.params: 0 for one in own}
-        for one in own:
-            schedules[one.params] += 1
-        for one in own:
-            changed = sorted(differing(one, base))
-            said = [in_words({key: one.parameters.get(key) for key in changed})] if changed else []
-            if schedules[one.params] > 1:
-                said.append(f"after: {schedule(one.interval, prefill=bool(one.prefill))}")
-            out[one] = f"{name} ({'; '.join(said)})" if said else name
+    schedules = Counter((one.policy, one.params) for one in results)
     taken: dict[str, Result] = {}
-    for one, label in out.items():
-        if label in taken:
-            raise PolicyError(
-                f"two results would be called {label}: policies {taken[label].policy} and "
-                f"{one.policy}; report them one by one"
-            )
-        taken[label] = one
-    return out
+    for name, of_policy in by_policy.items():
+        base = main(list({one.params: one for one in of_policy}.values()))
+        for one in of_policy:
+            remarks = [in_words({x: one.parameters.get(x) for x in sorted(differing(one, base))})]
+            if schedules[name, one.params] > 1:
+                remarks.append(f"after: {schedule(one.interval, prefill=bool(one.prefill))}")
+            remark = "; ".join(filter(None, remarks))
+            label = f"{name} ({remark})" if remark else name
+            if label in taken:
+                raise PolicyError(
+                    f"two results would be called {label}: policies {taken[label].policy} and "
+                    f"{name}; report them one by one"
+                )
+            taken[label] = one
+    return {one: label for label, one in taken.items()}
 
 
 def labelled(table: pl.DataFrame) -> pl.DataFrame:
@@ -185,6 +180,5 @@ def labelled(table: pl.DataFrame) -> pl.DataFrame:
     rows = [(*row, called[one]) for row, one in known.items()]
     schema = {name: table.schema[name] for name in COLUMNS} | {"label": pl.String}
     names = pl.DataFrame(rows, schema=schema, orient="row")
-    on = list(COLUMNS)
-    joined = table.join(names, on=on, how="left", nulls_equal=True, maintain_order="left")
+    joined = table.join(names, on=COLUMNS, how="left", nulls_equal=True, maintain_order="left")
     return joined.with_columns(policy="label").drop("label")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -16,12 +17,11 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
-from kvsim.analysis.attention.intermittence import SHARE, Gaps, attention_gaps, default_width
+from kvsim.analysis.attention.intermittence import Gaps, attention_gaps, default_width
 from kvsim.analysis.attention.normality import Normality, state_normality
 from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.regions import steps
-from kvsim.analysis.kept.retention import LENGTHS, SINK, THRESHOLDS, Wipeout, wipeout
+from kvsim.analysis.kept.retention import LENGTHS, SINK, THRESHOLDS, Wipeout, steps, wipeout
 from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.output.error import OutputError
@@ -78,8 +78,9 @@ class Analysis:
     @property
     def left_out(self) -> Mapping[str, str]:
         """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
-        trace, past, rows = self.trace, self._past, self.rule.window
+        trace, rows = self.trace, self.rule.window
         prompt, n = trace.prompt_len, trace.n_pos
+        past = prompt if self.cut is None else self.cut
         window = bool(trace.windowed), f"a sliding window in {windows(trace)}"
         part, later = ("prompt", "response") if self.cut is None else ("past", "row after the cut")
         least = SINK + LEAST_SAMPLES
@@ -97,21 +98,18 @@ class Analysis:
                 (prompt <= rows, f"a prompt of {prompt} tokens, no more than ASL's {rows} rows"),
             ],
         }
-        reasons = {
-            name: [why for fails, why in conditions if fails] for name, conditions in checks.items()
+        # the first reason of several
+        return {
+            name: why for name, of_name in checks.items() for fails, why in of_name[::-1] if fails
         }
-        return {name: of_name[0] for name, of_name in reasons.items() if of_name}
-
-    @property
-    def _past(self) -> int:
-        return self.trace.prompt_len if self.cut is None else self.cut
 
     @cached_property
     def expectation(self) -> Expectation | None:
         """Attention on the keys of the past: what later rows do and what is expected of them."""
         if "expectation" in self.left_out:
             return None
-        return expected_and_observed(self.trace, self._past, sink=SINK, device=self.device)
+        cut = self.trace.prompt_len if self.cut is None else self.cut
+        return expected_and_observed(self.trace, cut, sink=SINK, device=self.device)
 
     @cached_property
     def projections(self) -> Mapping[int, Projections]:
@@ -125,9 +123,7 @@ class Analysis:
     @cached_property
     def normality(self) -> Normality | None:
         """How queries before RoPE are distributed behind the sinks."""
-        if "normality" in self.left_out:
-            return None
-        return state_normality(self.trace, skip=SINK)
+        return None if "normality" in self.left_out else state_normality(self.trace, skip=SINK)
 
     @cached_property
     def ranking(self) -> Ranking | None:
@@ -139,14 +135,13 @@ class Analysis:
     @cached_property
     def diagnoses(self) -> Mapping[str, Diagnosis]:
         """ASL's test at each k, by k as it was given."""
-        if self.ranking is None:
+        if (ranking := self.ranking) is None:
             return {}
-        out = {}
-        for k in self.ks:
-            budget = _tokens(k, self.ranking.ranked) + self.rule.window
-            label = budget_label(k)
-            out[str(k)] = diagnose(self.trace, self.ranking, budget, gold=self.gold, share=label)
-        return out
+        budgets = {k: _tokens(k, ranking.ranked) + self.rule.window for k in self.ks}
+        return {
+            str(k): diagnose(self.trace, ranking, budget, gold=self.gold, share=budget_label(k))
+            for k, budget in budgets.items()
+        }
 
     @cached_property
     def gaps(self) -> Mapping[int, Gaps]:
@@ -154,11 +149,6 @@ class Analysis:
         if not default_width(self.trace):
             return {}
         return {layer: attention_gaps(self.trace, layer) for layer in self.layers}
-
-    @property
-    def gaps_variant(self) -> str:
-        """The share that is a top."""
-        return f"share={SHARE:g}"
 
 
 def budget_label(k: int | str) -> str:
@@ -230,10 +220,9 @@ class Subject:
         """(layer, variant, wipe-out) for regions of slots of each length."""
         for layer, evicted_at in self.layers():
             leaving = LeavingSlots.of(evicted_at)
-            for length in LENGTHS:
-                for least in THRESHOLDS:
-                    variant = f"space=slots,length={length},threshold={least:g}"
-                    yield layer, variant, leaving.wipeout(length, least)
+            for length, least in product(LENGTHS, THRESHOLDS):
+                variant = f"space=slots,length={length},threshold={least:g}"
+                yield layer, variant, leaving.wipeout(length, least)
 
     @cached_property
     def segments(self) -> list[tuple[int, str, Segments]]:

@@ -4,6 +4,10 @@ Prompts are the unit. Values are averaged over layers, heads and events within a
 that a long trace counts as much as a short one (macro average), and intervals say how far the mean
 would move with other prompts. They say nothing about other models or another seed of training.
 A trace that a metric cannot be computed on is counted as asked and not measured, never as zero.
+
+Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
+apart, such as `layer`, `stage` or `domain`; PolicyError where the Table lacks one. Intervals are
+95 % bootstrap intervals over traces, null for a single one.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -109,62 +112,39 @@ def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
     """
     total = pl.col("layer").max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
     counted = table.with_columns(total=total.cast(pl.Int64))
-    known = (
-        counted.select("layer", "total")
-        .drop_nulls()
-        .unique()
-        .filter(pl.col("layer") < pl.col("total"))
-    )
+    on = ["layer", "total"]
+    known = counted.select(on).drop_nulls().unique().filter(pl.col("layer") < pl.col("total"))
     names = [stage_of(layer, count) for layer, count in known.iter_rows()]
     named = known.with_columns(stage=pl.Series(names, dtype=pl.Enum(STAGES)))
-    on = ["layer", "total"]
     return counted.join(named, on=on, how="left", maintain_order="left").drop("total")
 
 
 def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
-    Args:
-        table: of `kvsim.measure` or a sweep.
-        by: more columns that tell results apart, such as `layer`, `stage` or `domain`.
-
-    Returns:
-        `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
-
-    Raises:
-        PolicyError: the table has no such column.
+    `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
     _check_columns(table, by)
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
-    rank = pl.col("fidelity").cast(pl.String).replace_strict(_STRENGTH, return_dtype=pl.Int64)
     return (
-        table.with_columns(asked=asked, rank=rank)
+        table.with_columns(asked=asked)
         .group_by(*by, *KEYS, "trace", maintain_order=True)
-        .agg(pl.col("value").mean(), pl.col("chance").mean(), pl.col("rank").max())
-        .with_columns(
-            fidelity=pl.col("rank").replace_strict(
-                {place: name for name, place in _STRENGTH.items()},
-                return_dtype=pl.Enum(FIDELITY),
-            )
-        )
-        .drop("rank")
+        .agg(pl.col("value").mean(), pl.col("chance").mean(), _WEAKEST)
     )
 
 
 #: Fidelities from the strongest; in a mean of several the weakest speaks.
-_STRENGTH = {name: place for place, name in enumerate(("exact", "closed", "semi", "open"))}
+_STRENGTH = pl.Enum(("exact", "closed", "semi", "open"))
+_LABEL = pl.Enum(FIDELITY)
+_LEVEL = pl.col("fidelity").cast(pl.String).cast(_STRENGTH)
+_WEAKEST = _LEVEL.max().cast(pl.String).cast(_LABEL)
 
 
 def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """Means over prompts with their intervals, one row per result.
 
-    Args:
-        table: of `kvsim.measure` or a sweep.
-        by: more columns that tell results apart, such as `stage` or `domain`.
-
-    Returns:
-        `by`, `KEYS`, then `mean`, `low`, `high` (95 % bootstrap interval over traces, null for a
-        single one), `n` traces measured of the `of` that were asked, `chance` (mean), `fidelity`.
+    `by`, `KEYS`, then `mean`, `low`, `high`, `n` traces measured of the `of` that were asked,
+    `chance` (mean), `fidelity`.
     """
     values = per_prompt(table, by)
     # what belongs to no policy was asked of every trace
@@ -172,38 +152,33 @@ def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     every = traces.over(*by) if by else traces
     own = traces.over(*by, *KEYS[:5])
     values = values.with_columns(of=pl.when(pl.col("policy").is_null()).then(every).otherwise(own))
-    results = list(values.group_by(*by, *KEYS, maintain_order=True))
-    intervals = Interval.of_each([_column(rows, "value") for _, rows in results])
-    rows = [
-        {
-            **dict(zip((*by, *KEYS), key, strict=True)),
-            **_numbers(interval),
-            "of": found["of"][0],
-            "chance": found["chance"].mean(),
-            "fidelity": max(found["fidelity"], key=_STRENGTH.__getitem__),
-        }
-        for (key, found), interval in zip(results, intervals, strict=True)
-    ]
-    schema = {name: values.schema[name] for name in (*by, *KEYS)} | _NUMBERS
-    more: dict[str, Any] = {"of": pl.Int64, "chance": pl.Float64, "fidelity": _LABEL}
-    return pl.DataFrame(rows, schema={**schema, **more})
+    more = [pl.col("of").first().cast(pl.Int64), pl.col("chance").mean(), _WEAKEST]
+    return _with_intervals(values, [*by, *KEYS], "value", more)
+
+
+def _with_intervals(
+    values: pl.DataFrame, keys: Sequence[str], column: str, more: Sequence[pl.Expr]
+) -> pl.DataFrame:
+    """A row per result: `keys`, then mean, low, high and n of a column over prompts, then more."""
+    grouped = values.group_by(keys, maintain_order=True).agg(*more, _values=pl.col(column))
+    rows = [_floats(one) for one in grouped["_values"]]
+    numbers = pl.DataFrame([vars(one) for one in Interval.of_each(rows)], schema=_NUMBERS)
+    return pl.concat(
+        [
+            grouped.select(keys),
+            numbers.with_columns(pl.selectors.float().fill_nan(None)),
+            grouped.drop(*keys, "_values"),
+        ],
+        how="horizontal",
+    )
 
 
 def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFrame:
     """Every policy minus `base` on the same prompts, at the budget that was asked for.
 
-    Args:
-        table: of `kvsim.measure` or a sweep.
-        base: name of the policy that the others are compared with.
-        by: more columns that tell results apart, such as `stage` or `domain`.
-
-    Returns:
-        `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of
-        the difference (95 % bootstrap interval over traces), `n` traces with both values of `of`
-        with one, `above`: the share of traces where the policy has more, ties half.
-
-    Raises:
-        PolicyError: the table has no such policy, or several of this name.
+    `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of the
+    difference, `n` traces with both values of `of` with one, `above`: the share of traces where the
+    policy has more, ties half. PolicyError where the Table has no policy `base`, or several.
     """
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
     known = values["policy"].unique(maintain_order=True).to_list()
@@ -223,31 +198,17 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
         own, on=on, how="left", nulls_equal=True, maintain_order="left"
     )
     keys = [*by, "policy", "params", "asked", "metric", "variant", "unit"]
-    paired = paired.with_columns(gap=pl.col("value") - pl.col("other"))
-    results = list(paired.group_by(*keys, maintain_order=True))
-    gaps = [_column(found, "gap") for _, found in results]
-    rows = [
-        {
-            **dict(zip(keys, key, strict=True)),
-            "base": base,
-            **_numbers(interval),
-            "of": len(gap),
-            "above": _share_above(gap),
-        }
-        for (key, _), gap, interval in zip(results, gaps, Interval.of_each(gaps), strict=True)
-    ]
-    schema = {name: values.schema[name] for name in keys} | {"base": pl.String} | _NUMBERS
-    return pl.DataFrame(rows, schema={**schema, "of": pl.Int64, "above": pl.Float64})
+    gap = pl.col("value") - pl.col("other")
+    paired = paired.with_columns(gap=gap, base=pl.lit(base))
+    above = ((gap.sign() + 1).mean() / 2).alias("above")
+    of = pl.len().cast(pl.Int64).alias("of")
+    return _with_intervals(paired, [*keys, "base"], "gap", [of, above])
 
 
 def level_shares(table: pl.DataFrame, by: Sequence[str] = ("metric",)) -> pl.DataFrame:
     """How many of a Table's values have which fidelity, null values left out.
 
-    Returns:
-        `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
-
-    Raises:
-        PolicyError: the table has no such column.
+    `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
     """
     _check_columns(table, by)
     known = table.filter(pl.col("value").is_not_null())
@@ -269,8 +230,8 @@ _PLACE = (
 
 def strongest(table: pl.DataFrame) -> pl.DataFrame:
     """The Table with one value in each place: of several levels the strongest one."""
-    rank = pl.col("fidelity").cast(pl.String).replace_strict(_STRENGTH, return_dtype=pl.Int64)
-    return table.filter(rank == rank.min().over(*_PLACE)).unique(maintain_order=True)
+    level = _LEVEL.to_physical()
+    return table.filter(level == level.min().over(*_PLACE)).unique(maintain_order=True)
 
 
 def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
@@ -278,20 +239,12 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
 
     Values are paired one by one, with the same trace, policy, parameters, budget in entries,
     schedule, metric, layer, head and event; what only one level has is left out, and so is what
-    one level says twice where no other one says anything.
+    one level says twice where no other one says anything. The levels may be of one run, or of
+    several one below the other.
 
-    Args:
-        table: with values of several levels, of one run or of several one below the other.
-        by: more columns that tell results apart, such as `layer`.
-
-    Returns:
-        `by`, policy, params, asked, interval, prefill, metric, variant, unit, then `stronger` and
-        `weaker` (levels), `at_stronger` and `at_weaker` (means over prompts), `mean`, `low`, `high`
-        of the difference (95 % bootstrap interval over traces), `n` traces, `values` that were
-        paired.
-
-    Raises:
-        PolicyError: no such column, or two different values of one level beside another level.
+    `by`, `KEYS`, then `stronger` and `weaker` (levels), `at_stronger` and `at_weaker` (means over
+    prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
+    PolicyError for two different values of one level next to another level.
     """
     _check_columns(table, by)
     known = table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
@@ -314,42 +267,32 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         known.filter(level=stronger).join(
             known.filter(level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
         )
-        for stronger, weaker in combinations(_STRENGTH, 2)
+        for stronger, weaker in combinations(_STRENGTH.categories, 2)
     ]
     paired = pl.concat(frames).with_columns(
         asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
         gap=pl.col("value") - pl.col("value_right"),
     )
-    within = paired.group_by(*keys, "level", "level_right", "trace", maintain_order=True).agg(
-        pl.col("value", "value_right", "gap").mean(), values=pl.len()
+    levels = [pl.col("level").cast(_LABEL), pl.col("level_right").cast(_LABEL)]
+    keys = [*keys, "stronger", "weaker"]
+    within = (
+        paired.with_columns(stronger=levels[0], weaker=levels[1])
+        .group_by(*keys, "trace", maintain_order=True)
+        .agg(pl.col("value", "value_right", "gap").mean(), values=pl.len())
     )
-    results = list(within.group_by(*keys, "level", "level_right", maintain_order=True))
-    intervals = Interval.of_each([_column(found, "gap") for _, found in results])
-    rows = [
-        {
-            **dict(zip((*keys, "stronger", "weaker"), key, strict=True)),
-            "at_stronger": found["value"].mean(),
-            "at_weaker": found["value_right"].mean(),
-            **_numbers(interval),
-            "values": found["values"].sum(),
-        }
-        for (key, found), interval in zip(results, intervals, strict=True)
+    means = [
+        pl.col("value").mean().alias("at_stronger"),
+        pl.col("value_right").mean().alias("at_weaker"),
     ]
-    schema: dict[str, Any] = {name: within.schema[name] for name in keys}
-    schema |= {"stronger": _LABEL, "weaker": _LABEL}
-    schema |= {"at_stronger": pl.Float64, "at_weaker": pl.Float64}
-    return pl.DataFrame(rows, schema={**schema, **_NUMBERS, "values": pl.Int64})
+    number = pl.col("values").sum().cast(pl.Int64)
+    return _with_intervals(within, keys, "gap", [*means, number]).select(
+        *keys, "at_stronger", "at_weaker", *_NUMBERS, "values"
+    )
 
 
-def _column(table: pl.DataFrame, name: str) -> Floats:
-    """A column as floats, NaN for null."""
-    return table[name].to_numpy().astype(np.float64)
-
-
-def _share_above(gaps: Floats) -> float | None:
-    """Share of the gaps above 0, ties half; None where there is no gap."""
-    signs = np.sign(gaps[~np.isnan(gaps)])
-    return float((signs + 1).mean() / 2) if len(signs) else None
+def _floats(values: pl.Series) -> Floats:
+    """Values as floats, NaN for null."""
+    return values.to_numpy().astype(np.float64)
 
 
 def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:
@@ -389,11 +332,4 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-_LABEL = pl.Enum(FIDELITY)
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}
-
-
-def _numbers(one: Interval) -> dict[str, float | int | None]:
-    """An interval as cells of a table, null for what is not known."""
-    ends = {"mean": one.mean, "low": one.low, "high": one.high}
-    return {name: None if np.isnan(x) else x for name, x in ends.items()} | {"n": one.n}

@@ -26,22 +26,14 @@ Floats = NDArray[np.float64]
 
 #: Columns of a Table and their types; one row is one value.
 COLUMNS: dict[str, Any] = {
-    "trace": pl.String,
-    **dict.fromkeys(LABELS, pl.String),
-    "policy": pl.String,
-    "params": pl.String,
+    **dict.fromkeys(("trace", *LABELS, "policy", "params"), pl.String),
     "budget": pl.Int64,
     "share": pl.String,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
-    "metric": pl.String,
-    "variant": pl.String,
-    "layer": pl.Int64,
-    "head": pl.Int64,
-    "qhead": pl.Int64,
-    "event": pl.Int64,
-    "value": pl.Float64,
-    "chance": pl.Float64,
+    **dict.fromkeys(("metric", "variant"), pl.String),
+    **dict.fromkeys(("layer", "head", "qhead", "event"), pl.Int64),
+    **dict.fromkeys(("value", "chance"), pl.Float64),
     "unit": pl.String,
     "fidelity": pl.Enum(FIDELITY),
 }
@@ -191,38 +183,28 @@ def _blocks(
     # an entry of kind "trace" reads an Analysis, the others a Subject
     compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
     for cells in compute(subject):
-        level = "exact"
+        values, rows = cells.values, cells.events
+        chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
+        if rows is not None and not events:
+            if entry.over_events == "last":
+                values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
+            else:
+                values, chance, rows = mean_known(values), mean_known(chance), None
+        index = np.repeat(np.arange(len(values)), 1 if rows is None else len(rows))
+        none = np.full(len(index), -1)
+        axis, level = cells.heads, "exact"
         if record is not None:
             level = fidelity(subject.trace, record, entry.kind, cells.layer)
-        own = {"variant": cells.variant, "layer": cells.layer, "fidelity": level}
-        yield _block(record, entry, cells, shared | own, events=events)
-
-
-def _block(
-    record: Record | None, entry: Metric, cells: Cells, shared: dict[str, Any], *, events: bool
-) -> _Block:
-    values = cells.values
-    chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
-    rows = cells.events
-    if rows is not None and not events:
-        if entry.over_events == "last":
-            values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
-        else:
-            values, chance, rows = mean_known(values), mean_known(chance), None
-    m, n_events = len(values), 1 if rows is None else len(rows)
-    index = np.repeat(np.arange(m), n_events)
-    none = np.full(len(index), -1)
-    # a record per query head counts query heads on its head axis
-    per_query_head = record is not None and record.per_query_head
-    axis = "qhead" if cells.heads == "head" and per_query_head else cells.heads
-    return _Block(
-        shared,
-        values.ravel(),
-        chance.ravel(),
-        index if axis == "head" else none,
-        index if axis == "qhead" else none,
-        none if rows is None else np.tile(rows, m),
-    )
+            if record.per_query_head and axis == "head":
+                axis = "qhead"  # its head axis counts query heads
+        yield _Block(
+            shared | {"variant": cells.variant, "layer": cells.layer, "fidelity": level},
+            values.ravel(),
+            chance.ravel(),
+            index if axis == "head" else none,
+            index if axis == "qhead" else none,
+            none if rows is None else np.tile(rows, len(values)),
+        )
 
 
 def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
@@ -232,12 +214,11 @@ def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
     same = {name: kind for name, kind in COLUMNS.items() if name not in _OWN}
     block = np.repeat(np.arange(len(blocks)), [len(one.value) for one in blocks])
     own = {name: np.concatenate([getattr(one, name) for one in blocks]) for name in _OWN}
-    known = [pl.when(pl.col(name) >= 0).then(pl.col(name)) for name in ("head", "qhead", "event")]
-    numbers = [pl.col(name).fill_nan(None) for name in ("value", "chance")]
     shared = pl.DataFrame([one.shared for one in blocks], schema=same)
+    index, number = pl.col("head", "qhead", "event"), pl.col("value", "chance")
     return (
         pl.concat([shared[block], pl.DataFrame(own)], how="horizontal")
-        .with_columns(*known, *numbers)
+        .with_columns(pl.when(index >= 0).then(index), number.fill_nan(None))
         .select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
     )
 
@@ -250,15 +231,12 @@ _OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 
 def _origin(trace: Trace, record: Record | None) -> dict[str, Any]:
     """The columns that say which trace and record a value is of."""
-    labels = {name: trace.labels.get(name) for name in LABELS}
-    of_trace = {
-        "trace": trace.name,
-        **{name: None if label is None else str(label) for name, label in labels.items()},
-    }
+    origin: dict[str, Any] = {"trace": trace.name} | dict.fromkeys(LABELS)
+    origin |= {name: str(x) for name in LABELS if (x := trace.labels.get(name)) is not None}
     if record is None:
-        return of_trace | dict.fromkeys(_OF_RECORD)
+        return origin | dict.fromkeys(_OF_RECORD)
     of_record = {name: getattr(record, name) for name in _OF_RECORD}
-    return of_trace | of_record | {"params": json.dumps(dict(record.params))}
+    return origin | of_record | {"params": json.dumps(dict(record.params))}
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:

@@ -12,12 +12,14 @@ import polars as pl
 def wide(parts: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> pl.DataFrame:
     """The rows of all parts, with typed columns in this order; NaN is null.
 
-    A part maps names of columns to arrays of one shape, or to a value that all of its rows share.
+    A part maps names of columns to arrays of one shape, or to a value that all of its rows share;
+    what is no column is left out.
     """
     frames = [pl.DataFrame(schema=columns)]
     for part in parts:
-        arrays = {name: x.ravel() for name, x in part.items() if isinstance(x, np.ndarray)}
-        shared = {name: pl.lit(x) for name, x in part.items() if name not in arrays}
+        wanted = {name: part[name] for name in columns}
+        arrays = {name: x.ravel() for name, x in wanted.items() if isinstance(x, np.ndarray)}
+        shared = {name: pl.lit(x) for name, x in wanted.items() if name not in arrays}
         frames.append(
             pl.DataFrame(arrays)
             .with_columns(pl.selectors.float().fill_nan(None))
@@ -25,3 +27,9 @@ def wide(parts: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> pl.D
             .select(pl.col(name).cast(kind) for name, kind in columns.items())
         )
     return pl.concat(frames)
+
+
+def places(shape: tuple[int, ...], group: int, last: str, first: int = 0) -> dict[str, Any]:
+    """Columns of indices of [layer, qhead, last], the last from `first` on, and the KV head."""
+    layer, qhead, place = np.indices(shape)
+    return {"layer": layer, "head": qhead // group, "qhead": qhead, last: first + place}

@@ -4,9 +4,9 @@ A claim is tested where the Table has what it is about: policies at the same bud
 prompts, ablations found by their parameters, properties of the traces. Its number is above 0 on a
 prompt where the claim is right (with a margin, near 0). It holds where the 95 % interval of the
 mean over prompts lies on the claimed side in every case, does not hold where it lies on the other
-side in any case, and otherwise cannot be said. That is an answer about these traces, and not about
-the papers' models. Every claim is always listed: where evidence is missing, with what would give
-it. Claims on printed numbers, and those that need generation or training, are not.
+side in any case, and otherwise cannot be decided. That is an answer about these traces, and not
+about the papers' models. Every claim is always listed: where evidence is missing, with what would
+give it. Claims on printed numbers, and those that need generation or training, are not.
 """
 
 from __future__ import annotations

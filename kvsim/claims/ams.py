@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvsim.claims.claim import Claim
-from kvsim.claims.evidence import Cases, Evidence, Setting, called, of
+from kvsim.claims.evidence import Cases, Evidence, Setting, called, joined, of
 
 #: What the paper puts AMS around first, and so what is asked for where nothing else is there.
 BASE = "tova"
@@ -62,7 +62,7 @@ def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
             for asked in e.budgets:
                 a, b = (e.value(one, asked, "wipeout", variant) for one in (plain, ours))
                 if np.nansum(a + b):
-                    cases[", ".join(filter(None, (f"budget {asked}", variant, label)))] = a - b
+                    cases[joined(f"budget {asked}", variant, label)] = a - b
     return Claim(
         "Q1",
         f"AMS around {base} wipes out fewer regions, whatever their length and the threshold",
@@ -80,23 +80,19 @@ def _ablations(e: Evidence) -> Iterator[Claim]:
     yield e.compared("Q5", says, plain, credit, "boundary_shift")
     says = "Credit raises the IoU of consecutive kept sets"
     yield e.compared("Q5", says, credit, plain, "retained_iou")
-    mass = of("ams", weights="mass")
-    says = "Quotas by mass are better than by length"
-    yield e.compared("Q6", says, of("ams", weights="length"), mass)
-    says = "Quotas by mass are better than equal ones"
-    yield e.compared("Q6", says, of("ams", weights="equal"), mass)
-    fixed = of("ams", segmentation="fixed")
+    for weights, other in (("length", "by length"), ("equal", "equal ones")):
+        says = f"Quotas by mass are better than {other}"
+        yield e.compared("Q6", says, of("ams", weights=weights), of("ams", weights="mass"))
     adaptive = of("ams", segmentation="mass", segment_length=...)
     says = "Segments by mass are better than fixed ones"
-    yield e.compared("Q7", says, fixed, adaptive)
+    yield e.compared("Q7", says, of("ams", segmentation="fixed"), adaptive)
 
 
 def _must_keep(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
     """Q8: how much of what AMS gains is what it protects; the base keeps the same for that."""
-    sizes = {(4, 32)}
+    sink, recent = 4, 32
     for _, one in e.alone(made):
-        sizes = {(one.parameters.get("sink", 4), one.parameters.get("recent", 32))}
-    ((sink, recent),) = sizes
+        sink, recent = one.parameters.get("sink", 4), one.parameters.get("recent", 32)
     kept = of(base.policy, protect={"sink": sink, "recent": recent, "prompt": False})
     yield e.compared("Q8", f"AMS is better than {base}", base, made)
     if base.policy != BASE and not any(map(kept.fits, e.results)):
@@ -142,11 +138,11 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
             known = [i for i, values in enumerate(lead) if not np.isnan(values).all()]
             if len(known) > 1:
                 small, large = known[0], known[-1]
-                first = f"budget {e.budgets[small]}"
-                said = f"{first} against {e.budgets[large]}"
+                least = f"budget {e.budgets[small]}"
                 # where nothing leads, a smaller loss is no growing lead
-                cases[", ".join(filter(None, (first, label)))] = lead[small]
-                cases[", ".join(filter(None, (said, label)))] = lead[small] - lead[large]
+                cases[joined(least, label)] = lead[small]
+                growth = lead[small] - lead[large]
+                cases[joined(f"{least} against {e.budgets[large]}", label)] = growth
         yield Claim(
             "Q10",
             f"The lead of AMS over {base} grows as the budget falls ({called(metric)})",
@@ -167,7 +163,7 @@ def _segments_by_depth(e: Evidence) -> Claim:
             for asked in e.budgets:
                 a, b = (e.value(one, asked, "segment_count", None, x) for x in (first, second))
                 where = f"layers {first} and {second}, budget {asked}"
-                cases[", ".join(filter(None, (where, label)))] = a - b
+                cases[joined(where, label)] = a - b
     return Claim(
         "Q11",
         "Earlier layers have more segments",

@@ -21,36 +21,30 @@ def asl(e: Evidence) -> Iterator[Claim]:
         needs=e.untraced("rank_variance", "of at least three layers"),
     )
     entropy = "layer_entropy"
-    layers = e.layers(entropy)
     yield Claim(
         "S2",
         "Early layers attend flatly, deep layers to few tokens",
         "entropy of a layer's pooled scores in nats, minus that of the next layer",
         {
-            f"layer {a}": _of(e, entropy, layer=a) - _of(e, entropy, layer=b)
-            for a, b in pairwise(layers)
+            f"layer {a}": e.of_traces(entropy, layer=a) - e.of_traces(entropy, layer=b)
+            for a, b in pairwise(e.layers(entropy))
         },
         needs=e.untraced(entropy),
     )
     yield from _later(e)
     yield from _sensitivity(e)
-    unions = e.variants("rank_union")
     yield Claim(
         "S5",
         "Tokens that rank high in one of the layers compared are more than go on, at early layers",
         "tokens compared over tokens that go on, minus 1, at the first layer that has them",
         {
-            variant: _of(e, "rank_union", variant, layer) - 1
-            for variant in unions
+            variant: e.of_traces("rank_union", variant, layer) - 1
+            for variant in e.variants("rank_union")
             for layer in e.layers("rank_union", variant)[:1]
         },
         needs=e.untraced("rank_union"),
     )
     yield _by_level(e)
-
-
-def _of(e: Evidence, metric: str, variant: str = "", layer: int | None = None) -> Floats:
-    return e.value(None, None, metric, variant, layer)
 
 
 def _halves(e: Evidence, metric: str, variant: str) -> Floats:
@@ -60,11 +54,11 @@ def _halves(e: Evidence, metric: str, variant: str) -> Floats:
     if not half:
         return np.full(len(e.traces), np.nan)
     first, last = (
-        np.mean([_of(e, metric, variant, at) for at in some], axis=0)
+        np.mean([e.of_traces(metric, variant, at) for at in some], axis=0)
         for some in (layers[:half], layers[-half:])
     )
-    found: Floats = first - last
-    return found
+    fall: Floats = first - last
+    return fall
 
 
 def _later(e: Evidence) -> Iterator[Claim]:
@@ -73,7 +67,7 @@ def _later(e: Evidence) -> Iterator[Claim]:
     cases: Cases = {}
     for variant in relative[1:]:
         for last in e.layers("rank_relative", variant)[-1:]:
-            many, few = (_of(e, "rank_relative", x, last) for x in (variant, relative[0]))
+            many, few = (e.of_traces("rank_relative", x, last) for x in (variant, relative[0]))
             cases[f"{variant} against {relative[0]}"] = many - few
     yield Claim(
         "S3",
@@ -163,12 +157,12 @@ def _by_level(e: Evidence) -> Claim:
 
 def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
     """Selection layers by k, tau and what else a variant names; [prompt]."""
-    found = {}
+    layers = {}
     for variant in e.variants("selection_layer"):
         k, tau, *more = variant.split(",")
-        layer = _of(e, "selection_layer", variant)
-        found[k, tau.removeprefix("tau="), ",".join(more)] = layer
-    return found
+        layer = e.of_traces("selection_layer", variant)
+        layers[k, tau.removeprefix("tau="), ",".join(more)] = layer
+    return layers
 
 
 def _never(e: Evidence) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from kvsim.analysis.summaries import Interval
 
 Floats = NDArray[np.float64]
 
-HOLDS, NOT, OPEN = "holds", "does not hold", "cannot be said"
+HOLDS, NOT, OPEN = "holds", "does not hold", "cannot be decided"
 
 #: Cases that are listed one by one; of more, how many of each kind and the outermost.
 LISTED = 4
@@ -35,15 +36,15 @@ class Claim:
     margin: float | None = None
     needs: str = ""
 
-    def vote(self, found: Interval) -> str:
+    def vote(self, interval: Interval) -> str:
         """`for`, `against` or `open`, for one case; always open for a single prompt."""
-        least = 0.0 if self.margin is None else -self.margin
-        most = np.inf if self.margin is None else self.margin
-        if self.margin is None and found.low == 0:
+        least, most = (0.0, np.inf) if self.margin is None else (-self.margin, self.margin)
+        low, high = interval.low, interval.high
+        if self.margin is None and low == 0:
             return "open"
-        if least <= found.low and found.high <= most:
+        if least <= low and high <= most:
             return "for"
-        return "against" if found.high < least or found.low > most else "open"
+        return "against" if high < least or low > most else "open"
 
     @cached_property
     def votes(self) -> dict[str, tuple[Interval, str]]:
@@ -73,19 +74,19 @@ class Claim:
 
         prompts: how many there are; a case with another number of them says so.
         """
-        said = {case: _line(case, *found, prompts) for case, found in self.votes.items()}
+        lines = {case: _line(case, *at, prompts) for case, at in self.votes.items()}
         why = [self.why] if self.why else []
-        if every or len(said) <= LISTED:
-            return [*said.values(), *why]
-        votes = [vote for _, vote in self.votes.values()]
-        count = ", ".join(f"{votes.count(kind)} {kind}" for kind in dict.fromkeys(votes))
-        order = sorted(said, key=lambda case: self.votes[case][0].mean)
-        first, last = said[order[0]], said[order[-1]]
-        return [f"{len(said)} cases: {count}", f"least, {first}", f"most, {last}", *why]
+        if every or len(lines) <= LISTED:
+            return [*lines.values(), *why]
+        votes = Counter(vote for _, vote in self.votes.values())
+        count = ", ".join(f"{n} {kind}" for kind, n in votes.items())
+        order = sorted(lines, key=lambda case: self.votes[case][0].mean)
+        least, most = lines[order[0]], lines[order[-1]]
+        return [f"{len(lines)} cases: {count}", f"least, {least}", f"most, {most}", *why]
 
 
-def _line(case: str, found: Interval, vote: str, prompts: int) -> str:
-    number = "" if found.n == prompts else f", n = {found.n}"
+def _line(case: str, interval: Interval, vote: str, prompts: int) -> str:
+    number = "" if interval.n == prompts else f", n = {interval.n}"
     mark = "" if vote == "for" else f" ({vote})"
-    value = found.text("+.1f" if abs(found.mean) >= 10 else "+.3f")
+    value = interval.text("+.1f" if abs(interval.mean) >= 10 else "+.3f")
     return f"{f'{case}: ' if case else ''}{value}{number}{mark}"

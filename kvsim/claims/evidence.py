@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import inf
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import BEYOND, Result, differing, in_words, main, results
+from kvsim.analysis.results import BEYOND, COLUMNS, Result, differing, in_words, main, results
 from kvsim.analysis.summaries import per_prompt
 from kvsim.claims.claim import Claim, Floats
 from kvsim.schema import schedule
@@ -101,10 +102,11 @@ class Evidence:
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()
         self.budgets: list[str] = sizes.sort("budget", "asked")["asked"].to_list()
+        self._none = np.full((2, len(self.traces)), np.nan)
         self._rows = results(table)
         self.results = list(dict.fromkeys(self._rows.values()))
         self._parts = table.drop("asked").partition_by("metric", "variant", as_dict=True)
-        self._known: dict[tuple[str, str, bool], dict[Any, tuple[Floats, Floats]]] = {}
+        self._known: dict[tuple[str, str, bool], dict[Any, Floats]] = {}
         self._labels = table.unique("trace", keep="first", maintain_order=True)
 
     # --- values ---
@@ -121,20 +123,21 @@ class Evidence:
 
         result, asked: None for what belongs to the trace; variant: the main one by default.
         """
-        known = self._of(metric, variant, layered=layer is not None)
-        return known.get((result, asked, layer), (self._none, self._none))[0]
+        return self._pair(result, asked, metric, variant, layer)[0]
 
-    def chance(
-        self,
-        result: Result | None,
-        asked: str | None,
-        metric: str,
-        variant: str | None = None,
-        layer: int | None = None,
-    ) -> Floats:
+    def chance(self, result: Result | None, asked: str | None, metric: str) -> Floats:
         """What chance alone gives, as `value`."""
-        known = self._of(metric, variant, layered=layer is not None)
-        return known.get((result, asked, layer), (self._none, self._none))[1]
+        return self._pair(result, asked, metric)[1]
+
+    def of_traces(
+        self, metric: str, variant: str | None = None, layer: int | None = None
+    ) -> Floats:
+        """A property of each trace; [prompt], NaN without one."""
+        return self._pair(None, None, metric, variant, layer)[0]
+
+    def traces_chance(self, metric: str, variant: str, layer: int) -> Floats:
+        """What chance alone gives, as `of_traces`."""
+        return self._pair(None, None, metric, variant, layer)[1]
 
     def layers(self, metric: str, variant: str | None = None) -> list[int]:
         """The layers that have a value of a metric."""
@@ -149,39 +152,44 @@ class Evidence:
         """A label of each prompt."""
         return self._labels[name].to_list()
 
-    @property
-    def _none(self) -> Floats:
-        return np.full(len(self.traces), np.nan)
+    def _pair(
+        self,
+        result: Result | None,
+        asked: str | None,
+        metric: str,
+        variant: str | None = None,
+        layer: int | None = None,
+    ) -> tuple[Floats, Floats]:
+        """Values and chance; [prompt] each."""
+        known = self._of(metric, variant, layered=layer is not None)
+        values, chance = known.get((result, asked, layer), self._none)
+        return values, chance
 
-    def _of(
-        self, metric: str, variant: str | None, *, layered: bool
-    ) -> dict[Any, tuple[Floats, Floats]]:
-        """Values and chance by (result, budget asked for, layer)."""
+    def _of(self, metric: str, variant: str | None, *, layered: bool) -> dict[Any, Floats]:
+        """Values and chance [2, prompt] by (result, budget asked for, layer)."""
         name = _main(metric) if variant is None else variant
         at = metric, name, layered
         if at not in self._known:
-            self._known[at] = {}
+            known = self._known[at] = {}
             part = self._parts.get((metric, name))
             if part is not None:
                 place = {trace: i for i, trace in enumerate(self.traces)}
                 for row in per_prompt(part, ["layer"] if layered else []).iter_rows(named=True):
-                    result = self._rows.get(tuple(row[name] for name in _RESULT))
+                    result = self._rows.get(tuple(row[name] for name in COLUMNS))
+                    numbers = [np.nan if row[x] is None else row[x] for x in ("value", "chance")]
                     key = result, row["asked"], row.get("layer")
-                    values = self._known[at].setdefault(key, (self._none, self._none))
-                    for into, column in zip(values, ("value", "chance"), strict=True):
-                        if row[column] is not None:
-                            into[place[row["trace"]]] = row[column]
+                    known.setdefault(key, self._none.copy())[:, place[row["trace"]]] = numbers
         return self._known[at]
 
     # --- results ---
 
     def alone(self, setting: Setting, when: When = decoding) -> list[tuple[str, Result]]:
         """The main result of a setting at each schedule, and what tells these apart."""
-        found: dict[Schedule, list[Result]] = {}
+        by_schedule: dict[Schedule, list[Result]] = {}
         for one in filter(setting.fits, self.results):
-            found.setdefault(one.schedule, []).append(one)
-        chosen = when(list(found))
-        return [(_after(at, chosen, when), main(found[at])) for at in chosen]
+            by_schedule.setdefault(one.schedule, []).append(one)
+        chosen = when(list(by_schedule))
+        return [(_after(at, chosen, when), main(by_schedule[at])) for at in chosen]
 
     def pairs(
         self, first: Setting, second: Setting, when: When = decoding
@@ -192,7 +200,7 @@ class Evidence:
         the main result of each.
         """
         free = {*first.params, *second.params}
-        found: dict[Schedule, list[tuple[Result, Result]]] = {}
+        by_schedule: dict[Schedule, list[tuple[Result, Result]]] = {}
         for at in dict.fromkeys(one.schedule for one in self.results):
             own = [one for one in self.results if one.schedule == at]
             a, b = (list(filter(setting.fits, own)) for setting in (first, second))
@@ -201,12 +209,12 @@ class Evidence:
             else:
                 couples = [(main(a), main(b))] if a and b else []
             if couples:
-                found[at] = couples
-        chosen = when(list(found))
+                by_schedule[at] = couples
+        chosen = when(list(by_schedule))
         return [
-            (_joined(_others((x, y), found[at]), _after(at, chosen, when)), x, y)
+            (joined(_others((x, y), by_schedule[at]), _after(at, chosen, when)), x, y)
             for at in chosen
-            for x, y in found[at]
+            for x, y in by_schedule[at]
         ]
 
     def around(
@@ -218,7 +226,7 @@ class Evidence:
                 same = one.policy == policy and one.schedule == base.schedule
                 if same and differing(one, base) == {name}:
                     changed = in_words({name: one.parameters.get(name)})
-                    yield _joined(changed, label), one, base
+                    yield joined(changed, label), one, base
 
     # --- cases ---
 
@@ -233,13 +241,15 @@ class Evidence:
         layers: bool = False,
     ) -> Cases:
         """`more` minus `less` on each prompt, at each budget; layers: in each of them."""
-        cases = {}
         known = self.layers(metric, variant) if layers else [None]
-        for label, a, b in self.pairs(more, less, when):
-            for layer, asked in product(known, self.budgets):
-                x, y = (self.value(one, asked, metric, variant, layer) for one in (a, b))
-                cases[_case(asked, _layer(layer), label)] = x - y
-        return cases
+        return {
+            joined(f"budget {asked}", _layer(layer), label): (
+                self.value(a, asked, metric, variant, layer)
+                - self.value(b, asked, metric, variant, layer)
+            )
+            for label, a, b in self.pairs(more, less, when)
+            for layer, asked in product(known, self.budgets)
+        }
 
     def values(
         self,
@@ -252,7 +262,9 @@ class Evidence:
     ) -> Cases:
         """The values of one setting on each prompt, at each budget; layers: in each of them."""
         return {
-            _case(asked, _layer(layer), label): self.value(one, asked, metric, variant, layer)
+            joined(f"budget {asked}", _layer(layer), label): self.value(
+                one, asked, metric, variant, layer
+            )
             for label, one in self.alone(setting, when)
             for layer, asked in product(layers, self.budgets)
         }
@@ -265,19 +277,15 @@ class Evidence:
                 x, base = (self.value(one, asked, metric) for one in (a, b))
                 known = base[~np.isnan(base)]
                 if len(known) and known.mean():
-                    cases[_case(asked, label)] = (x - base) / known.mean()
+                    cases[joined(f"budget {asked}", label)] = (x - base) / known.mean()
         return cases
 
-    def by_layer(self, metric: str, variant: str, number: Callable[[int], Floats]) -> Cases:
-        """A number of the traces in each layer that has a value of the metric."""
+    def by_layer(
+        self, metric: str, variant: str | None = None, number: Callable[[int], Floats] | None = None
+    ) -> Cases:
+        """A property of the traces in each layer that has it, or a number of such a layer."""
+        number = number or partial(self.of_traces, metric, variant)
         return {_layer(layer): number(layer) for layer in self.layers(metric, variant)}
-
-    def of_layers(self, metric: str, variant: str | None = None) -> Cases:
-        """A property of the traces in each layer that has it."""
-        return {
-            _layer(layer): self.value(None, None, metric, variant, layer)
-            for layer in self.layers(metric, variant)
-        }
 
     # --- claims ---
 
@@ -349,8 +357,6 @@ _ONE_EVENT = f"--prefill --interval {BEYOND}"
 #: The long names of policies that claims know by the short one.
 _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 
-_RESULT = ("policy", "params", "interval", "prefill")
-
 #: What some quantities are called in tests; others as in METRICS.
 _CALLED = {
     ("retained_iou", ""): "IoU of consecutive kept sets",
@@ -367,9 +373,8 @@ _CALLED = {
 
 def called(metric: str, variant: str | None = None) -> str:
     """A metric in words."""
-    given = variant or ""
-    known = _CALLED.get((metric, given))
-    return known or metric.replace("_", " ") + (f" ({given})" if given else "")
+    plain = metric.replace("_", " ") + (f" ({variant})" if variant else "")
+    return _CALLED.get((metric, variant or ""), plain)
 
 
 def _main(metric: str) -> str:
@@ -379,7 +384,7 @@ def _main(metric: str) -> str:
 def _last_events(table: pl.DataFrame) -> pl.DataFrame:
     """Without the rows of earlier events where the last one stands for all."""
     last = [name for name, one in METRICS.items() if one.over_events == "last"]
-    of_cell = ("trace", *_RESULT, "budget", "share", "metric", "variant", "layer")
+    of_cell = ("trace", *COLUMNS, "budget", "share", "metric", "variant", "layer")
     latest = pl.col("event").max().over(of_cell)
     older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
     return table.filter(~older.fill_null(value=False))
@@ -401,15 +406,12 @@ def _others(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]
     return in_words(told)
 
 
-def _case(asked: str, *more: str) -> str:
-    return _joined(f"budget {asked}", *more)
-
-
 def _layer(layer: int | None) -> str:
     return "" if layer is None else f"layer {layer}"
 
 
-def _joined(*parts: str) -> str:
+def joined(*parts: str) -> str:
+    """What tells a case from the others."""
     return ", ".join(filter(None, parts))
 
 

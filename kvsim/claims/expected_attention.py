@@ -21,7 +21,7 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
         "Expected attention goes with observed attention",
         "rank correlation over the prompt's keys with what the response attends to, mean over "
         "query heads",
-        e.of_layers("expectation"),
+        e.by_layer("expectation"),
         needs=e.untraced("expectation"),
     )
     yield Claim(
@@ -76,7 +76,7 @@ def _normal_queries(e: Evidence) -> Iterator[Claim]:
     """E7: what eq. 7 needs of the queries."""
 
     def off(layer: int, skip: int) -> Floats:
-        return e.value(None, None, "projection_gap", f"skip={skip}", layer)
+        return e.of_traces("projection_gap", f"skip={skip}", layer)
 
     said = "distance of log mean exp(x) from that of normal samples, median over keys"
     yield Claim(

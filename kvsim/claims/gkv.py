@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from kvsim.claims.claim import Claim, Floats
 from kvsim.claims.evidence import Evidence, of
-
-Number = Callable[[int], Floats]
 
 #: The score over all windows, and the one over the last window alone.
 GLOBAL, LOCAL = of("global_max"), of("morphkv@gkv")
@@ -31,7 +29,7 @@ def gkv(e: Evidence) -> Iterator[Claim]:
         "Attention thins out as the text grows, so that scores have to be normalised",
         "rank correlation of the number of a window with its largest score of a prompt's key, "
         "times -1",
-        {case: -values for case, values in e.of_layers("score_decline").items()},
+        {case: -values for case, values in e.by_layer("score_decline").items()},
         needs=e.untraced("score_decline"),
     )
     says = "H2O neglects the end of a long text"
@@ -62,10 +60,10 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     """G1 and G2: what windows of rows attend to."""
 
     def value(layer: int, variant: str) -> Floats:
-        return e.value(None, None, "window_overlap", variant, layer)
+        return e.of_traces("window_overlap", variant, layer)
 
     def chance(layer: int, variant: str) -> Floats:
-        return e.chance(None, None, "window_overlap", variant, layer)
+        return e.traces_chance("window_overlap", variant, layer)
 
     def before(layer: int, share: str) -> Floats:
         """Mean over the three windows before the last."""
@@ -76,55 +74,46 @@ def _windows(e: Evidence) -> Iterator[Claim]:
         random = chance(layer, f"share={share},block=1")
         return (before(layer, share) - random) / (1 - random)
 
-    def claim(says: str, tested: str, number: str, variant: str, make: Number) -> Claim:
-        cases = e.by_layer("window_overlap", variant, make)
-        needs = e.unmeasured("window_overlap", variant)
-        return Claim(number, says, tested, cases, needs=needs)
-
     newest, oldest = "share=0.1,block=3", "share=0.1,block=1"
     half, union, merged = "share=0.5,block=1", "share=0.55,union", "share=0.55,equal_budget"
-    yield claim(
-        "What the last window attends to is less like an older window than like a newer one",
-        "overlap of its top 10 % with that of the window before it, minus with the oldest of three",
-        "G1",
-        newest,
-        lambda i: value(i, newest) - value(i, oldest),
-    )
-    yield claim(
-        "Windows attend to different keys, the more so the fewer of the top are taken",
-        "overlap of the top 50 % minus that of the top 5 %",
-        "G1",
-        half,
-        lambda i: before(i, "0.5") - before(i, "0.05"),
-    )
-    yield claim(
-        "The same beyond what chance gives to larger sets",
-        "the same of (overlap - chance) / (1 - chance)",
-        "G1",
-        half,
-        lambda i: lift(i, "0.5") - lift(i, "0.05"),
-    )
-    yield claim(
-        "The union of three earlier top 55 % holds 95 % of the last one",
-        "overlap with the union, minus 0.95",
-        "G2",
-        union,
-        lambda i: value(i, union) - 0.95,
-    )
-    yield claim(
-        "That is more than chance gives to such a union",
-        "overlap with the union, minus its chance (0.91)",
-        "G2",
-        union,
-        lambda i: value(i, union) - chance(i, union),
-    )
-    yield claim(
-        "Earlier scores merged into one top 55 % say more than chance about the last one",
-        "overlap with a set of the same size, minus its chance (0.55)",
-        "G2",
-        merged,
-        lambda i: value(i, merged) - chance(i, merged),
-    )
+    for says, tested, (number, variant, make) in (
+        (
+            "What the last window attends to is less like an older window than like a newer one",
+            (
+                "overlap of its top 10 % with that of the window before it, minus with the oldest "
+                "of three"
+            ),
+            ("G1", newest, lambda i: value(i, newest) - value(i, oldest)),
+        ),
+        (
+            "Windows attend to different keys, the more so the fewer of the top are taken",
+            "overlap of the top 50 % minus that of the top 5 %",
+            ("G1", half, lambda i: before(i, "0.5") - before(i, "0.05")),
+        ),
+        (
+            "The same beyond what chance gives to larger sets",
+            "the same of (overlap - chance) / (1 - chance)",
+            ("G1", half, lambda i: lift(i, "0.5") - lift(i, "0.05")),
+        ),
+        (
+            "The union of three earlier top 55 % holds 95 % of the last one",
+            "overlap with the union, minus 0.95",
+            ("G2", union, lambda i: value(i, union) - 0.95),
+        ),
+        (
+            "That is more than chance gives to such a union",
+            "overlap with the union, minus its chance (0.91)",
+            ("G2", union, lambda i: value(i, union) - chance(i, union)),
+        ),
+        (
+            "Earlier scores merged into one top 55 % say more than chance about the last one",
+            "overlap with a set of the same size, minus its chance (0.55)",
+            ("G2", merged, lambda i: value(i, merged) - chance(i, merged)),
+        ),
+    ):
+        cases = e.by_layer("window_overlap", variant, make)
+        needs = e.unmeasured("window_overlap", variant)
+        yield Claim(number, says, tested, cases, needs=needs)
 
 
 def _intermittence(e: Evidence) -> Iterator[Claim]:
@@ -135,7 +124,7 @@ def _intermittence(e: Evidence) -> Iterator[Claim]:
         "Attention is intermittent: what one window does without is wanted again later",
         "share of a window's top 10 % that was top before, but not in the window just before; "
         "minus half of that share with the windows in random order",
-        e.by_layer(*at, lambda i: e.value(None, None, *at, i) - e.chance(None, None, *at, i) / 2),
+        e.by_layer(*at, lambda i: e.of_traces(*at, i) - e.traces_chance(*at, i) / 2),
         needs=e.unmeasured(*at),
     )
 
@@ -148,7 +137,7 @@ def _sparsity(e: Evidence) -> Iterator[Claim]:
             "G4",
             f"More than 90 % of the keys get less than 1 % of the largest score ({said})",
             "that share in the last 16 rows, minus 0.9",
-            {case: values - 0.9 for case, values in e.of_layers(*at).items()},
+            {case: values - 0.9 for case, values in e.by_layer(*at).items()},
             needs=e.unmeasured(*at),
         )
     for share, most in ((0.01, 0.9), (0.05, 0.8)):

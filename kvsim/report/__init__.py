@@ -3,20 +3,18 @@
 What a page says of runs: means over prompts with intervals, every policy beside the first one on
 the same prompts, figures, the split by domain, level and stage where there is one. Of traces: what
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
-Every text from a run or a trace is escaped.
+Every text from a run or a trace is escaped (`html`).
 
     runs      run folders, read again
     study     the analyses of traces
-    sections  what a page says, in order; of runs
+    sections  what a page says, in order; of runs and papers
     traces    of traces
-    answers   of the papers
     html      the pieces
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import polars as pl
@@ -24,7 +22,7 @@ import polars as pl
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
-from kvsim.report.html import PAGE
+from kvsim.report.html import PAGE, lines
 from kvsim.report.runs import Saved, joined, read_run
 from kvsim.report.sections import sections
 from kvsim.report.study import Progress, check_traces, study
@@ -85,10 +83,9 @@ def page(
     if runs and not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
     check_traces(traces, runs)
-    found = study(traces, progress) if traces else None
-    if found is not None:
-        table = pl.concat([table, found.table])
-    parts = sections(table, runs, base, found)
+    of_traces = study(traces, progress) if traces else None
+    if of_traces is not None:
+        table = pl.concat([table, of_traces.table])
     several = [f"{len(traces)} traces"] if len(traces) > 1 else [one.name for one in traces]
-    title = escape(", ".join([*(run.path.name for run in runs), *several]))
-    return PAGE.format(title=title, body="\n".join(filter(None, parts)))
+    title = ", ".join([*(run.path.name for run in runs), *several])
+    return PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces)))

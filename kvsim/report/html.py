@@ -1,13 +1,16 @@
-"""Pieces of the page: sections, tables, numbers. What is not HTML yet is escaped by the caller."""
+"""Pieces of the page: sections, tables, numbers.
+
+HTML is `Markup`. Whatever else comes in, as a cell, a heading or a note, is text and is escaped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
+from markupsafe import Markup
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
@@ -18,35 +21,61 @@ from kvsim.plots.saving import data_url
 _DIGITS = {"entries": 1, "layer": 1, "squared ranks": 0}
 
 
-def called(name: str) -> str:
+def lines(parts: Iterable[str]) -> Markup:
+    """The parts that are not empty, one below the other in the source of the page."""
+    return Markup("\n").join(filter(None, parts))
+
+
+def tag(name: str, content: str) -> Markup:
+    """An element with its content."""
+    return Markup("<{0}>{1}</{0}>").format(name, content)
+
+
+def broken(texts: Iterable[str], lead: str = "") -> Markup:
+    """Sentences, each on a line of its own."""
+    return Markup("").join(Markup("<br>{}{}.").format(lead, text) for text in texts)
+
+
+def called(name: str) -> Markup:
     """A metric as a heading: what it says on hover, which direction is better, its main variant."""
     what = METRICS[name]
-    better = {"higher": " &uarr;", "lower": " &darr;", None: ""}[what.better]
-    said = f"<br><small>{what.main}</small>" if what.main else ""
-    return f'<span title="{escape(what.summary)}">{name.replace("_", " ")}{better}</span>{said}'
+    arrow = {"higher": " ↑", "lower": " ↓", None: ""}[what.better]
+    heading = Markup('<span title="{}">{}</span>').format(
+        what.summary, name.replace("_", " ") + arrow
+    )
+    return heading + (small(what.main) if what.main else "")
 
 
-def section(title: str, note: str, body: str) -> str:
-    """A part of the page under a heading; note and body are HTML already."""
-    said = f"<p>{note}</p>" if note else ""
-    return f"<section><h2>{title}</h2>{said}\n{body}</section>"
+def small(text: str) -> Markup:
+    """A line in small print."""
+    return Markup("<br>") + tag("small", text)
 
 
-def details(body: str, summary: str = "show") -> str:
-    """What opens on a click; HTML already."""
-    return f"<details><summary>{summary}</summary>{body}</details>"
+def section(title: str, note: str, body: str) -> Markup:
+    """A part of the page under a heading."""
+    paragraph = tag("p", note) if note else ""
+    return Markup("<section><h2>{}</h2>{}\n{}</section>").format(title, paragraph, body)
 
 
-def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int = 0) -> str:
-    """A table of cells that are HTML already; those from `right` on are numbers, if it is not 0."""
-    top = "".join(f"<th>{cell}</th>" for cell in head)
+def details(body: str, summary: str = "show") -> Markup:
+    """What opens on a click."""
+    return Markup("<details><summary>{}</summary>{}</details>").format(summary, body)
 
-    def line(row: Sequence[str]) -> str:
-        kinds = (' class="n"' if 0 < right <= place else "" for place in range(len(row)))
-        return "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
 
-    body = "\n".join(f"<tr>{line(row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table>"
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int = 0) -> Markup:
+    """A table; cells from `right` on are numbers, if it is not 0."""
+    number = Markup('<td class="n">{}</td>')
+
+    def line(row: Sequence[str]) -> Markup:
+        cells = (
+            number.format(text) if 0 < right <= place else tag("td", text)
+            for place, text in enumerate(row)
+        )
+        return tag("tr", Markup("").join(cells))
+
+    top = tag("tr", Markup("").join(tag("th", text) for text in head))
+    table = Markup("<table><thead>{}</thead><tbody>\n{}\n</tbody></table>")
+    return table.format(top, lines(map(line, rows)))
 
 
 def interval(row: dict[str, Any]) -> str:
@@ -62,27 +91,29 @@ def cell(part: pl.DataFrame, *, chance: bool = False) -> str:
     if not part.height or part["mean"][0] is None:
         return "-"
     (row,) = part.to_dicts()
-    text = escape(interval(row))
+    text = interval(row)
     if row["n"] < row["of"]:
         text += f" ({row['n']} of {row['of']})"
     if chance and row.get("chance") is not None:
-        text += f"<br><small>chance {row['chance']:.3f}</small>"
+        return text + small(f"chance {row['chance']:.3f}")
     return text
 
 
-def image(said: str, draw: Callable[[], Any], form: Literal["svg", "png"] = "svg") -> str:
-    """The figure that `draw` makes, nothing where it has nothing to show; said: what it shows."""
+def image(alt: str, draw: Callable[[], Any], form: Literal["svg", "png"] = "svg") -> str:
+    """The figure that `draw` makes, nothing where it has nothing to show; alt: what it shows."""
     try:
         figure = draw()
     except PolicyError:
         return ""
     # a PNG has more pixels than it takes on the page, where an inch is 96 of them
-    width = f' width="{96 * figure.get_figwidth():.0f}"' if form == "png" else ""
-    return f'<img alt="{escape(said)}"{width} src="{data_url(figure, form)}">'
+    width = Markup(' width="{:.0f}"').format(96 * figure.get_figwidth()) if form == "png" else ""
+    url = data_url(figure, form)
+    return Markup('<img alt="{}"{} src="{}">').format(alt, width, url)
 
 
 #: The page, with its title and body.
-PAGE = """<!doctype html>
+PAGE = Markup(
+    """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -110,3 +141,4 @@ summary {{ cursor: pointer; color: #33608c; }}
 </body>
 </html>
 """
+)

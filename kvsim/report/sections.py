@@ -1,29 +1,41 @@
-"""The sections of runs: results, figures, pairs, splits by label, provenance."""
+"""The sections of runs: results, figures, pairs, splits by label, claims, provenance."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from html import escape
 
 import polars as pl
+from markupsafe import Markup, escape
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, layers_of, uneven
+from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
-from kvsim.report.answers import answers
-from kvsim.report.html import called, cell, details, image, interval, section, table_of
+from kvsim.report.html import (
+    broken,
+    called,
+    cell,
+    details,
+    image,
+    interval,
+    lines,
+    section,
+    small,
+    table_of,
+    tag,
+)
 from kvsim.report.runs import Saved
 from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
-from kvsim.schema import LABELS, schedule
+from kvsim.schema import LABELS, plural, schedule
 
 
 def sections(
-    table: pl.DataFrame, runs: Sequence[Saved], base: str | None, found: Study | None
+    table: pl.DataFrame, runs: Sequence[Saved], base: str | None, traces: Study | None
 ) -> Iterator[str]:
     """The sections of runs and traces, those that have nothing to say empty.
 
@@ -37,9 +49,9 @@ def sections(
         yield _paired(shown, base)
         yield from _splits(shown)
         yield _of_traces(shown)
-    if found is not None:
-        yield from trace_sections(found)
-    yield answers(table)
+    if traces is not None:
+        yield from trace_sections(traces)
+    yield _claims(table)
     if runs:
         yield _provenance(runs)
 
@@ -60,41 +72,35 @@ def _main(table: pl.DataFrame, names: Iterable[str]) -> pl.DataFrame:
 
 
 def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
-    found = averages(_main(table, _SHOWN))
-    prompts = table["trace"].n_unique()
-    note = (
-        f"Means over {prompts} prompt{'s' * (prompts != 1)}, of layers, heads and events within a "
-        "prompt first; in brackets the 95 % bootstrap interval over prompts. "
-        "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
-        "parentheses means that the others could not be measured."
-    )
+    note = Markup(
+        "Means over {}, of layers, heads and events within a prompt first; in brackets the 95 % "
+        "bootstrap interval over prompts. <i>chance</i> is what random sets of the same size would "
+        "reach. A number of prompts in parentheses means that the others could not be measured."
+    ).format(plural(table["trace"].n_unique(), "prompt"))
     remarks = dict.fromkeys(one for run in runs for one in run.parameters.get("remarks", ()))
     remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))
-    note += "".join(f"<br>Note: {escape(one)}." for one in remarks)
-    return section("Results", note, _wide(found, "policy", with_chance=True))
+    means = averages(_main(table, _SHOWN))
+    note += broken(remarks, "Note: ")
+    return section("Results", note, _wide(means, "policy", with_chance=True))
 
 
-def _wide(found: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
+def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
     """A row for each value of `first` and budget, a column for each metric."""
-    names = [name for name in _SHOWN if name in set(found["metric"])]
-    budgets = asked_order(found["asked"].drop_nulls().to_list())
+    names = [name for name in _SHOWN if name in set(means["metric"])]
+    budgets = asked_order(means["asked"].drop_nulls().to_list())
     head = [first, "budget", *(called(name) for name in names)]
     rows = []
-    for policy in found[first].unique(maintain_order=True):
+    for policy in means[first].unique(maintain_order=True):
         for asked in budgets:
-            part = found.filter(pl.col(first) == policy, pl.col("asked") == asked)
+            part = means.filter(pl.col(first) == policy, pl.col("asked") == asked)
             if part.height:
                 cells = [cell(part.filter(metric=name), chance=with_chance) for name in names]
-                rows.append([escape(str(policy)) + _schedule(part), escape(asked), *cells])
+                name = escape(policy)
+                if "interval" in part.columns:
+                    after = schedule(part["interval"][0], prefill=part["prefill"][0])
+                    name += small(f"after: {after}")
+                rows.append([name, asked, *cells])
     return table_of(head, rows, right=2)
-
-
-def _schedule(part: pl.DataFrame) -> str:
-    """After which rows a policy evicts, in small print, where the frame says it."""
-    if "interval" not in part.columns:
-        return ""
-    said = schedule(part["interval"][0], prefill=part["prefill"][0])
-    return f"<br><small>after: {said}</small>"
 
 
 def _figures(table: pl.DataFrame) -> str:
@@ -102,8 +108,8 @@ def _figures(table: pl.DataFrame) -> str:
         "Metrics against the budget": over_budgets,
         "Metrics against the entries that rows really saw": pareto,
     }
-    images = [image(said, partial(draw, table)) for said, draw in drawn.items()]
-    return section("Figures", "", "\n".join(images)) if any(images) else ""
+    images = lines(image(alt, partial(draw, table)) for alt, draw in drawn.items())
+    return section("Figures", "", images) if images else ""
 
 
 def _paired(table: pl.DataFrame, base: str | None) -> str:
@@ -114,13 +120,12 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
     # what has the metrics of kept sets has evicted something
     evicting = [name for name in policies if "wipeout" in set(shown.filter(policy=name)["metric"])]
     base = base or (evicting or policies)[0]
-    found = compare(shown, base)
-    note = (
-        f"Each policy minus <code>{escape(base)}</code> on the same prompts at the same budget, "
-        "as they were replayed: schedules may differ, and with them the entries that rows saw. An "
-        "interval without 0 is a difference that other prompts would likely show too."
-    )
-    return section(f"Beside {escape(base)}", note, _wide(found, "policy"))
+    note = Markup(
+        "Each policy minus <code>{}</code> on the same prompts at the same budget, as they were "
+        "replayed: schedules may differ, and with them the entries that rows saw. An interval "
+        "without 0 is a difference that other prompts would likely show too."
+    ).format(base)
+    return section(f"Beside {base}", note, _wide(compare(shown, base), "policy"))
 
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:
@@ -128,13 +133,13 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
     for label in LABELS:
         if table[label].drop_nulls().n_unique() < 2:
             continue
-        found = averages(_main(table, ["output_error", "wipeout", "retained_iou"]), by=[label])
+        means = averages(_main(table, ["output_error", "wipeout", "retained_iou"]), by=[label])
         rows = [
             [
-                *(escape(str(row[name])) for name in (label, "policy", "asked")),
-                *(called(row["metric"]), escape(interval(row)), str(row["n"])),
+                *(row[name] for name in (label, "policy", "asked")),
+                *(called(row["metric"]), interval(row), row["n"]),
             ]
-            for row in found.sort(label, maintain_order=True).to_dicts()
+            for row in means.sort(label, maintain_order=True).to_dicts()
             if row["mean"] is not None
         ]
         head = [label, "policy", "budget", "metric", "mean", "prompts"]
@@ -143,14 +148,14 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
 
 def _of_traces(table: pl.DataFrame) -> str:
     of_runs = [name for name, entry in METRICS.items() if entry.default]
-    found = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
+    means = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
     rows = [
         [
-            *(called(row["metric"]), escape(row["variant"]), escape(interval(row))),
+            *(called(row["metric"]), row["variant"], interval(row)),
             "" if row["chance"] is None else f"{row['chance']:.3f}",
             f"{row['n']} of {row['of']}",
         ]
-        for row in found.to_dicts()
+        for row in means.to_dicts()
         if row["mean"] is not None
     ]
     if not rows:
@@ -160,21 +165,62 @@ def _of_traces(table: pl.DataFrame) -> str:
     return section("The traces", note, details(table_of(head, rows, right=2)))
 
 
+def _claims(table: pl.DataFrame) -> str:
+    """What the papers say, and whether it is so on the traces of a Table."""
+    by_paper = claims(table)
+    prompts = table["trace"].n_unique()
+    every = [one for of_paper in by_paper.values() for one in of_paper]
+    verdicts = [one.verdict for one in every if one.votes]
+    note = Markup(
+        "An answer about these traces. Of {} claims these results have numbers for {}: {} hold, {} "
+        "do not, {} cannot be decided. A claim becomes a number per prompt that is above 0 where "
+        "it is right. It <b>holds</b> where the interval lies above 0 in every case (where "
+        "something is to change little, inside a margin), <b>does not hold</b> where it lies on "
+        "the other side in any, and otherwise <b>cannot be decided</b>, as always from one prompt. "
+        "Policies are compared at the same budget, schedule and prompts; where a paper speaks of "
+        "accuracy, <i>better</i> is a lower output error here, which is not the same."
+    ).format(len(every), len(verdicts), *(verdicts.count(one) for one in (HOLDS, NOT, OPEN)))
+    parts = (_paper(paper, of_paper, prompts) for paper, of_paper in by_paper.items())
+    return section("What the papers say", note, lines(parts))
+
+
+def _paper(paper: str, of_paper: Sequence[Claim], prompts: int) -> str:
+    """The claims that have numbers, and folded below them those that have none."""
+    rows = [
+        [one.number, one.says, tag("b", one.verdict), one.tested, _cases(one, prompts)]
+        for one in of_paper
+        if one.votes
+    ]
+    lacking = [[one.number, one.says, OPEN, one.why] for one in of_paper if not one.votes]
+    parts = [tag("h3", paper)]
+    if rows:
+        parts.append(table_of(["", "claim", "here", "number", "cases"], rows))
+    if lacking:
+        summary = f"{len(lacking)} that cannot be decided without more"
+        parts.append(details(table_of(["", "claim", "here", "why"], lacking), summary))
+    return lines(parts)
+
+
+def _cases(one: Claim, prompts: int) -> str:
+    """The cases, the outermost of many first and all of them on demand."""
+    few, every = (Markup("<br>").join(one.lines(prompts, every=x)) for x in (False, True))
+    return few if few == every else few + details(every, "all")
+
+
 def _provenance(runs: Sequence[Saved]) -> str:
     levels = pl.concat([run.table for run in runs])["fidelity"].cast(pl.String)
     shares = ", ".join(
         f"{levels.eq(name).mean():.0%} {name}" for name in sorted(levels.unique().drop_nulls())
     )
-    note = (
-        f"Fidelity of all values in the runs: {shares}. <i>exact</i>: a live run that is fed the "
-        "same tokens would show it. <i>open</i>: computed from the recorded queries, keys and "
-        "values; in a live run errors also add up from layer to layer."
-    )
+    note = Markup(
+        "Fidelity of all values in the runs: {}. <i>exact</i>: a live run that is fed the same "
+        "tokens would show it. <i>open</i>: computed from the recorded queries, keys and values; "
+        "in a live run errors also add up from layer to layer."
+    ).format(shares)
     parts = []
     for run in runs:
-        text = escape(json.dumps(run.parameters, indent=2))
-        name = f"<code>{escape(str(run.path))}</code>"
         failed = len(run.parameters.get("failures", ()))
         lost = f" {failed} cells failed." if failed else ""
-        parts.append(f"<p>{name}.{lost}</p>" + details(f"<pre>{text}</pre>", "run.json"))
-    return section("Where this comes from", note, "\n".join(parts))
+        parts.append(tag("p", Markup("<code>{}</code>.{}").format(run.path, lost)))
+        parts.append(details(tag("pre", json.dumps(run.parameters, indent=2)), "run.json"))
+    return section("Where this comes from", note, lines(parts))

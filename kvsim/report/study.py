@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -53,14 +53,13 @@ class Study:
 
 def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     """Analyse at least one trace; of all but the first only tables and ranks are kept."""
-    report = progress or _silent
+    report = progress or (lambda *_: None)
     steps = len(_MEASURED) + 1
     policies = [policy(name) for name in METHODS]
-    analyses: list[Analysis] = []
-    tables, errors = [], []
+    firsts: list[Analysis] = []
+    tables, errors, left_out = [], [], []
     diagnoses: list[Diagnosis] = []
     refused: dict[str, None] = {}
-    left_out: list[Mapping[str, str]] = []
     for place, trace in enumerate(traces):
 
         def each(done: int, _: int, what: str, before: int = place * steps) -> None:
@@ -72,10 +71,10 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         diagnoses += analysis.diagnoses.values()
         left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
-        analyses = analyses or [analysis]
+        firsts = firsts or [analysis]
     return Study(
         traces=tuple(traces),
-        first=analyses[0],
+        first=firsts[0],
         table=pl.concat(tables),
         diagnoses=tuple(diagnoses),
         errors=pl.concat(errors),
@@ -96,8 +95,9 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
     for trace in traces:
         if runs and not any(trace.name in own for _, own in known):
             listed = ", ".join(dict.fromkeys(name for _, own in known for name in own)) or "none"
+            paths = ", ".join(str(run.path) for run in runs)
             raise OutputError(
-                f"{trace.name} is not among the traces of {_named(runs)}: {listed}; leave it out, "
+                f"{trace.name} is not among the traces of {paths}: {listed}; leave it out, "
                 "replay it, or report it without the runs"
             )
         for run, own in known:
@@ -107,10 +107,6 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
                     f"{trace.name} has the digest {trace.digest}, but {run.path} replayed a trace "
                     f"of this name with {digest}; give that trace, or replay this one"
                 )
-
-
-def _named(runs: Iterable[Saved]) -> str:
-    return ", ".join(str(run.path) for run in runs)
 
 
 def _reconstructed(
@@ -127,7 +123,3 @@ def _reconstructed(
         except PolicyError as error:
             refused[str(error)] = None
     return pl.concat(found)
-
-
-def _silent(done: int, total: int, what: str) -> None:
-    """No progress."""

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.attention.overlap import window_overlap
-from kvsim.analysis.kept.regions import steps
-from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, wipeout
+from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
 from kvsim.analysis.output import error as output_module
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.similarity import key_similarity
+from kvsim.analysis.kept.contents import key_similarity
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.values import value_norm_overlap
+from kvsim.analysis.kept.contents import value_norm_overlap
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 

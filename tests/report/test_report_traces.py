@@ -20,7 +20,7 @@ from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, read_run, write_report
-from kvsim.report.html import called
+from kvsim.report.html import called, cell, details, lines, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
 from kvsim.sweeps.run import sweep
 
@@ -209,7 +209,7 @@ def test_names_and_texts_of_traces_are_escaped(alone):
     found = Reader(alone)
     assert "script" not in {tag for tag, _ in found.tags}
     assert "<script" not in alone
-    assert html.escape(HOSTILE) in alone
+    assert HOSTILE in html.unescape(alone)
     images = [attributes["src"] for tag, attributes in found.tags if tag == "img"]
     drawn = [base64.b64decode(x.partition(",")[2]) for x in images if "svg" in x.partition(",")[0]]
     assert len(drawn) >= 7
@@ -245,13 +245,24 @@ def test_a_trace_too_short_for_anything_still_has_a_page():
     assert "What the traces say" in found.tables
     assert EXPECTED not in found.tables
     assert LAYERS not in found.tables
-    assert "cannot be said" in found.text
+    assert "cannot be decided" in found.text
+
+
+def test_a_section_cannot_forget_to_escape():
+    """Text is escaped wherever a section puts it, and HTML of ours once only."""
+    table = table_of([HOSTILE], [[HOSTILE, cell(pl.DataFrame())]], right=1)
+    made = section(HOSTILE, HOSTILE, lines([details(table, HOSTILE), details(HOSTILE), HOSTILE]))
+
+    assert "<script" not in made
+    assert "&amp;lt;" not in made
+    assert html.unescape(made).count(HOSTILE) == 7
+    assert made.count("<td") == 2
 
 
 def test_headings_of_metrics():
     """Their summaries on hover, their main variants below."""
     for name, what in METRICS.items():
-        assert html.escape(what.summary) in called(name)
+        assert what.summary in html.unescape(called(name))
         assert what.main in called(name)
     with pytest.raises(KeyError):
         called("nothing")

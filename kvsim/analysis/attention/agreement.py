@@ -29,17 +29,19 @@ def spearman(a: Floats, b: Floats) -> Floats:
     return pearson(rankdata(a, axis=-1), rankdata(b, axis=-1))
 
 
+def places(scores: Floats) -> Ints:
+    """Place of each entry in the order of the scores, 0 for the highest; [..., n]."""
+    return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
+
+
 def best(scores: Floats, k: int) -> Bools:
     """The k entries of the highest scores; [..., n]."""
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    out = np.zeros(scores.shape, bool)
-    np.put_along_axis(out, order[..., :k], values=True, axis=-1)
-    return out
+    return places(scores) < k
 
 
-def recall(found: Floats, wanted: Floats, k: int) -> Floats:
-    """Share of the k best by `wanted` among the k best by `found`; k / n by chance."""
-    share: Floats = (best(found, k) & best(wanted, k)).sum(-1) / k
+def recall(scores: Floats, wanted: Floats, k: int) -> Floats:
+    """Share of the k best by `wanted` among the k best by `scores`; k / n by chance."""
+    share: Floats = (best(scores, k) & best(wanted, k)).sum(-1) / k
     return share
 
 

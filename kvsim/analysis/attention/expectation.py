@@ -39,7 +39,7 @@ from torch import Tensor
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
 from kvsim.analysis.attention.projections import logit_blocks, unrotated
 from kvsim.analysis.prompt.tables import task_of
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
@@ -66,17 +66,9 @@ _PAST = 5
 
 #: Columns of `key_table`.
 KEY_COLUMNS: dict[str, Any] = {
-    "trace": pl.String,
-    "task": pl.String,
-    "cut": pl.Int64,
-    "rows": pl.Int64,
-    "keys": pl.Int64,
-    "layer": pl.Int64,
-    "head": pl.Int64,
-    "qhead": pl.Int64,
-    "pos": pl.Int64,
-    "observed": pl.Float64,
-    **dict.fromkeys(STEPS, pl.Float64),
+    **dict.fromkeys(("trace", "task"), pl.String),
+    **dict.fromkeys(("cut", "rows", "keys", "layer", "head", "qhead", "pos"), pl.Int64),
+    **dict.fromkeys(("observed", *STEPS), pl.Float64),
     "fidelity": pl.Enum(FIDELITY),
 }
 
@@ -132,9 +124,9 @@ class Expectation:
         count = np.floor(np.asarray(removed) * self.keys + 1e-9).astype(np.int64)
         mass = np.exp(self.observed)
         scores = np.concatenate([self.expected, [-self.key_norm, mass]])
-        found = lost(scores, mass, count)
-        chance = np.broadcast_to(count / self.keys, found[:1].shape)
-        return np.concatenate([found[:-1], chance, found[-1:]])
+        loss = lost(scores, mass, count)
+        chance = np.broadcast_to(count / self.keys, loss[:1].shape)
+        return np.concatenate([loss[:-1], chance, loss[-1:]])
 
 
 def expected_and_observed(
@@ -155,23 +147,14 @@ def expected_and_observed(
             f"{trace.name}: cut is {cut} of {trace.n_pos} rows; expected two rows behind the "
             f"{sink} sinks before it, and a row after it"
         )
-    found = []
+    layers = []
     with torch.inference_mode():
         for layer in range(trace.n_layers):
             source = TraceSource(trace, [layer], torch.device(device))
-            found.append([one.cpu().numpy() for one in _of_layer(source, cut, sink)])
-    observed, expected, key_norm = (np.stack(part, -3) for part in zip(*found, strict=True))
-    return Expectation(
-        trace=trace.name,
-        task=task_of(trace),
-        cut=cut,
-        sink=sink,
-        rows=trace.n_pos - cut,
-        group=trace.group,
-        observed=observed,
-        expected=expected,
-        key_norm=key_norm,
-    )
+            layers.append([x.cpu().numpy() for x in _of_layer(source, cut, sink)])
+    arrays = (np.stack(x, -3) for x in zip(*layers, strict=True))
+    rows = trace.n_pos - cut
+    return Expectation(trace.name, task_of(trace), cut, sink, rows, trace.group, *arrays)
 
 
 def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,14 +205,11 @@ def key_table(found: Sequence[Expectation]) -> pl.DataFrame:
 
 def _columns(expectation: Expectation) -> dict[str, Any]:
     """The columns of one trace."""
-    layer, qhead, key = np.indices(expectation.observed.shape)
-    steps = zip(STEPS, expectation.expected, strict=True)
     names = ("trace", "task", "cut", "rows", "keys")
-    return {name: getattr(expectation, name) for name in names} | {
-        "layer": layer,
-        "head": qhead // expectation.group,
-        "qhead": qhead,
-        "pos": expectation.sink + key,
+    steps = zip(STEPS, expectation.expected, strict=True)
+    return {
+        **{name: getattr(expectation, name) for name in names},
+        **places(expectation.observed.shape, expectation.group, "pos", expectation.sink),
         "observed": np.exp(expectation.observed),
         **{step: np.exp(logs) for step, logs in steps},
         "fidelity": "exact",

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
+from kvsim.analysis.kept.retention import share
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 
@@ -61,22 +62,22 @@ class Gaps:
     @property
     def after_gap(self) -> Floats:
         """Share of the returns that the window just before did without; [H]."""
-        return _share(self.gaps[:, 1:].sum(-1), self.gaps.sum(-1))
+        return share(self.gaps[:, 1:].sum(-1), self.gaps.sum(-1))
 
     @property
     def chance_after_gap(self) -> Floats:
         """The same with the windows in random order."""
-        return _share(self.chance_gaps[:, 1:].sum(-1), self.chance_gaps.sum(-1))
+        return share(self.chance_gaps[:, 1:].sum(-1), self.chance_gaps.sum(-1))
 
     @property
     def keys_back(self) -> Floats:
         """Share of the keys in any top that came back after a gap; [H]."""
-        return _share(self.back, self.keys)
+        return share(self.back, self.keys)
 
     @property
     def chance_keys_back(self) -> Floats:
         """The same with the windows in random order."""
-        return _share(self.chance_back, self.keys)
+        return share(self.chance_back, self.keys)
 
 
 def default_start(trace: Trace) -> int:
@@ -129,7 +130,7 @@ def attention_gaps(
         last[head, best] = at
     expected, broken = _orders(count)
     numbers = np.stack([(tops == m).sum(-1) for m in range(count + 1)], axis=-1)  # [H, W + 1]
-    return Gaps(gaps, (tops > 0).sum(-1), apart.sum(-1), numbers @ expected, (numbers @ broken))
+    return Gaps(gaps, (tops > 0).sum(-1), apart.sum(-1), numbers @ expected, numbers @ broken)
 
 
 def _orders(count: int) -> tuple[Floats, Floats]:
@@ -149,10 +150,4 @@ def _orders(count: int) -> tuple[Floats, Floats]:
 
 
 def _mean_gap(gaps: Ints | Floats) -> Floats:
-    return _share((gaps * np.arange(gaps.shape[-1])).sum(-1), gaps.sum(-1))
-
-
-def _share(part: Ints | Floats, of: Ints | Floats) -> Floats:
-    out = np.full(part.shape, np.nan)
-    np.divide(part, of, out=out, where=of > 0)
-    return out
+    return share((gaps * np.arange(gaps.shape[-1])).sum(-1), gaps.sum(-1))

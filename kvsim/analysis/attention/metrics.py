@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
 from kvsim.analysis.attention.fit import normal_ks
+from kvsim.analysis.attention.intermittence import SHARE
 from kvsim.analysis.attention.overlap import default_window, window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
@@ -22,6 +23,8 @@ Floats = NDArray[np.float64]
 
 # ---------------------------------------------------------------------------------- windows of rows
 
+_SHARE = f"share={SHARE:g}"
+
 
 def _overlap(analysis: Analysis) -> Iterator[Cells]:
     trace = analysis.trace
@@ -30,15 +33,15 @@ def _overlap(analysis: Analysis) -> Iterator[Cells]:
         return
     for layer in analysis.layers:
         overlap = window_overlap(trace, layer, window=window)
-        names = [f"share={share:g}" for share in overlap.shares]
-        for i, name in enumerate(names):
-            share, union = overlap.chance[i : i + 1], overlap.chance_union[i : i + 1]
-            for block in range(3):
-                before = overlap.before[block, i : i + 1]
-                yield Cells(layer, before, variant=f"{name},block={block + 1}", chance=share)
-            yield Cells(layer, overlap.union[i : i + 1], variant=f"{name},union", chance=union)
-            equal = overlap.equal_budget[i : i + 1]
-            yield Cells(layer, equal, variant=f"{name},equal_budget", chance=share)
+        sets = [
+            *((f"block={i}", values, overlap.chance) for i, values in enumerate(overlap.before, 1)),
+            ("union", overlap.union, overlap.chance_union),
+            ("equal_budget", overlap.equal_budget, overlap.chance),
+        ]
+        for i, share in enumerate(overlap.shares):
+            for name, values, chance in sets:
+                one = slice(i, i + 1)
+                yield Cells(layer, values[one], None, f"share={share:g},{name}", chance[one])
 
 
 def _sparsity(analysis: Analysis) -> Iterator[Cells]:
@@ -50,17 +53,13 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
 
 def _gap(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
-        chance, variant = gaps.chance_mean_gap, analysis.gaps_variant
-        yield Cells(layer, gaps.mean_gap, "head", variant, chance=chance)
+        yield Cells(layer, gaps.mean_gap, "head", _SHARE, chance=gaps.chance_mean_gap)
 
 
 def _return(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
-        for name, values, chance in (
-            ("returns", gaps.after_gap, gaps.chance_after_gap),
-            ("keys", gaps.keys_back, gaps.chance_keys_back),
-        ):
-            yield Cells(layer, values, "head", f"{analysis.gaps_variant},{name}", chance=chance)
+        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance_after_gap)
+        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", gaps.chance_keys_back)
 
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:
@@ -71,9 +70,7 @@ def _decline(analysis: Analysis) -> Iterator[Cells]:
     if len(windows) < 2:
         return
     number = np.arange(len(windows), dtype=np.float64)
-    for layer in range(trace.n_layers):
-        if layer in trace.windowed:
-            continue
+    for layer in sorted({*range(trace.n_layers)} - {*trace.windowed}):
         scores = window_scores(trace, layer, windows, first, device=analysis.device)
         largest = np.stack([of_window.max(-1) for of_window in scores], -1)  # [head, window]
         yield Cells(layer, spearman(largest, np.broadcast_to(number, largest.shape)), "head")

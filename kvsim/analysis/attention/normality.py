@@ -26,7 +26,7 @@ from torch import Tensor
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 from kvsim.analysis.attention.projections import check_rows
 from kvsim.analysis.prompt.tables import task_of
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY
@@ -36,20 +36,10 @@ Floats = NDArray[np.float64]
 #: What is sampled: queries before or after RoPE, or the input of each layer.
 States = Literal["query", "rotated_query", "residual"]
 
-_OF_TRACE: dict[str, Any] = {
-    "trace": pl.String,
-    "task": pl.String,
-    "of": pl.String,
-    "skip": pl.Int64,
-    "samples": pl.Int64,
-}
 #: Columns of `normality_table`.
 NORMALITY_COLUMNS: dict[str, Any] = {
-    **_OF_TRACE,
-    "layer": pl.Int64,
-    "head": pl.Int64,
-    "qhead": pl.Int64,
-    "dim": pl.Int64,
+    **dict.fromkeys(("trace", "task", "of"), pl.String),
+    **dict.fromkeys(("skip", "samples", "layer", "head", "qhead", "dim"), pl.Int64),
     **dict.fromkeys(EFFECTS, pl.Float64),
     "modes": pl.Int64,
     "fidelity": pl.Enum(FIDELITY),
@@ -104,22 +94,15 @@ def state_normality(
     check_rows(trace, skip, stop, LEAST_SAMPLES)
     samples = stop - skip
     step = max(1, LOGIT_BYTES // (8 * samples))
-    found: dict[str, list[Floats]] = {name: [] for name in EFFECTS}
+    effects: dict[str, list[Floats]] = {name: [] for name in EFFECTS}
     for layer in range(trace.n_layers):
         drawn = states(trace, layer, of, skip=skip, stop=stop)
         fits = [fit_normal(part) for part in drawn.flatten(0, 1).split(step)]
         for name in EFFECTS:
             whole = torch.cat([getattr(one, name) for one in fits])
-            found[name].append(whole.view(drawn.shape[:2]).numpy())
-    return Normality(
-        trace=trace.name,
-        task=task_of(trace),
-        of=of,
-        skip=skip,
-        samples=samples,
-        group=trace.group,
-        effects={name: np.stack(layers) for name, layers in found.items()},
-    )
+            effects[name].append(whole.view(drawn.shape[:2]).numpy())
+    stacked = {name: np.stack(layers) for name, layers in effects.items()}
+    return Normality(trace.name, task_of(trace), of, skip, samples, trace.group, stacked)
 
 
 def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
@@ -132,16 +115,10 @@ def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
 
 def _columns(normality: Normality) -> dict[str, Any]:
     """The columns of one trace."""
-    layer, qhead, dim = np.indices(normality.effects["mean"].shape)
-    residual = normality.of == "residual"
-    return {name: getattr(normality, name) for name in _OF_TRACE} | {
-        "layer": layer,
-        "head": None if residual else qhead // normality.group,
-        "qhead": None if residual else qhead,
-        "dim": dim,
-        **normality.effects,
-        "fidelity": "exact",
-    }
+    at = places(normality.effects["mean"].shape, normality.group, "dim")
+    if normality.of == "residual":
+        at |= {"head": None, "qhead": None}
+    return vars(normality) | at | normality.effects | {"fidelity": "exact"}
 
 
 @dataclass(frozen=True)
@@ -187,9 +164,6 @@ def quantiles(samples: Tensor, points: int = 200) -> tuple[Floats, Floats]:
     n = samples.shape[-1]
     at = torch.linspace(0, n - 1, min(points, n), dtype=torch.float64).round().long()
     ascending = samples.double().sort(dim=-1).values
-    mean, deviation = (
-        ascending.mean(-1, keepdim=True),
-        ascending.std(-1, correction=0, keepdim=True),
-    )
-    ordered = ((ascending - mean) / deviation)[..., at]
+    deviation = ascending.std(-1, correction=0, keepdim=True)
+    ordered = ((ascending - ascending.mean(-1, keepdim=True)) / deviation)[..., at]
     return normal_medians(n)[at].numpy(), ordered.numpy()

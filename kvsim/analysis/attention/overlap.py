@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.analysis.attention.agreement import places
 from kvsim.analysis.attention.windows import row_blocks, window_scores
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
@@ -78,10 +79,9 @@ def window_overlap(
     scores = np.stack(list(window_scores(trace, layer, blocks, domain)))  # [4, H, D]
     each = np.asarray(shares, dtype=np.float64)
     top = np.ceil(each * domain - 1e-9).astype(np.int64)  # 0.1 * 30 is a little above 3
-    rank = _rank(scores)  # [4, H, D]
     peak = scores[:3].max(-1, keepdims=True)
-    merged = _rank((scores[:3] / np.where(peak > 0, peak, 1.0)).max(0))  # [H, D]
-    inside = rank[..., None] < top  # [4, H, D, share]
+    merged = places((scores[:3] / np.where(peak > 0, peak, 1.0)).max(0))  # [H, D]
+    inside = places(scores)[..., None] < top  # [4, H, D, share]
     last, earlier = inside[3], inside[:3]
     union = earlier.any(0)
     return WindowOverlap(
@@ -92,11 +92,3 @@ def window_overlap(
         chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )
-
-
-def _rank(score: Floats) -> NDArray[np.int64]:
-    """Place of each key, 0 = highest score, the lower position first among equals."""
-    order = np.argsort(-score, axis=-1, kind="stable")
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.broadcast_to(np.arange(score.shape[-1]), order.shape), -1)
-    return rank

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.prompt.tables import task_of
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide import places, wide
 from kvsim.core.attention import Formula
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
@@ -44,24 +44,12 @@ Read = Callable[[int, int], Tensor]
 
 #: Columns of `projection_table`.
 PROJECTION_COLUMNS: dict[str, Any] = {
-    "trace": pl.String,
-    "task": pl.String,
+    **dict.fromkeys(("trace", "task"), pl.String),
     "rotated": pl.Boolean,
-    "skip": pl.Int64,
-    "samples": pl.Int64,
-    "layer": pl.Int64,
-    "head": pl.Int64,
-    "qhead": pl.Int64,
-    "pos": pl.Int64,
-    "mean": pl.Float64,
-    "variance": pl.Float64,
-    "gap": pl.Float64,
-    "normal_gap": pl.Float64,
+    **dict.fromkeys(("skip", "samples", "layer", "head", "qhead", "pos"), pl.Int64),
+    **dict.fromkeys(("mean", "variance", "gap", "normal_gap"), pl.Float64),
     "fidelity": pl.Enum(FIDELITY),
 }
-
-_OF_TRACE = ("trace", "task", "rotated", "skip", "samples")
-_VALUES = ("mean", "variance", "gap", "normal_gap")
 
 # Deviations at which the gap of normal samples is computed; between them it is interpolated.
 _DEVIATIONS = 256
@@ -104,7 +92,7 @@ def key_projections(
     """
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, 2)
-    found = []
+    layers = []
     with torch.inference_mode():
         for layer in range(trace.n_layers):
             source = TraceSource(trace, [layer], torch.device(device))
@@ -118,8 +106,8 @@ def key_projections(
             half = expected_logits(keys, torch.zeros_like(mu), sigma, scale).double()
             exact = _log_mean_exp(read, skip, stop, keys, source.formula)
             parts = middle, 2 * half, exact - middle - half
-            found.append([one[0].flatten(0, 1).cpu().numpy() for one in parts])
-    mean, variance, gap = (np.stack(part) for part in zip(*found, strict=True))
+            layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
+    mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
     samples = stop - skip
     return Projections(
         trace=trace.name,
@@ -197,11 +185,5 @@ def projection_table(found: Sequence[Projections]) -> pl.DataFrame:
 
 def _columns(projections: Projections) -> dict[str, Any]:
     """The columns of one trace."""
-    layer, qhead, key = np.indices(projections.gap.shape)
-    return {name: getattr(projections, name) for name in (*_OF_TRACE, *_VALUES)} | {
-        "layer": layer,
-        "head": qhead // projections.group,
-        "qhead": qhead,
-        "pos": projections.skip + key,
-        "fidelity": "exact",
-    }
+    at = places(projections.gap.shape, projections.group, "pos", projections.skip)
+    return vars(projections) | at | {"fidelity": "exact"}

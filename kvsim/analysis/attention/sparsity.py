@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvsim.analysis.attention.windows import (
     WINDOW,
@@ -26,11 +27,13 @@ from kvsim.analysis.attention.windows import (
     row_blocks,
     window_scores,
 )
-from kvsim.analysis.kept.retention import SINK
+from kvsim.analysis.kept.retention import SINK, share
+from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 #: p, the shares of the maximum; the paper names 0.01 and 0.05.
 SHARES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5)
@@ -54,9 +57,9 @@ class Sparsity:
 
     def variants(self, names: Sequence[str]) -> Iterator[tuple[str, Floats]]:
         """(variant of the metric, values [H]) of each share, for these maxima."""
-        for i, share in enumerate(self.shares):
+        for i, p in enumerate(self.shares):
             for name in names:
-                yield f"p={share:g},max={name}", getattr(self, name)[i]
+                yield f"p={p:g},max={name}", getattr(self, name)[i]
 
 
 def attention_sparsity(
@@ -101,26 +104,24 @@ def compressed_sparsity(
     of each layer is computed once for all records.
     """
     start = max(trace.prompt_len, trace.n_pos - window)
-    found = [
-        [_nothing(shares, record.evicted_at.shape[1])] * len(record.layers) for record in records
-    ]
-    for layer in sorted({layer for record in records for layer in record.layers}):
-        blocks = row_blocks(start, trace.n_pos, window)
-        for _, z in log_attention(trace, layer, blocks, device=device):
-            row = torch.arange(start, trace.n_pos, device=z.device)[:, None]
-            for record, of_layers in zip(records, found, strict=True):
-                if layer not in record.layers or record.positions == "slot":
-                    continue
-                at = record.layers.index(layer)
-                gone = record.gone_after[at]
-                by_head = z if len(gone) == len(z) else z.flatten(0, 1).unsqueeze(1)
-                last = torch.from_numpy(gone).to(z.device)
-                hidden = last[:, None, None] < row  # later positions are -inf already
-                weights = by_head.masked_fill(hidden, -torch.inf).softmax(-1)
-                held = gone[:, :start] >= trace.n_pos - 1
-                scores = mean_of_rows(weights[..., :start])
-                of_layers[at] = _sparsity(scores, held, held, shares, sink)
-    return found
+    rows = row_blocks(start, trace.n_pos, window)  # one block, none without rows after the prompt
+
+    def attention(layer: int) -> list[Tensor]:
+        return [z for _, z in log_attention(trace, layer, rows, device=device)]
+
+    def sparsity(record: Record, at: int, blocks: list[Tensor]) -> Sparsity:
+        gone = record.gone_after[at]
+        if record.positions == "slot" or not blocks:
+            return _nothing(shares, len(gone))
+        (z,) = blocks
+        by_head = z if len(gone) == len(z) else z.flatten(0, 1).unsqueeze(1)
+        row = torch.arange(start, trace.n_pos, device=z.device)[:, None]
+        hidden = torch.from_numpy(gone).to(z.device)[:, None, None] < row  # later ones are -inf
+        weights = by_head.masked_fill(hidden, -torch.inf).softmax(-1)
+        held = gone[:, :start] >= trace.n_pos - 1
+        return _sparsity(mean_of_rows(weights[..., :start]), held, held, shares, sink)
+
+    return by_layer(records, attention, sparsity)
 
 
 def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
@@ -129,32 +130,17 @@ def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
 
 
 def _sparsity(
-    scores: Floats,
-    known: NDArray[np.bool_],
-    counted: NDArray[np.bool_],
-    shares: Sequence[float],
-    sink: int,
+    scores: Floats, known: Bools, counted: Bools, shares: Sequence[float], sink: int
 ) -> Sparsity:
     """Of scores [H, n]; maxima over the keys known [H, n], shares of the keys counted [H, n]."""
+    least = np.asarray(shares)
     behind = np.arange(scores.shape[-1]) >= sink
-    return Sparsity(
-        np.asarray(shares),
-        _below(scores, known, counted, shares),
-        _below(scores, known & behind, counted & behind, shares),
-        _below(scores, counted, counted, shares),
-    )
 
+    def below(among: Bools, of: Bools) -> Floats:
+        """Share `of` some keys that score below each p x the largest `among` others; [p, H]."""
+        peak = np.where(among, scores, 0.0).max(-1, initial=0.0)
+        low = scores < least[:, None, None] * peak[:, None]
+        return share((low & of).sum(-1), of.sum(-1))
 
-def _below(
-    scores: Floats,
-    among: NDArray[np.bool_],
-    counted: NDArray[np.bool_],
-    shares: Sequence[float],
-) -> Floats:
-    """Share of the keys counted that score below each share of the largest among; [share, H]."""
-    peak = np.where(among, scores, 0.0).max(-1, initial=0.0)
-    low = scores < np.asarray(shares)[:, None, None] * peak[:, None]
-    count = counted.sum(-1)
-    out = np.full(low.shape[:2], np.nan)
-    np.divide((low & counted).sum(-1), count, out=out, where=count > 0)
-    return out
+    sequence, domain = below(known, counted), below(counted, counted)
+    return Sparsity(least, sequence, below(known & behind, counted & behind), domain)

@@ -57,7 +57,7 @@ class Bursts:
     @property
     def shares(self) -> Floats:
         """Share of the dropped entries in runs of at least `lengths`; [lengths, H, E]."""
-        return share(self.inside, np.broadcast_to(self.dropped, self.inside.shape))
+        return share(self.inside, self.dropped)
 
     @property
     def mean_chance(self) -> Floats:

@@ -51,6 +51,6 @@ def share_in_runs(length: int, total: Any, kept: Any) -> Floats:
     dropped = total - kept
     possible = dropped >= length
     long = np.where(possible, hypergeom.pmf(0, total, np.where(possible, length, 0), kept), 0.0)
-    out = np.full(long.shape, np.nan)
-    np.divide(kept * length, dropped, out=out, where=dropped > 0)
-    return long * (1.0 + out)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        long = long * (1.0 + kept * length / dropped)
+    return np.where(dropped > 0, long, np.nan)

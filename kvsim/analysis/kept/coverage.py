@@ -40,7 +40,7 @@ class Coverage:
     @property
     def curve(self) -> Floats:
         """Share of each bin that is kept, NaN for a bin without a position; [H, bins, E]."""
-        return share(self.kept, np.broadcast_to(self.positions, self.kept.shape))
+        return share(self.kept, self.positions)
 
     @property
     def overall(self) -> Floats:
@@ -51,23 +51,18 @@ class Coverage:
     @property
     def middle(self) -> Floats:
         """Share of the middle that is kept; [H, E]."""
-        return share(self.middle_kept, np.broadcast_to(self.middle_positions, self._shape))
+        return share(self.middle_kept, self.middle_positions)
 
     @property
     def edges(self) -> Floats:
         """Share of what lies before and behind the middle that is kept; [H, E]."""
         outside = self.rows + 1 - self.middle_positions
-        kept = self.kept.sum(1) - self.middle_kept
-        return share(kept, np.broadcast_to(outside, self._shape))
+        return share(self.kept.sum(1) - self.middle_kept, outside)
 
     @property
     def ratio(self) -> Floats:
         """`middle` / `overall`; [H, E]."""
         return share(self.middle, self.overall)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return self.middle_kept.shape
 
 
 def kept_coverage(

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
+from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted
-from kvsim.analysis.kept.similarity import key_similarities
 from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
-from kvsim.analysis.kept.values import value_norm_overlaps
 from kvsim.analysis.subject import Analysis, Subject
 from kvsim.core.trace import Trace
 
@@ -230,44 +229,38 @@ PLACES: Mapping[str, Metric] = {
 
 
 def _repetition(analysis: Analysis) -> Iterator[Cells]:
-    tokens = _response(analysis.trace)
-    if tokens is None:
-        return
-    for n in NGRAMS:
-        yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
+    for tokens in _response(analysis.trace):
+        for n in NGRAMS:
+            yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
 
 
 def _max_loop(analysis: Analysis) -> Iterator[Cells]:
-    tokens = _response(analysis.trace)
-    if tokens is not None:
+    for tokens in _response(analysis.trace):
         yield Cells(None, np.array([max_loop(tokens)]))
 
 
-def _response(trace: Trace) -> NDArray[np.int64] | None:
-    """Token ids after the prompt, None where they are not known."""
-    tokens = trace.tokens
-    return None if tokens is None else tokens[trace.prompt_len :].numpy()
+def _response(trace: Trace) -> list[NDArray[np.int64]]:
+    """The token ids after the prompt, nothing where they are not known."""
+    return [] if trace.tokens is None else [trace.tokens[trace.prompt_len :].numpy()]
 
 
 def _norms(subject: Subject) -> Iterator[Cells]:
-    overlaps = subject.walk(value_norm_overlaps)
-    for layer, of_layer in zip(subject.record.layers, overlaps, strict=True):
-        yield Cells(layer, of_layer.overlap, "head", chance=of_layer.chance)
+    each = zip(subject.record.layers, subject.walk(value_norm_overlaps), strict=True)
+    for layer, norms in each:
+        yield Cells(layer, norms.overlap, "head", chance=norms.chance)
 
 
 def _similarity(subject: Subject) -> Iterator[Cells]:
-    similarities = subject.walk(key_similarities)
-    for layer, of_layer in zip(subject.record.layers, similarities, strict=True):
-        yield Cells(layer, of_layer.mean, "head", chance=of_layer.chance)
+    each = zip(subject.record.layers, subject.walk(key_similarities), strict=True)
+    for layer, keys in each:
+        yield Cells(layer, keys.mean, "head", chance=keys.chance)
 
 
 def _punctuation(subject: Subject) -> Iterator[Cells]:
-    text = subject.trace.token_text
-    if text is None:
-        return
-    marks = is_punctuation(text)
-    for layer, evicted_at in subject.layers():
-        yield Cells(layer, punctuation_lift(evicted_at, marks), "head")
+    if (text := subject.trace.token_text) is not None:
+        marks = is_punctuation(text)
+        for layer, evicted_at in subject.layers():
+            yield Cells(layer, punctuation_lift(evicted_at, marks), "head")
 
 
 #: What the response says, and which values, keys and tokens are kept.

@@ -7,6 +7,7 @@ in time linear in H x T but for sorting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ class Wipeout:
     @property
     def cumulative(self) -> Floats:
         """Share of the regions wiped out so far, NaN without one; [H, E]."""
-        return share(self.wiped, np.broadcast_to(self.regions, self.wiped.shape))
+        return share(self.wiped, self.regions)
 
     @property
     def hazard(self) -> Floats:
@@ -66,8 +67,7 @@ class Wipeout:
 
         NaN at later ones: what was wiped out before them depends on every choice until then.
         """
-        known = share(self.expected, np.broadcast_to(self.regions, self.wiped.shape))
-        return np.where(self.first, known, np.nan)
+        return np.where(self.first, share(self.expected, self.regions), np.nan)
 
     @property
     def hazard_chance(self) -> Floats:
@@ -90,12 +90,17 @@ def wipeout(
     length) entries, so one sort within regions gives the event of its death.
     """
     heads, total = evicted_at.shape
-    spans = _even(total, length) if regions is None else np.asarray(regions, np.int64)
+    if regions is None:
+        starts = np.arange(total // length) * length
+        regions = np.stack([starts, starts + length], axis=1)
+    spans = np.asarray(regions, np.int64)
     spans = spans[spans[:, 0] >= sink]
     start, stop = spans.T
     rows = event_rows(evicted_at)
     died = np.searchsorted(rows, evicted_at)  # the event, n_events for NEVER
-    ordered = _sort_within(died, spans, len(rows))
+    # events [H, T], ascending within regions and within what lies between them
+    part = np.searchsorted(spans.ravel(), np.arange(total), side="right") * (len(rows) + 1)
+    ordered = np.sort(part + died, axis=-1) - part
     # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
     left = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
     death = ordered[:, stop - left - 1]  # [H, R]
@@ -113,21 +118,6 @@ def wipeout(
     expected = _expected_now(ordered, spans, left, seen_from, dropped, rows)
     first = dropped.cumsum(-1) == dropped
     return Wipeout(rows, counted, wiped, alive, now, expected, first)
-
-
-def _even(total: int, length: int) -> Ints:
-    """Complete regions [k length, (k+1) length) of `total` positions; [R, 2]."""
-    starts = np.arange(total // length, dtype=np.int64) * length
-    return np.stack([starts, starts + length], axis=1)
-
-
-def _sort_within(died: Ints, spans: Ints, n_events: int) -> Ints:
-    """The events [H, T] with those of each region ascending."""
-    # regions and what lies between them, ascending
-    part = np.searchsorted(spans.ravel(), np.arange(died.shape[1]), side="right")
-    key = part * (n_events + 1)
-    out: Ints = np.sort(key + died, axis=-1) - key
-    return out
 
 
 def _expected_now(
@@ -169,6 +159,28 @@ def _expected_now(
         likely = chance.at_most(int(most), held[at[some]], live, live - dropped[here])
         np.add.at(out, here, count[head, some] * likely)
     return out
+
+
+#: What ends a sentence, as the last character of a token; also in full width, as in Chinese.
+_ENDS = tuple(".;!?\u3002\uff1b\uff01\uff1f")
+
+
+def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
+    """Steps of a text from the `texts` of its tokens; [R, 2] start and stop of each, ascending.
+
+    A step ends after a token that holds a newline or, where the response holds none, after one that
+    ends in . ; ! or ?. Steps of fewer than `least` tokens are joined with what follows, so that
+    blank lines and numbered points are no regions of their own. What follows the last end is no
+    step.
+    """
+    ends = ["\n" in text for text in texts]
+    if not any(ends[prompt_len:]):
+        ends = [text.rstrip().endswith(_ENDS) for text in texts]
+    cuts = [0]
+    for stop in np.flatnonzero(ends) + 1:
+        if stop - cuts[-1] >= least:
+            cuts.append(int(stop))
+    return np.stack([cuts[:-1], cuts[1:]], axis=1).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -280,7 +292,7 @@ def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
 
 
 def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
-    """part / whole, NaN where whole is 0."""
-    out = np.full(part.shape, np.nan)
+    """part / whole, broadcast; NaN where whole is 0."""
+    out = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
     np.divide(part, whole, out=out, where=whole != 0)
     return out

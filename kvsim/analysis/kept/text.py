@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows, share
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
@@ -123,7 +123,7 @@ def retention_lift(
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)
     low, high = _wilson(retained / n_heads, count)
-    lift = rate / mean if mean > 0 else np.full(len(rate), np.nan)
+    lift = share(rate, np.asarray(mean))
     tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
     columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
     table = pl.DataFrame(dict(zip(LIFT, columns, strict=True)), schema=LIFT)
@@ -157,11 +157,8 @@ def _held(record: Record, layer: int, row: int | None) -> NDArray[np.bool_]:
 
 def is_punctuation(text: Iterable[str]) -> NDArray[np.bool_]:
     """Which of the strings are punctuation and nothing else (Unicode P*), spaces aside."""
-    return np.array([_punctuation(one.strip()) for one in text], dtype=np.bool_)
-
-
-def _punctuation(text: str) -> bool:
-    return bool(text) and all(unicodedata.category(c).startswith("P") for c in text)
+    kinds = ([unicodedata.category(c)[0] for c in one.strip()] for one in text)
+    return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
 
 
 def punctuation_lift(
@@ -177,14 +174,9 @@ def punctuation_lift(
     [H, T] of one layer; marks [T]. NaN without an event, a mark or anything kept.
     """
     rows = event_rows(evicted_at)
-    out = np.full(len(evicted_at), np.nan)
-    if not len(rows):
-        return out
-    last = int(rows[-1])
+    last = int(rows[-1]) if len(rows) else 0
     counted = slice(sink, max(sink, last + 1 - recent))
     held, marked = evicted_at[:, counted] > last, marks[counted]
     if not marked.any():
-        return out
-    share = held.mean(-1)
-    np.divide(held[:, marked].mean(-1), share, out=out, where=share > 0)
-    return out
+        return np.full(len(evicted_at), np.nan)
+    return share(held[:, marked].mean(-1), held.mean(-1))

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.walk import by_layer
 from kvsim.core.attention import Formula, Rope, attend, merge, with_sinks
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -49,9 +50,14 @@ class OutputError:
     """
 
     error: NDArray[np.float32]
-    mass: NDArray[np.float32]
     missing: NDArray[np.float32]
     rotated: bool = False
+
+    @property
+    def mass(self) -> NDArray[np.float32]:
+        """1 - missing [layer, qhead, row]."""
+        seen: NDArray[np.float32] = 1.0 - self.missing
+        return seen
 
     @property
     def distance(self) -> NDArray[np.float32]:
@@ -70,24 +76,19 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     """
     for record in records:
         check_record(trace, record)
-    results = [_empty(trace, record) for record in records]
+    results = []
+    for record in records:
+        shape = len(record.layers), trace.n_qheads, trace.n_pos
+        error, missing = (np.empty(shape, np.float32) for _ in range(2))
+        results.append(OutputError(error, missing, rotated=record.positions == "slot"))
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
             rows = Layer.read(trace, layer, torch.device(device))
             for record, result in zip(records, results, strict=True):
-                if layer not in record.layers:
-                    continue
-                at = record.layers.index(layer)
-                last = torch.from_numpy(record.gone_after[at]).to(rows.k.device)
-                own = rows if len(last) == len(rows.k) else rows.per_query_head()
-                error, missing = _layer_error(own, last, slots=result.rotated)
-                present = _propagated(record, at)
-                if not bool(present.all()):
-                    prompt = _prompt_error(own, present, slots=result.rotated)
-                    error[:, : len(present)], missing[:, : len(present)] = prompt
-                result.error[at] = error.cpu().numpy()
-                result.missing[at] = missing.cpu().numpy()
-                result.mass[at] = 1.0 - result.missing[at]
+                if layer in record.layers:
+                    at = record.layers.index(layer)
+                    moved = _layer_error(rows, record, at)
+                    result.error[at], result.missing[at] = (x.cpu().numpy() for x in moved)
     return results
 
 
@@ -98,17 +99,13 @@ def head_lengths(
 
     Lengths of a layer are computed once for all records.
     """
-    lengths: dict[int, NDArray[np.float64]] = {}
-    for layer in sorted({layer for record in records for layer in record.layers}):
+
+    def read(layer: int) -> NDArray[np.float64]:
         out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
-        lengths[layer] = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
-    return [np.stack([lengths[layer] for layer in record.layers]) for record in records]
+        lengths: NDArray[np.float64] = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
+        return lengths
 
-
-def _empty(trace: Trace, record: Record) -> OutputError:
-    shape = len(record.layers), trace.n_qheads, trace.n_pos
-    error, mass, missing = (np.empty(shape, np.float32) for _ in range(3))
-    return OutputError(error, mass, missing, rotated=record.positions == "slot")
+    return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]
 
 
 def check_record(trace: Trace, record: Record) -> None:
@@ -176,14 +173,21 @@ class Layer:
         return with_sinks(out, lse, self.formula.sink(out, len(out)))
 
 
-def _layer_error(layer: Layer, last: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
-    """Error and missing mass of every row of a layer; [qhead, T] each. last int32 [H, T]."""
-    shape = layer.lse.shape
-    error, missing = (layer.lse.new_zeros(shape) for _ in range(2))
-    seen = _by_slot(layer, last) if slots else _by_prefix(layer, last)
-    for start, stop, out, lse in seen:
+def _layer_error(layer: Layer, record: Record, at: int) -> tuple[Tensor, Tensor]:
+    """Error and missing mass of every row of a record's layer at place `at`; [qhead, T] each."""
+    last = torch.from_numpy(record.gone_after[at]).to(layer.k.device)  # [H, T]
+    slots = record.positions == "slot"
+    if len(last) != len(layer.k):
+        layer = layer.per_query_head()
+    error, missing = (torch.zeros_like(layer.lse) for _ in range(2))
+    for start, stop, out, lse in (_by_slot if slots else _by_prefix)(layer, last):
         rows = slice(start, stop)
         error[:, :, rows], missing[:, :, rows] = _moved(layer, rows, out, lse)
+    prompt = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
+    present = prompt >= torch.arange(record.prompt_len)  # rows of the prompt that reach the layer
+    if not bool(present.all()):
+        before = slice(record.prompt_len)
+        error[:, :, before], missing[:, :, before] = _prompt_error(layer, present, slots=slots)
     return error.flatten(0, 1), missing.flatten(0, 1)
 
 
@@ -197,14 +201,8 @@ def _moved(layer: Layer, rows: slice | Tensor, out: Tensor, lse: Tensor) -> tupl
     return error, (-torch.expm1(lse - layer.lse[:, :, rows])).clamp_(0.0, 1.0)
 
 
-def _propagated(record: Record, at: int) -> Tensor:
-    """Rows of the prompt that reach the layer at place `at` of the record, bool [P]."""
-    last = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
-    return last >= torch.arange(record.prompt_len)
-
-
 def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
-    """Error and missing mass [qhead, P] of rows of the prompt that see those present alone.
+    """Error and missing mass [H, G, P] of rows of the prompt that see those present alone.
 
     NaN for the others. slots: they were at positions 0, 1, 2, ...; the mass is that of their own.
     """
@@ -218,7 +216,7 @@ def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor
     shape = (*layer.lse.shape[:2], len(present))
     error, missing = (layer.lse.new_full(shape, torch.nan) for _ in range(2))
     error[:, :, at], missing[:, :, at] = _moved(layer, at, out, lse)
-    return error.flatten(0, 1), missing.flatten(0, 1)
+    return error, missing
 
 
 Seen = Iterator[tuple[int, int, Tensor, Tensor]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.attention.windows import log_attention, row_blocks
-from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows
+from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows, share
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
@@ -70,14 +70,16 @@ def attended(
     Regions, what counts them and what wipes them out are those of the metric `wipeout`. The mass
     is full attention of the trace, as the model computed it, not what eviction makes of it.
     """
-    found = [_Walk(trace, record) for record in records]
     width = max(1, min(_ROWS, _WEIGHTS // (trace.n_qheads * trace.n_pos)))
     blocks = row_blocks(trace.prompt_len, trace.n_pos, width)[::-1]
     unit = gcd(*lengths)
+    walks: list[dict[int, _Walk]] = [{} for _ in records]
     for layer in sorted({layer for record in records for layer in record.layers}):
-        own = [one for one in found if layer in one.record.layers]
-        for one in own:
-            one.enter(layer, lengths, thresholds, sink, recent)
+        for record, by_index in zip(records, walks, strict=True):
+            if layer in record.layers:
+                gone = record.gone_after[record.layers.index(layer)]
+                by_index[layer] = _Walk(trace, gone, lengths, thresholds, sink, recent)
+        of_layer = [by_index[layer] for by_index in walks if layer in by_index]
         # mass that all later rows put on each unit of positions
         later = np.zeros((trace.n_heads, trace.group, trace.n_pos // unit))
         for rows, z in log_attention(trace, layer, blocks, device=device):
@@ -87,10 +89,16 @@ def attended(
             mass = z.exp_()[..., : n * unit].unflatten(-1, (n, unit)).sum(-1).double().cpu().numpy()
             mass = mass[:, :, ::-1].cumsum(2)[:, :, ::-1] + later[:, :, None, :n]
             later[:, :, :n] = mass[:, :, 0]
-            for one in own:
-                one.recall(rows, entries, real)
-                one.lose(rows, mass, unit)
-    return [one.done() for one in found]
+            for walk in of_layer:
+                walk.look_up(rows, entries, real)
+                walk.lose(rows, mass, unit)
+    out = []
+    for record, by_index in zip(records, walks, strict=True):
+        layers = [by_index[layer] for layer in record.layers]
+        recall, seen = np.stack([x.recall for x in layers]), np.stack([x.seen for x in layers])
+        wiped = tuple(x.shares for x in layers)
+        out.append(Attended(recall, seen, tuple(x.events for x in layers), wiped))
+    return out
 
 
 def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -114,80 +122,30 @@ def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 class _Walk:
-    """One record on the way: what is known of it so far, and the layer that it is in."""
+    """One layer of one record: what is known of its rows so far, from the last one up.
 
-    def __init__(self, trace: Trace, record: Record) -> None:
-        self.record, self.first = record, trace.prompt_len
-        n_rows = trace.n_pos - self.first
-        shape = len(record.layers), trace.n_qheads, n_rows
-        self._recall = np.full(shape, np.nan, np.float32)
-        self._seen = np.full((shape[0], record.evicted_at.shape[1], n_rows), np.nan, np.float32)
-        self._regions: list[_Regions] = []
-        self._at, self._last = 0, torch.empty(0)
-
-    def enter(
-        self,
-        layer: int,
-        lengths: Sequence[int],
-        thresholds: Sequence[float],
-        sink: int,
-        recent: int,
-    ) -> None:
-        """Go to a layer of the trace; layers come in ascending order."""
-        self._at = self.record.layers.index(layer)
-        gone = self.record.gone_after[self._at]
-        self._last = torch.from_numpy(gone)
-        self._regions.append(_Regions(gone, lengths, thresholds, sink, recent))
-        row = np.arange(self.first, self.record.n_pos)
-        before = np.sort(gone, axis=-1)
-        for head, left in enumerate(before):
-            # an entry that left before a row is at a position before it
-            self._seen[self._at, head] = 1 - np.searchsorted(left, row) / (row + 1)
-
-    def recall(self, rows: slice, entries: Tensor, real: Tensor) -> None:
-        """Look up the strongest entries [H, G, w, top] of a block of rows, where they are real."""
-        last = self._last.to(entries.device)
-        heads = entries if len(last) == len(entries) else entries.flatten(0, 1)
-        row = torch.arange(rows.start, rows.stop, device=entries.device)[:, None]
-        seen = (last.gather(1, heads.flatten(1)).view(entries.shape) >= row) & real
-        share = seen.sum(-1) / real.sum(-1)
-        own = slice(rows.start - self.first, rows.stop - self.first)
-        self._recall[self._at, :, own] = share.flatten(0, 1).cpu().numpy()
-
-    def lose(self, rows: slice, later: Floats, unit: int) -> None:
-        """Look at the events just before a block's rows; later as in `_Regions.add`."""
-        regions = self._regions[-1]
-        if len(regions.deaths[0][0]) == len(later):
-            later = later.sum(1, keepdims=True)
-        heads, group, *shape = later.shape
-        regions.add(rows, later.reshape(heads * group, *shape), unit)
-
-    def done(self) -> Attended:
-        """What was found, layers in the order of the record."""
-        order = np.argsort(np.argsort(self.record.layers))
-        regions = [self._regions[i] for i in order]
-        return Attended(
-            self._recall,
-            self._seen,
-            tuple(one.rows for one in regions),
-            tuple(one.shares for one in regions),
-        )
-
-
-class _Regions:
-    """When the regions of a layer of a record were wiped out, and the mass that lay there."""
+    gone: the rows [H, T] after which entries are gone.
+    """
 
     def __init__(
         self,
+        trace: Trace,
         gone: NDArray[np.int32],
         lengths: Sequence[int],
         thresholds: Sequence[float],
         sink: int,
         recent: int,
     ) -> None:
-        self.rows = event_rows(gone)
-        self.recent = recent
+        self.last, self.recent = torch.from_numpy(gone), recent
         heads, total = gone.shape
+        row = np.arange(trace.prompt_len, total)
+        self.start = trace.prompt_len
+        self.recall = np.full((trace.n_qheads, len(row)), np.nan, np.float32)
+        # an entry that left before a row is at a position before it
+        ordered = np.sort(gone, axis=-1)
+        left = np.stack([np.searchsorted(of_head, row) for of_head in ordered])
+        self.seen = (1 - left / (row + 1)).astype(np.float32)
+        self.events = event_rows(gone)
         # by length: the first region, and the row after which each is wiped out [threshold, H, R]
         self.first = {length: -(-sink // length) for length in lengths}
         self.deaths = []
@@ -196,22 +154,34 @@ class _Regions:
             spans = gone[:, first * length : (first + count) * length]
             ordered = np.sort(spans.reshape(heads, count, length), axis=-1)
             # as wipeout: 0.1 * 30 is a little above 3
-            left = [int(np.floor(threshold * length + 1e-9)) for threshold in thresholds]
-            self.deaths.append(np.stack([ordered[..., length - x - 1] for x in left]))
-        shape = heads, len(self.rows)
+            least = [int(np.floor(threshold * length + 1e-9)) for threshold in thresholds]
+            self.deaths.append(np.stack([ordered[..., length - x - 1] for x in least]))
+        shape = heads, len(self.events)
         self.shares = {(x, t): np.full(shape, np.nan) for x in lengths for t in thresholds}
 
-    def add(self, rows: slice, later: Floats, unit: int) -> None:
-        """Events before the rows of a block; later [H, w, n]: mass of all rows from each one on.
+    def look_up(self, rows: slice, entries: Tensor, real: Tensor) -> None:
+        """Look up the strongest entries [H, G, w, top] of a block of rows, where they are real."""
+        last = self.last.to(entries.device)
+        heads = entries if len(last) == len(entries) else entries.flatten(0, 1)
+        row = torch.arange(rows.start, rows.stop, device=entries.device)[:, None]
+        seen = (last.gather(1, heads.flatten(1)).view(entries.shape) >= row) & real
+        recall = (seen.sum(-1) / real.sum(-1)).flatten(0, 1)
+        self.recall[:, rows.start - self.start : rows.stop - self.start] = recall.cpu().numpy()
+
+    def lose(self, rows: slice, later: Floats, unit: int) -> None:
+        """Look at events just before a block's rows; later [H, G, w, n]: mass of rows from each on.
 
         n counts units of positions, the complete ones at the end of the block.
         """
-        low, high = np.searchsorted(self.rows + 1, [rows.start, rows.stop])
+        low, high = np.searchsorted(self.events + 1, [rows.start, rows.stop])
         if low == high:
             return
-        events = self.rows[low:high]
-        mass = later[:, events + 1 - rows.start]  # [H, e, n]
-        names = iter(self.shares.values())
+        if len(self.last) == len(later):
+            later = later.sum(1, keepdims=True)
+        events = self.events[low:high]
+        heads, group, *shape = later.shape
+        mass = later.reshape(heads * group, *shape)[:, events + 1 - rows.start]  # [H, e, n]
+        shares = iter(self.shares.values())
         for (length, first), deaths in zip(self.first.items(), self.deaths, strict=True):
             each = length // unit
             count = max(0, mass.shape[-1] // each - first)
@@ -221,6 +191,5 @@ class _Regions:
             of_region = of_region * (ends <= events[:, None] + 1 - self.recent)
             whole = of_region.sum(-1)
             for death in deaths:
-                lost = (of_region * (death[:, None, :count] <= events[:, None])).sum(-1)
-                out = next(names)[:, low:high]
-                np.divide(lost, whole, out=out, where=whole > 0)
+                lost = of_region * (death[:, None, :count] <= events[:, None])
+                next(shares)[:, low:high] = share(lost.sum(-1), whole)

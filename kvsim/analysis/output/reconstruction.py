@@ -46,17 +46,11 @@ RATIOS = tuple(i / 10 for i in range(1, 10))
 
 #: Columns of `reconstruction_table`.
 RECONSTRUCTION_COLUMNS: dict[str, Any] = {
-    "trace": pl.String,
-    "task": pl.String,
-    "policy": pl.String,
-    "params": pl.String,
-    "cut": pl.Int64,
-    "rows": pl.Int64,
+    **dict.fromkeys(("trace", "task", "policy", "params"), pl.String),
+    **dict.fromkeys(("cut", "rows"), pl.Int64),
     "ratio": pl.Float64,
-    "budget": pl.Int64,
-    "layer": pl.Int64,
-    "head_error": pl.Float64,
-    "relative_head_error": pl.Float64,
+    **dict.fromkeys(("budget", "layer"), pl.Int64),
+    **dict.fromkeys(("head_error", "relative_head_error"), pl.Float64),
     "fidelity": pl.Enum(FIDELITY),
 }
 

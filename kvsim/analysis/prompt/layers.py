@@ -16,6 +16,7 @@ from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.definition import mean_known
 from kvsim.analysis.prompt.ranking import Ranking
+from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 
 #: Shares of the keys that count as top.
@@ -38,18 +39,9 @@ def overlap_table(
     """
     found = window_overlap(trace, layer, window=window, shares=shares)
     oldest, second, third = found.before
-    return pl.DataFrame(
-        {
-            "share": found.shares,
-            "oldest": oldest,
-            "second": second,
-            "third": third,
-            "union": found.union,
-            "equal_budget": found.equal_budget,
-            "chance": found.chance,
-            "chance_union": found.chance_union,
-        }
-    )
+    windows = {"share": found.shares, "oldest": oldest, "second": second, "third": third}
+    names = ("union", "equal_budget", "chance", "chance_union")
+    return pl.DataFrame(windows | {name: getattr(found, name) for name in names})
 
 
 def sparsity_table(trace: Trace) -> pl.DataFrame:
@@ -61,16 +53,16 @@ def sparsity_table(trace: Trace) -> pl.DataFrame:
         layer, p, then by the keys that the maximum is taken over: `sequence`, `behind_sink` and
         `domain`; null where a trace is too short.
     """
-    rows = []
-    for layer in range(trace.n_layers):
-        found = attention_sparsity(trace, layer, shares=PEAK_SHARES)
-        over = {
-            name: mean_known(getattr(found, name)) for name in ("sequence", "behind_sink", "domain")
-        }
-        for place, p in enumerate(found.shares.tolist()):
-            shares = {name: float(values[place]) for name, values in over.items()}
-            rows.append({"layer": layer, "p": p, **shares})
-    return pl.DataFrame(rows).with_columns(pl.selectors.float().fill_nan(None))
+    columns = ("layer", "p", "sequence", "behind_sink", "domain")
+    of_layers = [
+        attention_sparsity(trace, layer, shares=PEAK_SHARES) for layer in range(trace.n_layers)
+    ]
+    parts = (
+        {"layer": layer, "p": sparsity.shares}
+        | {name: mean_known(getattr(sparsity, name)) for name in columns[2:]}
+        for layer, sparsity in enumerate(of_layers)
+    )
+    return wide(parts, {"layer": pl.Int64} | dict.fromkeys(columns[1:], pl.Float64))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.kept.retention import share
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
@@ -166,17 +167,8 @@ class Ranking:
         relative = np.full(self.n_layers, np.nan)
         base = variance[first]
         relative[first:] = variance[first:] / base if base > 0 else 0.0
-        return Curve(
-            rule=rule,
-            prompt_len=self.prompt_len,
-            budget=budget,
-            k=k,
-            first_layer=first,
-            look_back=back,
-            variance=variance,
-            relative=relative,
-            union=self.union(back, k),
-        )
+        union = self.union(back, k)
+        return Curve(rule, self.prompt_len, budget, k, first, back, variance, relative, union)
 
     def grid(
         self,
@@ -194,24 +186,14 @@ class Ranking:
         total = self.n_layers
         firsts = tuple(first_layers or range(1, total - 1) or range(total))
         backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
-        curves = [
-            [self.curve(budget, replace(rule, first_layer=first, look_back=back)) for back in backs]
-            for first in firsts
-        ]
-        at = [one.selected() for row in curves for one in row]
-        found = [NEVER_SELECTS if layer is None else layer for layer in at]
-        shape = (len(firsts), len(backs))
-        used = [one.look_back for row in curves for one in row]
-        return Grid(
-            budget=budget,
-            k=self.room(budget),
-            tau=rule.tau,
-            n_layers=total,
-            first_layers=firsts,
-            look_backs=backs,
-            layers=np.array(found, np.int64).reshape(shape),
-            used=np.array(used, np.int64).reshape(shape),
-        )
+        layers, used = (np.zeros((len(firsts), len(backs)), np.int64) for _ in range(2))
+        for at in np.ndindex(layers.shape):
+            first, back = firsts[at[0]], backs[at[1]]
+            curve = self.curve(budget, replace(rule, first_layer=first, look_back=back))
+            selected = curve.selected()
+            layers[at] = NEVER_SELECTS if selected is None else selected
+            used[at] = curve.look_back
+        return Grid(budget, self.room(budget), rule.tau, total, firsts, backs, layers, used)
 
     def variance(self, look_back: int, k: int) -> Floats:
         """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""
@@ -227,18 +209,17 @@ class Ranking:
         """Tokens among the first k in one of the `look_back` layers up to each layer; [L]."""
         of_layer = np.zeros(self.n_layers, np.int64)
         for layer in range(look_back - 1, self.n_layers):
-            of_layer[layer] = int((self._recent(layer, look_back) <= k).any(0).sum())
+            of_layer[layer] = len(self.members(layer, look_back, k))
         return of_layer
 
     def members(self, layer: int, look_back: int, k: int) -> Ints:
         """Positions of these tokens at one layer, ascending."""
-        found: Ints = (self._recent(layer, look_back) <= k).any(0).nonzero()[:, 0].numpy()
-        return found
+        return np.flatnonzero((self._recent(layer, look_back) <= k).any(0).numpy())
 
     def top(self, k: int) -> Bools:
         """Which tokens are among the first k; [L, m]."""
-        found: Bools = (self.ranks <= k).numpy()
-        return found
+        top: Bools = (self.ranks <= k).numpy()
+        return top
 
     def entropy(self) -> Floats:
         """Entropy of each layer's scores as a distribution over the tokens, in nats; [L].
@@ -247,8 +228,8 @@ class Ranking:
         """
         scores = self.scores.double()
         share = scores / scores.sum(-1, keepdim=True)
-        found: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
-        return found
+        entropy: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
+        return entropy
 
     def jaccard(self, k: int) -> Floats:
         """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
@@ -256,11 +237,8 @@ class Ranking:
         NaN in the first layer, and where k is 0.
         """
         top = self.top(k)
-        both = (top[1:] & top[:-1]).sum(-1)
-        either = (top[1:] | top[:-1]).sum(-1)
-        out = np.full(self.n_layers, np.nan)
-        np.divide(both, either, out=out[1:], where=either > 0)
-        return out
+        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
+        return np.concatenate([[np.nan], share(both, either)])
 
     def jaccard_chance(self, k: int) -> float:
         """The Jaccard index of two sets of k tokens that share as many as expected, k * k / m."""
@@ -274,8 +252,8 @@ class Ranking:
             return np.full(self.n_layers, np.nan)
         kept = np.ones((self.n_layers, self.prompt_len), dtype=bool)
         kept[:, : self.ranked] = self.top(k)
-        found: Floats = kept[:, at].mean(-1)
-        return found
+        recall: Floats = kept[:, at].mean(-1)
+        return recall
 
     def _recent(self, layer: int, look_back: int) -> Tensor:
         return self.ranks[layer - look_back + 1 : layer + 1]

@@ -27,10 +27,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _LABEL = pl.Enum(FIDELITY)
-
 _OF_TRACE: dict[str, Any] = {
-    "trace": pl.String,
-    "task": pl.String,
+    **dict.fromkeys(("trace", "task"), pl.String),
     "budget": pl.Int64,
     "share": pl.String,
     "k": pl.Int64,
@@ -39,33 +37,23 @@ _OF_TRACE: dict[str, Any] = {
 LAYER_COLUMNS: dict[str, Any] = {
     **_OF_TRACE,
     "layer": pl.Int64,
-    "variance": pl.Float64,
-    "relative_variance": pl.Float64,
+    **dict.fromkeys(("variance", "relative_variance"), pl.Float64),
     "selected": pl.Boolean,
     "union": pl.Int64,
-    "entropy": pl.Float64,
-    "entropy_uniform": pl.Float64,
-    "jaccard": pl.Float64,
-    "jaccard_chance": pl.Float64,
-    "gold_recall": pl.Float64,
+    **dict.fromkeys(("entropy", "entropy_uniform"), pl.Float64),
+    **dict.fromkeys(("jaccard", "jaccard_chance", "gold_recall"), pl.Float64),
     "fidelity": _LABEL,
 }
 #: Columns of `selection_table`.
 SELECTION_COLUMNS: dict[str, Any] = {
     **_OF_TRACE,
-    "prompt_len": pl.Int64,
-    "n_layers": pl.Int64,
-    "first_layer": pl.Int64,
-    "look_back": pl.Int64,
+    **dict.fromkeys(("prompt_len", "n_layers", "first_layer", "look_back"), pl.Int64),
     "tau": pl.Float64,
     "layer": pl.Int64,
     "relative_variance": pl.Float64,
-    "gold_tokens": pl.Int64,
-    "first_full_recall": pl.Int64,
-    "layer_regret": pl.Int64,
+    **dict.fromkeys(("gold_tokens", "first_full_recall", "layer_regret"), pl.Int64),
     "gold_recall": pl.Float64,
-    "verdict": pl.String,
-    "remark": pl.String,
+    **dict.fromkeys(("verdict", "remark"), pl.String),
     "fidelity": _LABEL,
 }
 

@@ -1,0 +1,123 @@
+"""What is in the entries that a policy keeps: the length of values, the likeness of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvsim.analysis.kept.retention import SINK, event_rows, share
+from kvsim.analysis.walk import by_layer
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NormOverlap:
+    """Of one layer after its last event, [H]; `chance` is that of a random choice of the size."""
+
+    overlap: Floats
+    chance: Floats
+
+
+def value_norm_overlap(
+    evicted_at: NDArray[np.int32], norms: Floats, sink: int = SINK
+) -> NormOverlap:
+    """Share of what each head keeps behind the sinks that the largest values would keep too.
+
+    With c entries kept at positions from `sink` on, after the last event at which the layer evicted
+    anything: those of the c largest norms of the value (the lower position first among equals) that
+    are kept, over c. The first `sink` positions are left out because most policies protect them,
+    and their values are small. A question of Expected Attention (arXiv 2510.00636), whose score has
+    the norm of the value as a factor.
+
+    evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
+    behind the sinks, or keeps nothing there.
+    """
+    rows = event_rows(evicted_at)
+    last = int(rows[-1]) if len(rows) else -1  # without an event no head has lost anything
+    held = evicted_at[:, sink : last + 1] > last
+    count, n = held.sum(-1), held.shape[-1]
+    order = np.argsort(-norms[:, sink : last + 1], axis=-1, kind="stable")
+    largest = np.arange(n) < count[:, None]
+    both = (np.take_along_axis(held, order, -1) & largest).sum(-1)
+    chosen = (count > 0) & (count < n)
+    chance = np.where(chosen, count / max(1, n), np.nan)
+    return NormOverlap(share(both, np.where(chosen, count, 0)), chance)
+
+
+def value_norm_overlaps(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[list[NormOverlap]]:
+    """For each record the overlap of each of its layers."""
+
+    def norms(layer: int) -> Floats:
+        values = trace.read("v", slice(layer, layer + 1))[0].to(device)
+        length: Floats = values.norm(dim=-1).cpu().numpy()
+        return length
+
+    def overlap(record: Record, at: int, norms: Floats) -> NormOverlap:
+        gone = record.gone_after[at]
+        return value_norm_overlap(gone, norms.repeat(len(gone) // len(norms), axis=0))
+
+    return by_layer(records, norms, overlap)
+
+
+@dataclass(frozen=True)
+class KeySimilarity:
+    """Of one layer after its last event, [H]; `chance` is what random sets have on average."""
+
+    mean: Floats
+    chance: Floats
+
+
+def key_similarity(evicted_at: NDArray[np.int32], keys: Floats) -> KeySimilarity:
+    """Mean cosine of two different keys that a head holds after the layer's last event.
+
+    G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
+    is the mean over all pairs of the positions there at the event: in a random set every pair is as
+    likely. A key of length 0 is like no other.
+
+    evicted_at [H, T]; keys [H, T, d]. NaN where nothing has been evicted and for less than two
+    keys.
+    """
+    rows = event_rows(evicted_at)
+    if not len(rows):
+        none = np.full(len(evicted_at), np.nan)
+        return KeySimilarity(none, none)
+    last = int(rows[-1])
+    held = evicted_at[:, : last + 1] > last
+    length = np.linalg.norm(keys[:, : last + 1], axis=-1, keepdims=True)
+    unit = keys[:, : last + 1] / np.where(length > 0, length, 1.0)
+    return KeySimilarity(_mean_cosine(unit, held), _mean_cosine(unit, np.ones_like(held)))
+
+
+def _mean_cosine(unit: Floats, chosen: NDArray[np.bool_]) -> Floats:
+    """Mean over the pairs of the chosen [H, n] of unit vectors [H, n, d]; [H]."""
+    # the square of their sum has every pair twice, and each vector with itself
+    weight = chosen.astype(np.float64)
+    total = (weight[:, None] @ unit)[:, 0]
+    itself = (weight * (unit**2).sum(-1)).sum(-1)
+    count = chosen.sum(-1)
+    return share((total**2).sum(-1) - itself, count * (count - 1))
+
+
+def key_similarities(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[list[KeySimilarity]]:
+    """For each record the similarity in each of its layers."""
+
+    def keys(layer: int) -> Floats:
+        read = trace.read("k", slice(layer, layer + 1))[0]
+        return read.to(device, torch.float64).cpu().numpy()
+
+    def similarity(record: Record, at: int, keys: Floats) -> KeySimilarity:
+        gone = record.gone_after[at]
+        return key_similarity(gone, keys.repeat(len(gone) // len(keys), axis=0))
+
+    return by_layer(records, keys, similarity)
