@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsim.errors import TraceError
-from kvsim.store.documents import find_document
+from kvsim.store.documents import find_document, object_at
 from kvsim.store.packed import SUFFIX, Packed
 from kvsim.store.place import Folder
 
@@ -73,5 +73,4 @@ def _is_marked(path: Path) -> bool:
         root = find_document(place, "zarr.json", str(path))
     except TraceError:
         return False
-    attributes = None if root is None else root.get("attributes")
-    return isinstance(attributes, dict) and "kvsim_format" in attributes
+    return "kvsim_format" in object_at(root or {}, "attributes")

@@ -18,7 +18,7 @@ from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError
 from kvsim.store.attributes import attributes_of
-from kvsim.store.documents import read_json
+from kvsim.store.documents import object_at, read_json
 from kvsim.store.draft import TokenFile, hidden
 from kvsim.store.group import Group
 
@@ -37,9 +37,9 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         raise TraceExistsError(_exists(path))
     marked = False
     if path.is_dir() and not path.is_symlink():
-        with contextlib.suppress(TraceError, AttributeError):
+        with contextlib.suppress(TraceError):
             root = read_json(path / "zarr.json", str(path))
-            marked = "kvsim_format" in root.get("attributes", {})
+            marked = "kvsim_format" in object_at(root, "attributes")
     if not marked:
         raise TraceExistsError(
             f"{path} exists and is not a kvsim trace, expected a free path or a trace to "

@@ -20,16 +20,19 @@ from kvsim.schema import AXES, FORMAT_VERSION, is_url
 from kvsim.store.attributes import read_header
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.documents import check_numbers, find_document, read_document, short_repr
-from kvsim.store.layout import DENSE, DIMENSIONS, REQUIRED, StoredArray, parse_array
+from kvsim.store.layout import (
+    DENSE,
+    DIMENSIONS,
+    StoredArray,
+    parse_array,
+    require_arrays,
+    source_dtypes,
+)
 from kvsim.store.packed import Packed
 from kvsim.store.place import Folder, Place
 from kvsim.store.remote import find_remote
 
 _ALL = slice(None)
-
-#: Arrays that must be finite: writers refuse NaN, so a reader that finds one has lost data.
-_FINITE = ("q", "k", "v", "attn_out", "lse", *DENSE, "o_proj", "residual")
-
 
 #: Keys of the metadata of a group.
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
@@ -105,14 +108,11 @@ class StoredTrace:
             if name not in ("layer", "token_text")
         }
         self._check()
-        sources = {
-            name: array.source_dtype or array.dtype.name
-            for name, array in self.arrays.items()
-            if name in _FINITE
-        }
-        layer_ids = tuple(int(layer) for layer in self._read("layer", (_ALL,)))
         self.header = read_header(
-            self.attributes, layer_ids=layer_ids, source_dtypes=sources, where=self.where
+            self.attributes,
+            layer_ids=tuple(self._read("layer", ()).tolist()),
+            source_dtypes=source_dtypes(self.arrays),
+            where=self.where,
         )
         n_layers, n_qheads, n_pos, dim = self._shapes["q"]
         self.header.check(
@@ -145,7 +145,7 @@ class StoredTrace:
         """The text of each token, or None."""
         if "token_text" not in self.arrays:
             return None
-        return [str(text) for text in self._read("token_text", (_ALL,))]
+        return [str(text) for text in self._read("token_text", ())]
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return part of an array in its stored dtype, decoding only the chunks that it touches."""
@@ -162,12 +162,12 @@ class StoredTrace:
             pos = _ALL
         values = self._read(name, (layers, *[_ALL] * (axis - 1), pos))
         tensor = torch.from_numpy(values)
-        if name in _FINITE:
-            first_layer = range(self._shapes[name][0])[layers].start
-            first_pos = range(self._shapes[name][axis])[pos].start
-            if name in DENSE:
-                first_pos += first_row(self._shapes[name])
-            check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
+        # writers refuse NaN, so a reader that finds one has lost data
+        first_layer = range(self._shapes[name][0])[layers].start
+        first_pos = range(self._shapes[name][axis])[pos].start
+        if name in DENSE:
+            first_pos += first_row(self._shapes[name])
+        check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
 
     def _parse(self) -> dict[str, StoredArray]:
@@ -180,12 +180,7 @@ class StoredTrace:
             document = read(self.place, f"{name}/zarr.json", self.where)
             if document is not None:
                 arrays[name] = parse_array(name, document, self.where)
-        missing = [name for name in REQUIRED if name not in arrays]
-        if missing:
-            raise TraceError(
-                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
-                "record the trace again"
-            )
+        require_arrays(arrays, self.where)
         return arrays
 
     def _check(self) -> None:

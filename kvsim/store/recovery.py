@@ -31,7 +31,7 @@ from kvsim.store.draft import (
 )
 from kvsim.store.group import PARTIAL, Group
 from kvsim.store.interrupts import unbroken
-from kvsim.store.layout import DIMENSIONS, REQUIRED
+from kvsim.store.layout import DIMENSIONS, cut_shape, require_arrays, source_dtypes
 from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
@@ -224,10 +224,9 @@ def _listed(drafts: list[Draft]) -> str:
 
 def _draft(path: Path, target: Path, kind: Kind) -> Draft:
     try:
-        value = read_json(path / "zarr.json", str(path)).get("attributes")
+        attributes = object_at(read_json(path / "zarr.json", str(path)), "attributes")
     except TraceError:  # only just created, or partly removed
-        value = None
-    attributes = value if isinstance(value, dict) else {}
+        attributes = {}
     return Draft(
         path=path,
         target=target,
@@ -286,12 +285,7 @@ class _Recovery:
     def __init__(self, group: Group) -> None:
         self.group, self.where = group, str(group.folder)
         self.committed = _committed(group.attributes)
-        missing = [name for name in REQUIRED if name not in group.arrays]
-        if missing:
-            raise TraceError(
-                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
-                "record the trace again"
-            )
+        require_arrays(group.arrays, self.where)
 
     def run(self, progress: Progress) -> None:
         dropped = self._incomplete()
@@ -341,25 +335,14 @@ class _Recovery:
         return read_header(
             self.group.attributes,
             layer_ids=tuple(self.group.read("layer", []).tolist()),
-            source_dtypes={
-                name: array.source_dtype or array.dtype.name
-                for name, array in self.group.arrays.items()
-                if array.dtype.kind == "f"
-            },
+            source_dtypes=source_dtypes(self.group.arrays),
             where=self.where,
         )
 
     def _truncate(self) -> None:
         """Cut every array to the committed positions, which end a chunk or the array."""
         for name, array in list(self.group.arrays.items()):
-            shape = tuple(
-                self.committed
-                if axis == "pos"
-                else min(length, self.committed)
-                if axis == "row"
-                else length
-                for axis, length in zip(DIMENSIONS[name], array.shape, strict=True)
-            )
+            shape = cut_shape(name, array.shape, self.committed)
             if shape != array.shape:
                 self.group.resize(name, shape)
             require_chunks(self.group, name, self.where, "record the trace again")

@@ -19,12 +19,12 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, is_url
+from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.attributes import attributes_of
 from kvsim.store.draft import TokenFile, hidden, recover_command
 from kvsim.store.group import Group
 from kvsim.store.interrupts import unbroken
-from kvsim.store.layout import DENSE, pos_axis
+from kvsim.store.layout import DENSE, cut_shape, pos_axis
 from kvsim.store.publication import check_target, complete, put, write_whole
 from kvsim.store.remote import check_free, upload
 
@@ -165,11 +165,7 @@ class TraceWriter:
         """Fix the number of positions; last blocks that are not full must come after this."""
         for name in self._next:
             array = self._group.arrays[name]
-            shape = tuple(
-                # dense attention has all rows, or the last ones
-                n_pos if axis == "pos" else min(n_pos, length) if axis == "row" else length
-                for axis, length in zip(AXES[name], array.shape, strict=True)
-            )
+            shape = cut_shape(name, array.shape, n_pos)
             if shape != array.shape:
                 self._write(partial(self._group.resize, name, shape))
 
