@@ -100,9 +100,11 @@ class StoredTrace:
         self.path = self.place.path
         self.where = str(self.path)
         self.attributes = _root_attributes(self.place, self.where)
+        self.digest = str(self.attributes["digest"])
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
-        self._shapes = {
+        #: shape of each array that `read` returns
+        self.shapes: Mapping[str, tuple[int, ...]] = {
             name: array.shape
             for name, array in self.arrays.items()
             if name not in ("layer", "token_text")
@@ -114,31 +116,21 @@ class StoredTrace:
             source_dtypes=source_dtypes(self.arrays),
             where=self.where,
         )
-        n_layers, n_qheads, n_pos, dim = self._shapes["q"]
+        n_layers, n_qheads, n_pos, dim = self.shapes["q"]
         self.header.check(
             n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
         )
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array that `read` returns."""
-        return self._shapes
-
-    @property
     def positions(self) -> Tensor:
         """0, 1, 2, ..."""
-        return torch.arange(self._shapes["q"][2])
+        return torch.arange(self.shapes["q"][2])
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """float64 where q, k or v is stored so, else float32."""
         double = any(self.arrays[name].dtype == np.float64 for name in "qkv")
         return torch.float64 if double else torch.float32
-
-    @property
-    def digest(self) -> str:
-        """The recorded digest."""
-        return str(self.attributes["digest"])
 
     @cached_property
     def token_text(self) -> list[str] | None:
@@ -163,10 +155,10 @@ class StoredTrace:
         values = self._read(name, (layers, *[_ALL] * (axis - 1), pos))
         tensor = torch.from_numpy(values)
         # writers refuse NaN, so a reader that finds one has lost data
-        first_layer = range(self._shapes[name][0])[layers].start
-        first_pos = range(self._shapes[name][axis])[pos].start
+        first_layer = range(self.shapes[name][0])[layers].start
+        first_pos = range(self.shapes[name][axis])[pos].start
         if name in DENSE:
-            first_pos += first_row(self._shapes[name])
+            first_pos += first_row(self.shapes[name])
         check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
 
@@ -185,9 +177,9 @@ class StoredTrace:
 
     def _check(self) -> None:
         """Raise TraceError unless the arrays fit together and all their chunks are there."""
-        floats = {name: shape for name, shape in self._shapes.items() if name != "tokens"}
+        floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
-        n_layers, _, n_pos, _ = self._shapes["q"]
+        n_layers, _, n_pos, _ = self.shapes["q"]
         lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}
         for name, length in lengths.items():
             if name in self.arrays and self.arrays[name].shape != (length,):

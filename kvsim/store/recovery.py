@@ -30,14 +30,10 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.group import PARTIAL, Group
-from kvsim.store.interrupts import unbroken
 from kvsim.store.layout import DIMENSIONS, cut_shape, require_arrays, source_dtypes
-from kvsim.store.publication import check_target, complete, put, require_chunks
+from kvsim.store.publication import check_target, complete, put, require_chunks, unbroken
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
-
-# Arrays that are written at the end, from the file of tokens.
-_REWRITTEN = ("tokens", "token_text")
 
 Progress = Callable[[int, int], None]
 
@@ -122,7 +118,9 @@ def recover(
                 _check_free(draft, target)
             check_target(target, overwrite=overwrite)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _publish(draft.path, target, overwrite=overwrite, progress=progress or _no_progress)
+            _publish(
+                draft.path, target, overwrite=overwrite, progress=progress or (lambda *_: None)
+            )
     except TraceError:
         raise
     except OSError as error:
@@ -304,7 +302,7 @@ class _Recovery:
         # The header comes first, so that the notes on dropped arrays survive an attempt that ends
         # below.
         self.group.set(**attributes_of(header))
-        for name in (*dropped, *_REWRITTEN):
+        for name in (*dropped, "tokens", "token_text"):  # the last two are written at the end
             self.group.remove(name)
         self._truncate()
         digest = self._read(len(header.layer_ids), progress)
@@ -325,9 +323,9 @@ class _Recovery:
             name
             for name in LATE
             if name in arrays
-            and not (
-                self.group.written(name) == arrays[name].nchunks
-                and (whole or "pos" not in DIMENSIONS[name])
+            and (
+                self.group.written(name) != arrays[name].nchunks
+                or ("pos" in DIMENSIONS[name] and not whole)
             )
         ]
 
@@ -403,7 +401,3 @@ def _noted(header: Header, note: str) -> Header:
     if note in notes:
         return header
     return replace(header, meta={**header.meta, "notes": [*notes, note]})
-
-
-def _no_progress(done: int, total: int) -> None:
-    """Show nothing."""

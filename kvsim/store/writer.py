@@ -23,9 +23,8 @@ from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.attributes import attributes_of
 from kvsim.store.draft import TokenFile, hidden, recover_command
 from kvsim.store.group import Group
-from kvsim.store.interrupts import unbroken
 from kvsim.store.layout import DENSE, cut_shape, pos_axis
-from kvsim.store.publication import check_target, complete, put, write_whole
+from kvsim.store.publication import check_target, complete, put, unbroken, write_whole
 from kvsim.store.remote import check_free, upload
 
 #: Largest magnitude that float16 holds.
