@@ -181,24 +181,25 @@ class TraceWriter:
         size = block.shape[axis]
         if size != CHUNK and start + size != self.n_pos:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
-        stored = block.to("cpu", self.dtype(name))
-        self._check(name, layer, start, block, stored)
-        values = stored.numpy()
-        self._write(lambda: self._group.write(name, values[None], layer=layer, pos=start))
+        self._store(name, layer, block, start)
         self._next[name][layer] = start + size
-        self._digest.update(name, layer, values)
         self._write(self._commit)
 
-    def _check(self, name: str, layer: int, start: int, block: Tensor, stored: Tensor) -> None:
+    def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
+        """Check part of one layer and write it; start: its position, for arrays with positions."""
         where = str(self.path)
-        if stored.dtype == torch.float16 and block.dtype != torch.float16:
-            largest = float(block.abs().max())
+        stored = values.to("cpu", self.dtype(name))
+        if stored.dtype == torch.float16 and values.dtype != torch.float16:
+            largest = float(values.abs().max())
             if largest > FLOAT16_MAX:
                 raise TraceError(
                     f"{where}: {name} reaches {largest:.6g} in layer {layer}, float16 holds at "
                     f"most {FLOAT16_MAX:.0f}; store it without store_dtype"
                 )
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
+        array = stored.numpy()
+        self._write(lambda: self._group.write(name, array[None], layer=layer, pos=start))
+        self._digest.update(name, layer, array)
 
     def _commit(self) -> None:
         if self._header is None:  # nothing could be recovered
@@ -215,11 +216,7 @@ class TraceWriter:
         Raises:
             TraceError: NaN or infinity, or a number too large for float16 storage.
         """
-        stored = weights.to("cpu", self.dtype("o_proj"))
-        self._check("o_proj", layer, 0, weights, stored)
-        values = stored.numpy()
-        self._write(lambda: self._group.write("o_proj", values[None], layer=layer))
-        self._digest.update("o_proj", layer, values)
+        self._store("o_proj", layer, weights)
 
     def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
         """Store dense attention rows [qhead, row, pos] of one layer.
