@@ -118,9 +118,11 @@ def recover(
                 _check_free(draft, target)
             check_target(target, overwrite=overwrite)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _publish(
-                draft.path, target, overwrite=overwrite, progress=progress or (lambda *_: None)
-            )
+            with _locked(draft.path) as file:
+                group = _group(draft.path)
+                if group.attributes.get("complete") is not True:
+                    _Recovery(group).run(progress or (lambda *_: None))
+                unbroken(lambda: put(group, target, file=file, overwrite=overwrite))
     except TraceError:
         raise
     except OSError as error:
@@ -184,15 +186,6 @@ def _check_free(draft: Draft, target: Path) -> None:
         f"{n_tokens} tokens by the {draft.tokens} of {draft.path}; give another path (--out), or "
         f"`{_removal(draft.path)}`"
     )
-
-
-def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
-    """Complete a draft if necessary, and publish it."""
-    with _locked(folder) as file:
-        group = _group(folder)
-        if group.attributes.get("complete") is not True:
-            _Recovery(group).run(progress)
-        unbroken(lambda: put(group, target, file=file, overwrite=overwrite))
 
 
 def _find(path: Path) -> Draft:
