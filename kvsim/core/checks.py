@@ -25,6 +25,11 @@ def stored_dtype(source: str) -> torch.dtype:
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 
+def compute_dtype(stored: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 for what is stored so, else float32."""
+    return torch.float64 if stored == torch.float64 else torch.float32
+
+
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise TraceError where the shapes of the given arrays do not fit together."""
     for name, shape in shapes.items():
@@ -35,19 +40,19 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
             )
     layers, qheads, n_pos, dim = shapes["q"]
     heads = shapes["k"][1]
+    # any hidden size, but the same in both
+    hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
+    window = min(shapes.get("attention_window", (0, 0, n_pos))[2], n_pos)
     expected = {
         "k": (layers, heads, n_pos, dim),
         "v": (layers, heads, n_pos, dim),
         "attn_out": (layers, qheads, n_pos, dim),
         "lse": (layers, qheads, n_pos),
+        "o_proj": (layers, qheads, dim, hidden),
+        "residual": (layers, n_pos, hidden),
+        "attention": (layers, qheads, n_pos, n_pos),
+        "attention_window": (layers, qheads, window, n_pos),
     }
-    # any hidden size, but the same in both
-    hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
-    expected["o_proj"] = (layers, qheads, dim, hidden)
-    expected["residual"] = (layers, n_pos, hidden)
-    expected["attention"] = (layers, qheads, n_pos, n_pos)
-    window = min(shapes.get("attention_window", (0, 0, n_pos))[2], n_pos)
-    expected["attention_window"] = (layers, qheads, window, n_pos)
     for name, shape in shapes.items():
         if name in expected and shape != expected[name]:
             raise TraceError(

@@ -40,10 +40,10 @@ class Header:
         """Labels of the prompt, as far as they are text or integers (`schema.LABELS`)."""
         labels = self.meta.get("labels")
         values = labels if isinstance(labels, dict) else {}
-        valid = {name: values[name] for name in LABELS if isinstance(values.get(name), str | int)}
         return {
             name: printable(value) if isinstance(value, str) else value
-            for name, value in valid.items()
+            for name in LABELS
+            if isinstance(value := values.get(name), str | int)
         }
 
     @property
@@ -66,21 +66,21 @@ class Header:
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
                 "the number of tokens"
             )
-        if len(self.layer_ids) != n_layers:
-            raise TraceError(
-                f"{where}: {len(self.layer_ids)} layer numbers for {n_layers} layers; "
-                "expected one for each"
-            )
+        of_layers = {
+            "layer numbers": self.layer_ids,
+            "formulas": self.formulas,
+            "ropes": self.ropes,
+        }
+        for name, values in of_layers.items():
+            if len(values) != n_layers:
+                raise TraceError(
+                    f"{where}: {len(values)} {name} for {n_layers} layers; expected one for each"
+                )
         if self.layer_ids[0] < 0 or any(b <= a for a, b in pairwise(self.layer_ids)):
             raise TraceError(
                 f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
                 "layer numbers, increasing from 0 or more"
             )
-        for name, values in (("formulas", self.formulas), ("ropes", self.ropes)):
-            if len(values) != n_layers:
-                raise TraceError(
-                    f"{where}: {len(values)} {name} for {n_layers} layers; expected one for each"
-                )
         width = max(2 * len(rope.inv_freq) for rope in self.ropes)
         if width > dim:
             raise TraceError(

@@ -109,17 +109,17 @@ class Record:
 
     def kept(self, row: int) -> NDArray[np.bool_]:
         """Return which entries row `row` sees; bool [layer, head, pos]."""
-        if not 0 <= row < self.n_pos:
-            raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
-        visible: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at >= row)
-        return visible
+        return self._staying(row, self.evicted_at >= row)
 
     def retained(self, row: int) -> NDArray[np.bool_]:
         """Return which entries stay after the event after row `row`; bool [layer, head, pos]."""
+        return self._staying(row, self.evicted_at > row)
+
+    def _staying(self, row: int, later: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which entries of rows up to `row` leave `later`."""
         if not 0 <= row < self.n_pos:
             raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
-        retained: NDArray[np.bool_] = (np.arange(self.n_pos) <= row) & (self.evicted_at > row)
-        return retained
+        return later & (np.arange(self.n_pos) <= row)
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> None:

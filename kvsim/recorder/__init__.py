@@ -1,20 +1,5 @@
 """Recording what a model's attention sees, into a trace.
 
-    capturing   `capture` and `capture_many`
-    session     one prompt through one model into one trace
-    hooks       intercepts the attention kernel while a ``with`` block lasts
-    projections the output projections, on request
-    residual    the residual stream, on request
-    blocks      cuts kernel calls into blocks of 256 positions, checks them, hands them to a sink
-    generation  prefill and response, greedy or sampled
-    models      loads a model, reads its rotary embedding, describes it
-    hub         whether the hub answers
-    options     the options of a capture, each declared once
-    prompts     text, chat or token ids
-    answers     whether a response is right
-    jsonl       files of prompts
-    resuming    whether an existing trace is the one that would be recorded
-
 No family of models is known by name. A model is recorded only if attention recomputed from its
 q, k, v by the formula that its kernel was given equals the kernel's output, and if one of its
 rotary embeddings rotates its keys as the model does, in every row of every layer.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Formula, Rope, recent_attention
-from kvsim.core.checks import DTYPES, relative_error, tolerance
+from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, projected_keys
 from kvsim.schema import CHUNK
@@ -177,7 +177,7 @@ class BlockRecorder:
                 "formula and one rotary embedding for all rows; this model cannot be recorded"
             )
         row = 0
-        history = _History(call, self._compute_dtype(call.q))
+        history = _History(call, compute_dtype(call.q.dtype))
         while row < call.q.shape[1]:
             if not layer.filled and call.q.shape[1] - row >= CHUNK:
                 self._flush(layer, _rows(call, row, CHUNK), history)
@@ -207,15 +207,16 @@ class BlockRecorder:
         """Begin a layer: check its first call before anything is stored."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
-        history = _History(call, self._compute_dtype(call.q))
+        history = _History(call, compute_dtype(call.q.dtype))
         self._check_output(call.layer, call.out[:, :rows], *history.attend(call.q[:, :rows], 0))
         new = call.k[:, call.start : call.start + rows]
         if call.pre_rope is None:
             ropes = self._without_rope(call, new)
         else:
-            ropes = self._matching_ropes(
-                call.layer, call.pre_rope[:, :rows], new, call.start, self._all_ropes()
-            )
+            ropes = [*self.read_ropes()]
+            ropes += [replace(rope, layout="interleaved") for rope in ropes]
+            before = call.pre_rope[:, :rows]
+            ropes = self._matching_ropes(call.layer, before, new, call.start, ropes)
         if self.sink is None:
             self.sink = self.open_sink(call)
             if self.last is not None:
@@ -241,11 +242,6 @@ class BlockRecorder:
                     "recorded"
                 )
 
-    def _all_ropes(self) -> list[Rope]:
-        """Return the model's rotary embeddings in both layouts."""
-        ropes = self.read_ropes()
-        return [*ropes, *(replace(rope, layout="interleaved") for rope in ropes)]
-
     def _without_rope(self, call: KernelCall, keys: Tensor) -> list[Rope]:
         """Return the rotary embedding of a layer that called no function to rotate its keys.
 
@@ -253,7 +249,7 @@ class BlockRecorder:
         layer may rotate them by other means.
         """
         if self.read_ropes():
-            dtype = self._compute_dtype(keys)
+            dtype = compute_dtype(keys.dtype)
             expected = projected_keys(call, keys.shape[1])
             error = math.inf
             if expected is not None and expected.shape == keys.shape:
@@ -270,7 +266,7 @@ class BlockRecorder:
         self, number: int, before: Tensor, after: Tensor, start: int, ropes: list[Rope]
     ) -> list[Rope]:
         """Return those `ropes` that rotate keys `before` [head, w, dim] from `start` on."""
-        dtype = self._compute_dtype(after)
+        dtype = compute_dtype(after.dtype)
         x, y = before.to(dtype), after.to(dtype)
         at = torch.arange(start, start + before.shape[1], device=before.device)
         # models take cosine and sine in float32, and round them to their own dtype
@@ -334,9 +330,6 @@ class BlockRecorder:
                 "this model cannot be recorded exactly"
             )
         return error
-
-    def _compute_dtype(self, like: Tensor) -> torch.dtype:
-        return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 class _History:

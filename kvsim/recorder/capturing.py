@@ -179,6 +179,3 @@ def _encode(
         context=context_length(model),
         tiny=is_tiny(model),
     )
-
-
-__all__ = ["capture", "capture_many"]

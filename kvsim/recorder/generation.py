@@ -55,7 +55,9 @@ def generate(
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1  # a long prompt times the vocabulary would be large
-    device = input_device(model)
+    device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
+    if device.type == "meta":  # offloaded until it runs
+        device = torch.device("cpu")
     inputs = torch.tensor([tokens], device=device)
     with torch.no_grad(), evaluating(model):
         while True:
@@ -94,13 +96,6 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device of token ids: the embedding's, or the CPU if that is offloaded."""
-    embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
-    device = embedding.weight.device
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 class StopStrings:

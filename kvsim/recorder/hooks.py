@@ -86,15 +86,9 @@ class _Interceptor:
         self.sinks: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[0] != 1:
-            raise CaptureError(
-                f"layer {self.layer_of[id(module)]} was called with "
-                f"{tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__}, "
-                "expected hidden states [1, rows, hidden]: one sequence at a time"
-            )
-        self.running, self.hidden, self.calls = self.layer_of[id(module)], hidden[0], 0
-        self.rotations = []
+        layer = self.layer_of[id(module)]
+        hidden = hidden_states(f"layer {layer}", args, kwargs, ": one sequence at a time")
+        self.running, self.hidden, self.calls, self.rotations = layer, hidden[0], 0, []
 
     def rotated(self, before: Tensor, after: Tensor) -> None:
         """Take the running module's keys [1, head, w, dim] before and after RoPE."""
@@ -171,6 +165,20 @@ class _Interceptor:
                 "expected one rotation of these keys; this model cannot be recorded"
             )
         return before
+
+
+def hidden_states(
+    what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], advice: str
+) -> Tensor:
+    """Return the hidden states [1, rows, hidden] that a module, `what`, was called with."""
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[0] != 1:
+        raise CaptureError(
+            f"{what} was called with "
+            f"{tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__}, "
+            f"expected hidden states [1, rows, hidden]{advice}"
+        )
+    return hidden
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
@@ -250,10 +258,10 @@ def intercepting(
                 stack.callback(setattr, home, _ROTARY, rotate)
                 setattr(home, _ROTARY, _intercepted_rotation(rotate, interceptor))
         for module in modules.values():
-            before = module.register_forward_pre_hook(interceptor.before, with_kwargs=True)
-            stack.callback(before.remove)
-            after = module.register_forward_hook(interceptor.after, with_kwargs=True)
-            stack.callback(after.remove)
+            stack.enter_context(
+                module.register_forward_pre_hook(interceptor.before, with_kwargs=True)
+            )
+            stack.enter_context(module.register_forward_hook(interceptor.after, with_kwargs=True))
         yield
 
 

@@ -96,12 +96,11 @@ def _object(line: str, where: str) -> dict[str, Any]:
             "write the line again"
         ) from None
     except (ValueError, RecursionError) as error:
-        if line.startswith("["):
-            row = []
-        else:
+        if not line.startswith("["):
             raise CaptureError(
                 f"{where}: {error}, expected one JSON object on each line; write the line again"
             ) from None
+        row = []
     if isinstance(row, list):
         raise CaptureError(
             f"{where}: a JSON array, expected one JSON object on each line; "

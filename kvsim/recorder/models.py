@@ -15,7 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import torch
+from huggingface_hub import constants, get_session
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +25,6 @@ from kvsim import tiny
 from kvsim.core.attention import Rope
 from kvsim.errors import CaptureError, suggest
 from kvsim.recorder.hooks import attention_modules, kernel_name
-from kvsim.recorder.hub import unreachable
 
 #: The models that come with kvsim, in words.
 _SHIPPED = " or ".join(map(repr, tiny.MODELS))
@@ -120,6 +121,19 @@ def load_model(
     return loaded, tokenizer
 
 
+def unreachable() -> str | None:
+    """Return why the hub cannot be reached, or None if it answers at all.
+
+    Checked once: transformers retries for more than a minute.
+    """
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # OSError: HF_HUB_OFFLINE is set
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        return f"{constants.ENDPOINT} cannot be reached ({reason})"
+    return None
+
+
 def _place(name: str | Path) -> tuple[str, bool]:
     """Return the path or hub id of a model, and whether it is local."""
     if str(name) in tiny.MODELS:
@@ -176,9 +190,7 @@ def _is_here(place: str | int) -> bool:
 def _require_safetensors(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         return
-    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-        path.name for path in folder.glob("*.pt*")
-    )
+    others = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
     weights = f"only {', '.join(others)}" if others else "no weights"
     raise CaptureError(
         f"{folder} has {weights}, expected *.safetensors; pickled weights can run code and are "

@@ -142,6 +142,16 @@ class Options:
         """The stop strings; a single one may be given as text."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """What a trace says about how its response was generated."""
+        return {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "max_new_tokens": self.max_new_tokens,
+            "stop": list(self.stops),
+        }
+
     def dense_rows(self, n_pos: int) -> int:
         """Return how many of the last rows of a sequence have dense attention."""
         if self.attention is False:

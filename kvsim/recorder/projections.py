@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kvsim.core.checks import DTYPES, relative_error, tolerance
+from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, attention_modules
 from kvsim.schema import CHUNK
@@ -81,7 +82,7 @@ class Projections:
         store: called for each layer after its check: number, weights as in `blocks`.
         """
 
-        def applied(layer: int, output: Tensor) -> None:
+        def applied(layer: int, _: nn.Module, __: object, output: Tensor) -> None:
             out = self._unchecked.pop(layer, None)
             if out is not None:
                 self._check(layer, out, output)
@@ -89,10 +90,8 @@ class Projections:
 
         with ExitStack() as stack:
             for layer, module in self.modules.items():
-                handle = module.register_forward_hook(
-                    lambda _, __, output, layer=layer: applied(layer, output)
-                )
-                stack.callback(handle.remove)
+                hook = partial(applied, layer)
+                stack.enter_context(module.register_forward_hook(hook))
             yield
         if self._unchecked:
             layer = min(self._unchecked)
@@ -102,7 +101,7 @@ class Projections:
             )
 
     def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
-        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        dtype = compute_dtype(out.dtype)
         expected = torch.einsum("iwd,idh->wh", out.to(dtype), self.blocks[layer].to(dtype))
         bias = getattr(self.modules[layer], "bias", None)
         if isinstance(bias, Tensor):

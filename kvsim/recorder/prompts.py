@@ -71,16 +71,16 @@ def encode(
             without a tokenizer; a chat without a template, or one that the template refuses; or a
             second system message, or one for token ids.
     """
-    messages = _messages(prompt, system=system, chat=chat)
     text = prompt if isinstance(prompt, str) else None
+    if text is not None and not text.strip():
+        raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
+    messages = _messages(prompt, system=system, chat=chat)
     if messages is not None:
         reason = "messages" if text is None else "--chat" if chat else "a system message"
         text = _render(messages, tokenizer, reason)
     if text is None:
         ids = _ids(prompt)
     else:
-        if not text.strip():
-            raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
         ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=tiny)
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
@@ -103,8 +103,6 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
     if isinstance(prompt, str):
         if not chat and system is None:
             return None
-        if not prompt.strip():
-            raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     elif _is_chat(prompt):
         messages = joined_parts(prompt)  # type: ignore[arg-type]  # checked above
@@ -257,9 +255,6 @@ def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
     if tokenizer is None:
         return None
     return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
-
-
-# --- many prompts ---
 
 
 def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:

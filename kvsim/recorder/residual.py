@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.core.checks import DTYPES, relative_error, tolerance
+from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, attention_modules
+from kvsim.recorder.hooks import KernelCall, attention_modules, hidden_states
 from kvsim.schema import CHUNK
 
 #: Names of the norm between residual stream and attention: most families, GPT-2.
@@ -56,15 +57,9 @@ class Residual:
         with ExitStack() as stack:
             stack.callback(self._forget)
             for layer, module in self.layers.items():
-                handle = module.register_forward_pre_hook(
-                    lambda _, args, kwargs, layer=layer: self._enter(layer, args, kwargs),
-                    with_kwargs=True,
-                )
-                stack.callback(handle.remove)
-                handle = module.register_forward_hook(
-                    lambda _, __, output, layer=layer: self._leave(layer, output)
-                )
-                stack.callback(handle.remove)
+                enter, leave = partial(self._enter, layer), partial(self._leave, layer)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(leave))
             yield
 
     def rows(self, call: KernelCall) -> Tensor:
@@ -89,14 +84,11 @@ class Residual:
             self._checked.add(call.layer)
         return hidden
 
-    def _enter(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
-        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[0] != 1:
-            raise CaptureError(
-                f"decoder layer {layer} ({type(self.layers[layer]).__name__}) was called with "
-                f"{tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__}, "
-                f"expected hidden states [1, rows, hidden]; {_ADVICE}"
-            )
+    def _enter(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        what = f"decoder layer {layer} ({type(module).__name__})"
+        hidden = hidden_states(what, args, kwargs, f"; {_ADVICE}")
         kind = hidden.shape[-1], hidden.dtype
         self._kind = self._kind or kind
         if kind != self._kind or hidden.dtype not in DTYPES:
@@ -118,7 +110,7 @@ class Residual:
             )
         self._running = layer, hidden[0]
 
-    def _leave(self, layer: int, output: object) -> None:
+    def _leave(self, layer: int, _: nn.Module, __: object, output: object) -> None:
         self._running = None
         if isinstance(output, tuple):
             output = output[0]
@@ -133,7 +125,7 @@ class Residual:
         if name is None:
             return
         norm = children[name]
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = compute_dtype(hidden.dtype)
         actual = call.hidden[:CHUNK]
         with torch.no_grad():
             # a layer on another device gets its input before it is moved there

@@ -16,6 +16,7 @@ from kvsim.recorder.answers import check_answer
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Encoded, Labels
+from kvsim.store.documents import object_at
 
 
 @contextmanager
@@ -59,12 +60,14 @@ def differences(
 
     Weights are not compared: models of one name and one configuration count as equal.
     """
-    if _entry(trace.meta, "generation").get("stopped") == "interrupted":
+    generation = object_at(trace.meta, "generation")
+    if generation.get("stopped") == "interrupted":
         return ["it was recovered from an interrupted capture and is not complete"]
     return [
         *_prompt(trace, encoded, answer, labels, tiny=is_tiny(model)),
-        *_model(_entry(trace.meta, "model"), describe_model(model)),
-        *_generation(_entry(trace.meta, "generation"), options),
+        *_model(object_at(trace.meta, "model"), describe_model(model)),
+        # older traces have no stop strings
+        *_unequal({"stop": [], **generation}, options.generation, {}),
         *_arrays(trace, options, layer_ids),
     ]
 
@@ -84,7 +87,7 @@ def _prompt(
     differing = []
     if dict(trace.labels) != dict(labels):
         differing.append(f"its labels are {dict(trace.labels)}, expected {dict(labels)}")
-    response = _entry(trace.meta, "text").get("response")
+    response = object_at(trace.meta, "text").get("response")
     check = check_answer(encoded.text, response, answer, tiny=tiny)
     if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
         differing.append("its response was compared with another answer")
@@ -93,26 +96,18 @@ def _prompt(
 
 def _model(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     names = {"name": "model", "dtype": "model's dtype", "attention": "attention kernel"}
-    differing = [
-        f"its {name} is {recorded.get(key)}, expected {expected[key]}"
-        for key, name in names.items()
-        if recorded.get(key) != expected[key]
-    ]
+    differing = _unequal(recorded, {key: expected[key] for key in names}, names)
     if recorded.get("config_digest") != expected["config_digest"]:
         differing.append("its model has another configuration")
     return differing
 
 
-def _generation(recorded: Mapping[str, Any], options: Options) -> list[str]:
-    expected = {
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "stop": list(options.stops),
-    }
-    recorded = {"stop": [], **recorded}  # older traces have no stop strings
+def _unequal(
+    recorded: Mapping[str, Any], expected: Mapping[str, Any], names: Mapping[str, str]
+) -> list[str]:
+    """Return how recorded values differ; names: of keys, in words."""
     return [
-        f"its {key} is {recorded.get(key)}, expected {value}"
+        f"its {names.get(key, key)} is {recorded.get(key)}, expected {value}"
         for key, value in expected.items()
         if recorded.get(key) != value
     ]
@@ -135,9 +130,3 @@ def _arrays(trace: Trace, options: Options, layer_ids: tuple[int, ...]) -> list[
     if stored != (options.store_dtype or exact):
         differing.append(f"it is stored in {stored}, expected {options.store_dtype or exact}")
     return differing
-
-
-def _entry(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an object of the metadata; empty if another writer put something else there."""
-    value = meta.get(key)
-    return value if isinstance(value, dict) else {}

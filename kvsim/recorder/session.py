@@ -178,16 +178,11 @@ class Session:
                 f"{len(recorder.errors)} of {len(self.layer_ids)} layers called the attention "
                 "kernel of transformers' table, expected all; this model cannot be recorded"
             )
-        meta = {
+        meta: dict[str, Any] = {
             "model": describe_model(self.model),
             "versions": versions(),
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
-            "generation": {
-                "temperature": self.options.temperature,
-                "seed": self.options.seed,
-                "max_new_tokens": self.options.max_new_tokens,
-                "stop": list(self.options.stops),
-            },
+            "generation": self.options.generation,
             "labels": dict(self.labels),
             "notes": self.notes,
         }
@@ -287,7 +282,7 @@ class _Run:
             progress = self.session.options.progress
             if progress is True:
                 progress = self.stack.enter_context(progress_bar("tokens", self.session.name))
-            tokens, ended = self._generate(progress if callable(progress) else _silent)
+            tokens, ended = self._generate(progress if callable(progress) else lambda *_: None)
             header = self.session.final_header(self.recorder, tokens, ended)
             texts = token_strings(tokens, self.session.tokenizer)
             if self.writer is None:
@@ -375,7 +370,3 @@ class _LayerSink:
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions."""
         self.writer.set_length(n_pos)
-
-
-def _silent(done: int, total: int) -> None:
-    """Show no progress."""

@@ -65,10 +65,8 @@ class Computed:
         """Return output [1, H, G, w, d] and log-sum-exp [1, H, G, w] of full attention."""
         out, lse = causal_attention(self.q, self.k, self.v, self.formula)
         heads = (len(self.k), -1)
-        return (
-            out[:, start:stop].unflatten(0, heads).unsqueeze(0),
-            lse[:, start:stop].unflatten(0, heads).unsqueeze(0),
-        )
+        out, lse = (part[:, start:stop].unflatten(0, heads).unsqueeze(0) for part in (out, lse))
+        return out, lse
 
 
 # What some families do to logits after the output embedding; a model that does it is refused.

@@ -68,29 +68,23 @@ class Recomputed:
 
     def table(self) -> pl.DataFrame:
         """Return the numbers as a Table (see `kvsim.measure`), fidelity `semi`; means over rows."""
-        rows: list[dict[str, Any]] = []
-        for layer, error in self.residual_error.items():
-            rows.append({"metric": "residual_error", "layer": layer, "value": float(error.mean())})
-        for layer, errors in self.output_error.items():
-            rows += [
-                {"metric": "prompt_output_error", "layer": layer, "qhead": head, "value": value}
-                for head, value in enumerate(errors.mean(-1).tolist())
-            ]
-        for row in rows:
-            row["unit"] = "relative"
+        rows: list[dict[str, Any]] = [
+            {"metric": "residual_error", "layer": layer, "value": float(error.mean())}
+            for layer, error in self.residual_error.items()
+        ]
+        rows += [
+            {"metric": "prompt_output_error", "layer": layer, "qhead": head, "value": value}
+            for layer, errors in self.output_error.items()
+            for head, value in enumerate(errors.mean(-1).tolist())
+        ]
+        rows = [{**row, "unit": "relative"} for row in rows]
+        same = float(self.same_token)
         rows.append({"metric": "first_token_kl", "value": self.kl, "unit": "nats"})
-        rows.append(
-            {"metric": "first_token_same", "value": float(self.same_token), "unit": "share"}
-        )
-        record = self.record
+        rows.append({"metric": "first_token_same", "value": same, "unit": "share"})
+        names = ("trace", "policy", "budget", "share", "interval", "prefill")
         origin = {
-            "trace": record.trace,
-            "policy": record.policy,
-            "params": json.dumps(dict(record.params)),
-            "budget": record.budget,
-            "share": record.share,
-            "interval": record.interval,
-            "prefill": record.prefill,
+            **{name: getattr(self.record, name) for name in names},
+            "params": json.dumps(dict(self.record.params)),
             "variant": "",
             "fidelity": "semi",
         }
@@ -265,29 +259,25 @@ class _Descending:
     def _allowed(self) -> float:
         """The tolerance for rounding by the model and by storage."""
         names = [name for name in ("q", "v", "residual") if self.trace.has(name)]
-        first = slice(0, 1)
-        stored = [DTYPES[self.trace.source.read(name, first, first).dtype] for name in names]
         source = [self.trace.source_dtypes.get(name, "float32") for name in names]
-        return tolerance(*stored, *source)
+        return tolerance(*map(self._stored_dtype, names), *source)
 
     @property
     def narrow(self) -> bool:
         """Whether the residual stream is stored in less than the precision of the model."""
-        first = slice(0, 1)
-        stored = DTYPES[self.trace.source.read("residual", first, first).dtype]
+        stored = self._stored_dtype("residual")
         return tolerance(stored) > tolerance(self.trace.source_dtypes.get("residual", stored))
+
+    def _stored_dtype(self, name: str) -> str:
+        return DTYPES[self.trace.source.read(name, slice(0, 1), slice(0, 1)).dtype]
 
 
 def _cached(
     computed: Computed, policy: Policy, setting: Setting, layer: int, *, prefill: bool
 ) -> Any:
     """Return evicted_at [1, H, k] after the prefill event, by row of the layer."""
-    block = Block(
-        computed,
-        policy,
-        replace(setting, prompt_len=computed.n_rows),
-        torch.tensor([layer]),
-    )
+    setting = replace(setting, prompt_len=computed.n_rows)
+    block = Block(computed, policy, setting, torch.tensor([layer]))
     if prefill:
         block.event(computed.n_rows - 1)
     return block.evicted_at.numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
@@ -125,12 +126,7 @@ def _formula(attributes: Any, where: str) -> Formula:
 
 
 def _rope_attributes(rope: Rope) -> dict[str, Any]:
-    return {
-        "inv_freq": list(rope.inv_freq),
-        "attention_scaling": rope.attention_scaling,
-        "rotary_dim": rope.rotary_dim,
-        "layout": rope.layout,
-    }
+    return {**asdict(rope), "inv_freq": list(rope.inv_freq)}
 
 
 def _rope(attributes: Any, where: str) -> Rope:

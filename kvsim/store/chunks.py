@@ -73,24 +73,17 @@ def read_part(array: StoredArray, part: Sequence[slice], place: Place, where: st
     out = np.empty([len(span) for span in ranges], array.dtype)
     if not out.size:
         return out
-    touched = itertools.product(
-        *(
-            range(span.start // size, (span.stop - 1) // size + 1)
-            for span, size in zip(ranges, array.chunks, strict=True)
-        )
-    )
+    chunks = np.array(array.chunks)
+    low, high = (np.array(ends) for ends in zip(*((r.start, r.stop) for r in ranges), strict=True))
+    touched = itertools.product(*map(range, low // chunks, -(-high // chunks)))
 
     def copy(index: Index) -> None:
         values = read_chunk(array, index, place, where)
-        begin = [at * size for at, size in zip(index, array.chunks, strict=True)]
-        low = [max(span.start, first) for span, first in zip(ranges, begin, strict=True)]
-        high = [
-            min(span.stop, first + size)
-            for span, first, size in zip(ranges, begin, array.chunks, strict=True)
+        begin = index * chunks
+        first, end = np.maximum(low, begin), np.minimum(high, begin + chunks)
+        out[tuple(map(slice, first - low, end - low))] = values[
+            tuple(map(slice, first - begin, end - begin))
         ]
-        source = tuple(map(slice, np.subtract(low, begin), np.subtract(high, begin)))
-        start = [span.start for span in ranges]
-        out[tuple(map(slice, np.subtract(low, start), np.subtract(high, start)))] = values[source]
 
     if place.readers == 1 or out.nbytes < place.few_bytes:
         for index in touched:

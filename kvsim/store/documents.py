@@ -45,35 +45,26 @@ def find_document(place: Place, key: str, where: str) -> dict[str, Any] | None:
     """Return the metadata document of a trace at `key`, None if it is missing.
 
     Raises:
-        TraceError: it is unusable.
+        TraceError: it is not a JSON object, or has more values, deeper nesting or larger integers
+            than any trace needs.
     """
     try:
         data = place.read(key, ARRAY_LIMIT if "/" in key else ROOT_LIMIT)
     except FileNotFoundError:
         return None
-    return parse_json(data, key, where)
-
-
-def parse_json(data: bytes, name: str, where: str) -> dict[str, Any]:
-    """Return the JSON object `data`, a metadata document.
-
-    Raises:
-        TraceError: it is not a JSON object, or has more values, deeper nesting or larger integers
-            than any trace needs.
-    """
     # each value is preceded by one of these characters; text has some too
     if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
-        raise TraceError(f"{where}: {name} has more than {VALUES} values; record the trace again")
+        raise TraceError(f"{where}: {key} has more than {VALUES} values; record the trace again")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise TraceError(
-            f"{where}: {name} is not readable ({error}), expected JSON; "
+            f"{where}: {key} is not readable ({error}), expected JSON; "
             "copy the trace again or record it again"
         ) from error
     if not isinstance(document, dict):
-        raise TraceError(f"{where}: {name} is not a JSON object; record the trace again")
-    _check_size(document, name, where)
+        raise TraceError(f"{where}: {key} is not a JSON object; record the trace again")
+    _check_size(document, key, where)
     return document
 
 

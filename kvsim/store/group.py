@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.store.chunks import encode_chunk, read_part
-from kvsim.store.documents import find_document, read_document
+from kvsim.store.documents import find_document, object_at, read_document
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
 from kvsim.store.place import Folder
 
@@ -53,8 +53,7 @@ class Group:
     def open(cls, folder: Path) -> Self:
         """Open the group in a folder."""
         group, place, where = cls(folder), Folder(folder), str(folder)
-        attributes = read_document(place, _ROOT, where).get("attributes")
-        group.attributes = attributes if isinstance(attributes, dict) else {}
+        group.attributes = object_at(read_document(place, _ROOT, where), "attributes")
         for name in DIMENSIONS:
             document = find_document(place, f"{name}/{_ROOT}", where)
             if document is not None:
@@ -95,26 +94,15 @@ class Group:
         start: where they begin along the named axes; 0 along the others.
         """
         array = self.arrays[name]
-        first = [start.get(axis, 0) for axis in DIMENSIONS[name]]
-        ends = [
-            at + size == n or (at + size) % chunk == 0
-            for at, size, n, chunk in zip(
-                first, values.shape, array.shape, array.chunks, strict=True
-            )
-        ]
-        if not all(ends) or any(np.mod(first, array.chunks)):
-            raise ValueError(f"{name}: {values.shape} from {first} are not whole chunks")
-        count = [-(-n // chunk) for n, chunk in zip(values.shape, array.chunks, strict=True)]
-        for place in itertools.product(*map(range, count)):
-            cut = tuple(
-                slice(at * chunk, (at + 1) * chunk)
-                for at, chunk in zip(place, array.chunks, strict=True)
-            )
-            index = [
-                at + begin // chunk
-                for at, begin, chunk in zip(place, first, array.chunks, strict=True)
-            ]
-            self._put(array.key(index), *encode_chunk(array, values[cut]))
+        chunks = np.array(array.chunks)
+        first = np.array([start.get(axis, 0) for axis in DIMENSIONS[name]])
+        end = first + values.shape
+        if (first % chunks).any() or ((end % chunks > 0) & (end != array.shape)).any():
+            raise ValueError(f"{name}: {values.shape} from {start} are not whole chunks")
+        for place in itertools.product(*map(range, -(-(end - first) // chunks))):
+            low = place * chunks
+            part = values[tuple(map(slice, low, low + chunks))]
+            self._put(array.key(place + first // chunks), *encode_chunk(array, part))
 
     def read(self, name: str, part: Sequence[slice]) -> NDArray[Any]:
         """Return part of an array: a slice for each leading axis."""

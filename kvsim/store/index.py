@@ -93,7 +93,7 @@ def _trace(name: str, path: Path) -> Entry:
         prompt_len=stored.header.prompt_len,
         stopped=str(stopped) if stopped is not None else None,
         layers=n_layers,
-        model_layers=_number(model.get("layers")),
+        model_layers=model["layers"] if type(model.get("layers")) is int else None,
         model=str(model["name"]) if "name" in model else None,
         labels=stored.header.labels,
         answer=_answer(object_at(meta, "answer_check")),
@@ -135,7 +135,3 @@ def _bytes(path: Path) -> int:
             with suppress(FileNotFoundError):
                 size += Path(root, name).stat().st_size
     return size
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,7 @@ class StoredArray:
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Yield the index of each chunk in order, lazily: the grid may claim any size."""
         for place in range(self.nchunks):
-            rest, index = place, []
-            for n in reversed(self.grid):
-                rest, at = divmod(rest, n)
-                index.append(at)
-            yield tuple(reversed(index))
+            yield tuple(map(int, np.unravel_index(place, self.grid)))
 
     def key(self, index: Sequence[int]) -> str:
         """Return the key of the chunk at an index of the grid."""
@@ -122,6 +118,29 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def pos_axis(name: str) -> int:
     """Return the axis of positions in one layer of an array."""
     return DIMENSIONS[name].index("pos") - 1
+
+
+def cut_shape(name: str, shape: tuple[int, ...], n_pos: int) -> tuple[int, ...]:
+    """Return the shape for `n_pos` positions; dense attention has as many rows at most."""
+    lengths = dict(zip(DIMENSIONS[name], shape, strict=True))
+    limits = {"pos": n_pos, "row": min(n_pos, lengths.get("row", n_pos))}
+    return tuple(limits.get(axis, length) for axis, length in lengths.items())
+
+
+def source_dtypes(arrays: Mapping[str, StoredArray]) -> dict[str, str]:
+    """Return for each array of floats the dtype that it had in the model, as far as recorded."""
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+    return {name: array.source_dtype or array.dtype.name for name, array in floats.items()}
+
+
+def require_arrays(names: Collection[str], where: str) -> None:
+    """Raise TraceError unless `REQUIRED` are among the names."""
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        raise TraceError(
+            f"{where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
+            "record the trace again"
+        )
 
 
 def array_document(

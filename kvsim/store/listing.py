@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsim.errors import TraceError
-from kvsim.store.documents import find_document
+from kvsim.store.documents import find_document, object_at
 from kvsim.store.packed import SUFFIX, Packed
 from kvsim.store.place import Folder
 
@@ -55,23 +55,17 @@ def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
 
 def _kind(path: Path) -> Kind | None:
     """Return the kind of a path, None for other files."""
-    if path.is_dir():
-        if (path / "run.json").is_file():
-            return "run"
-        return "trace" if path.suffix == ".zarr" or _is_marked(path) else "folder"
-    if path.suffix == SUFFIX and path.is_file():
-        return "trace" if path.stem.endswith(".zarr") or _is_marked(path) else None
-    return None
-
-
-def _is_marked(path: Path) -> bool:
-    """Whether a path has the metadata of a trace."""
-    if path.is_dir() and not (path / "zarr.json").is_file():
-        return False
+    packed = path.suffix == SUFFIX and path.is_file()
+    if not (packed or path.is_dir()):
+        return None
+    if (path / "run.json").is_file():
+        return "run"
+    if (path.stem if packed else path.name).endswith(".zarr"):
+        return "trace"
     try:
-        place = Folder(path) if path.is_dir() else Packed(path)
-        root = find_document(place, "zarr.json", str(path))
+        root = find_document(Packed(path) if packed else Folder(path), "zarr.json", str(path))
     except TraceError:
-        return False
-    attributes = None if root is None else root.get("attributes")
-    return isinstance(attributes, dict) and "kvsim_format" in attributes
+        root = None
+    if "kvsim_format" in object_at(root or {}, "attributes"):
+        return "trace"
+    return None if packed else "folder"

@@ -42,9 +42,6 @@ class Packed:
         self.path = path
         self.readers = os.cpu_count() or 1
         with _zip_errors(str(path)):
-            with path.open("rb") as file:
-                if file.read(2) != b"PK":
-                    raise _no_trace(path, "it is not a zip")
             _check_contents(path)
             with zipfile.ZipFile(path) as archive:
                 if "zarr.json" not in archive.NameToInfo:
@@ -84,6 +81,8 @@ def _no_trace(path: Path, reason: str) -> TraceNotFoundError:
 def _check_contents(path: Path) -> None:
     """Raise BadZipFile for a table of contents larger than any trace has, before it is read."""
     with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            raise _no_trace(path, "it is not a zip")
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 42))
         tail = file.read()

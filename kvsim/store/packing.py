@@ -13,10 +13,9 @@ from kvsim.errors import TraceError, TraceExistsError
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.draft import hidden
-from kvsim.store.interrupts import unbroken
 from kvsim.store.packed import MEMBER, SUFFIX, Packed
 from kvsim.store.place import Folder
-from kvsim.store.publication import check_writable, sync, sync_tree
+from kvsim.store.publication import check_writable, sync, sync_tree, unbroken
 from kvsim.store.reader import StoredTrace
 
 

@@ -6,11 +6,13 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,9 +20,11 @@ from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError
 from kvsim.store.attributes import attributes_of
-from kvsim.store.documents import read_json
+from kvsim.store.documents import object_at, read_json
 from kvsim.store.draft import TokenFile, hidden
 from kvsim.store.group import Group
+
+T = TypeVar("T")
 
 # Errors of renaming to a path that exists.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -37,9 +41,9 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         raise TraceExistsError(_exists(path))
     marked = False
     if path.is_dir() and not path.is_symlink():
-        with contextlib.suppress(TraceError, AttributeError):
+        with contextlib.suppress(TraceError):
             root = read_json(path / "zarr.json", str(path))
-            marked = "kvsim_format" in root.get("attributes", {})
+            marked = "kvsim_format" in object_at(root, "attributes")
     if not marked:
         raise TraceExistsError(
             f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
@@ -190,6 +194,25 @@ def _put_back(aside: Path, path: Path) -> None:
 
 def _exists(path: Path) -> str:
     return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
+
+
+def unbroken(do: Callable[[], T]) -> T:
+    """Call `do` and return its result; an interrupt meanwhile is raised when it has ended.
+
+    A file is then whole, and a trace that is being replaced is either old or new. Python interrupts
+    the main thread only, so other threads just call `do`.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        return do()
+    pending: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
+    try:
+        return do()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
 
 
 def sync_tree(path: Path) -> None:

@@ -20,16 +20,19 @@ from kvsim.schema import AXES, FORMAT_VERSION, is_url
 from kvsim.store.attributes import read_header
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.documents import check_numbers, find_document, read_document, short_repr
-from kvsim.store.layout import DENSE, DIMENSIONS, REQUIRED, StoredArray, parse_array
+from kvsim.store.layout import (
+    DENSE,
+    DIMENSIONS,
+    StoredArray,
+    parse_array,
+    require_arrays,
+    source_dtypes,
+)
 from kvsim.store.packed import Packed
 from kvsim.store.place import Folder, Place
 from kvsim.store.remote import find_remote
 
 _ALL = slice(None)
-
-#: Arrays that must be finite: writers refuse NaN, so a reader that finds one has lost data.
-_FINITE = ("q", "k", "v", "attn_out", "lse", *DENSE, "o_proj", "residual")
-
 
 #: Keys of the metadata of a group.
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
@@ -97,37 +100,31 @@ class StoredTrace:
         self.path = self.place.path
         self.where = str(self.path)
         self.attributes = _root_attributes(self.place, self.where)
+        self.digest = str(self.attributes["digest"])
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
-        self._shapes = {
+        #: shape of each array that `read` returns
+        self.shapes: Mapping[str, tuple[int, ...]] = {
             name: array.shape
             for name, array in self.arrays.items()
             if name not in ("layer", "token_text")
         }
         self._check()
-        sources = {
-            name: array.source_dtype or array.dtype.name
-            for name, array in self.arrays.items()
-            if name in _FINITE
-        }
-        layer_ids = tuple(int(layer) for layer in self._read("layer", (_ALL,)))
         self.header = read_header(
-            self.attributes, layer_ids=layer_ids, source_dtypes=sources, where=self.where
+            self.attributes,
+            layer_ids=tuple(self._read("layer", ()).tolist()),
+            source_dtypes=source_dtypes(self.arrays),
+            where=self.where,
         )
-        n_layers, n_qheads, n_pos, dim = self._shapes["q"]
+        n_layers, n_qheads, n_pos, dim = self.shapes["q"]
         self.header.check(
             n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
         )
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array that `read` returns."""
-        return self._shapes
-
-    @property
     def positions(self) -> Tensor:
         """0, 1, 2, ..."""
-        return torch.arange(self._shapes["q"][2])
+        return torch.arange(self.shapes["q"][2])
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -135,17 +132,12 @@ class StoredTrace:
         double = any(self.arrays[name].dtype == np.float64 for name in "qkv")
         return torch.float64 if double else torch.float32
 
-    @property
-    def digest(self) -> str:
-        """The recorded digest."""
-        return str(self.attributes["digest"])
-
     @cached_property
     def token_text(self) -> list[str] | None:
         """The text of each token, or None."""
         if "token_text" not in self.arrays:
             return None
-        return [str(text) for text in self._read("token_text", (_ALL,))]
+        return [str(text) for text in self._read("token_text", ())]
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return part of an array in its stored dtype, decoding only the chunks that it touches."""
@@ -162,12 +154,12 @@ class StoredTrace:
             pos = _ALL
         values = self._read(name, (layers, *[_ALL] * (axis - 1), pos))
         tensor = torch.from_numpy(values)
-        if name in _FINITE:
-            first_layer = range(self._shapes[name][0])[layers].start
-            first_pos = range(self._shapes[name][axis])[pos].start
-            if name in DENSE:
-                first_pos += first_row(self._shapes[name])
-            check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
+        # writers refuse NaN, so a reader that finds one has lost data
+        first_layer = range(self.shapes[name][0])[layers].start
+        first_pos = range(self.shapes[name][axis])[pos].start
+        if name in DENSE:
+            first_pos += first_row(self.shapes[name])
+        check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
 
     def _parse(self) -> dict[str, StoredArray]:
@@ -180,19 +172,14 @@ class StoredTrace:
             document = read(self.place, f"{name}/zarr.json", self.where)
             if document is not None:
                 arrays[name] = parse_array(name, document, self.where)
-        missing = [name for name in REQUIRED if name not in arrays]
-        if missing:
-            raise TraceError(
-                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
-                "record the trace again"
-            )
+        require_arrays(arrays, self.where)
         return arrays
 
     def _check(self) -> None:
         """Raise TraceError unless the arrays fit together and all their chunks are there."""
-        floats = {name: shape for name, shape in self._shapes.items() if name != "tokens"}
+        floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
-        n_layers, _, n_pos, _ = self._shapes["q"]
+        n_layers, _, n_pos, _ = self.shapes["q"]
         lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}
         for name, length in lengths.items():
             if name in self.arrays and self.arrays[name].shape != (length,):

@@ -30,14 +30,10 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.group import PARTIAL, Group
-from kvsim.store.interrupts import unbroken
-from kvsim.store.layout import DIMENSIONS, REQUIRED
-from kvsim.store.publication import check_target, complete, put, require_chunks
+from kvsim.store.layout import DIMENSIONS, cut_shape, require_arrays, source_dtypes
+from kvsim.store.publication import check_target, complete, put, require_chunks, unbroken
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
-
-# Arrays that are written at the end, from the file of tokens.
-_REWRITTEN = ("tokens", "token_text")
 
 Progress = Callable[[int, int], None]
 
@@ -122,7 +118,11 @@ def recover(
                 _check_free(draft, target)
             check_target(target, overwrite=overwrite)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _publish(draft.path, target, overwrite=overwrite, progress=progress or _no_progress)
+            with _locked(draft.path) as file:
+                group = _group(draft.path)
+                if group.attributes.get("complete") is not True:
+                    _Recovery(group).run(progress or (lambda *_: None))
+                unbroken(lambda: put(group, target, file=file, overwrite=overwrite))
     except TraceError:
         raise
     except OSError as error:
@@ -188,15 +188,6 @@ def _check_free(draft: Draft, target: Path) -> None:
     )
 
 
-def _publish(folder: Path, target: Path, *, overwrite: bool, progress: Progress) -> None:
-    """Complete a draft if necessary, and publish it."""
-    with _locked(folder) as file:
-        group = _group(folder)
-        if group.attributes.get("complete") is not True:
-            _Recovery(group).run(progress)
-        unbroken(lambda: put(group, target, file=file, overwrite=overwrite))
-
-
 def _find(path: Path) -> Draft:
     """Return the draft at `path`, or the only draft of the trace at `path`."""
     owner = belongs_to(path)
@@ -224,10 +215,9 @@ def _listed(drafts: list[Draft]) -> str:
 
 def _draft(path: Path, target: Path, kind: Kind) -> Draft:
     try:
-        value = read_json(path / "zarr.json", str(path)).get("attributes")
+        attributes = object_at(read_json(path / "zarr.json", str(path)), "attributes")
     except TraceError:  # only just created, or partly removed
-        value = None
-    attributes = value if isinstance(value, dict) else {}
+        attributes = {}
     return Draft(
         path=path,
         target=target,
@@ -286,12 +276,7 @@ class _Recovery:
     def __init__(self, group: Group) -> None:
         self.group, self.where = group, str(group.folder)
         self.committed = _committed(group.attributes)
-        missing = [name for name in REQUIRED if name not in group.arrays]
-        if missing:
-            raise TraceError(
-                f"{self.where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
-                "record the trace again"
-            )
+        require_arrays(group.arrays, self.where)
 
     def run(self, progress: Progress) -> None:
         dropped = self._incomplete()
@@ -310,7 +295,7 @@ class _Recovery:
         # The header comes first, so that the notes on dropped arrays survive an attempt that ends
         # below.
         self.group.set(**attributes_of(header))
-        for name in (*dropped, *_REWRITTEN):
+        for name in (*dropped, "tokens", "token_text"):  # the last two are written at the end
             self.group.remove(name)
         self._truncate()
         digest = self._read(len(header.layer_ids), progress)
@@ -331,9 +316,9 @@ class _Recovery:
             name
             for name in LATE
             if name in arrays
-            and not (
-                self.group.written(name) == arrays[name].nchunks
-                and (whole or "pos" not in DIMENSIONS[name])
+            and (
+                self.group.written(name) != arrays[name].nchunks
+                or ("pos" in DIMENSIONS[name] and not whole)
             )
         ]
 
@@ -341,25 +326,14 @@ class _Recovery:
         return read_header(
             self.group.attributes,
             layer_ids=tuple(self.group.read("layer", []).tolist()),
-            source_dtypes={
-                name: array.source_dtype or array.dtype.name
-                for name, array in self.group.arrays.items()
-                if array.dtype.kind == "f"
-            },
+            source_dtypes=source_dtypes(self.group.arrays),
             where=self.where,
         )
 
     def _truncate(self) -> None:
         """Cut every array to the committed positions, which end a chunk or the array."""
         for name, array in list(self.group.arrays.items()):
-            shape = tuple(
-                self.committed
-                if axis == "pos"
-                else min(length, self.committed)
-                if axis == "row"
-                else length
-                for axis, length in zip(DIMENSIONS[name], array.shape, strict=True)
-            )
+            shape = cut_shape(name, array.shape, self.committed)
             if shape != array.shape:
                 self.group.resize(name, shape)
             require_chunks(self.group, name, self.where, "record the trace again")
@@ -420,7 +394,3 @@ def _noted(header: Header, note: str) -> Header:
     if note in notes:
         return header
     return replace(header, meta={**header.meta, "notes": [*notes, note]})
-
-
-def _no_progress(done: int, total: int) -> None:
-    """Show nothing."""

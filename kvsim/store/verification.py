@@ -105,19 +105,24 @@ class _Check:
         self.lse_tolerance = tolerance(dtypes.get("lse", "float32"))
 
     def layer(self, layer: int) -> None:
-        stored, one = self.stored, slice(layer, layer + 1)
         parts: dict[str, torch.Tensor] = {}
         for name in CHECKSUMMED[1:]:
-            if name not in stored.arrays:
+            if name not in self.stored.arrays:
                 continue
-            try:
-                parts[name] = stored.read(name, one, _ALL)[0]
-            except TraceError as error:
-                self.problems.append(str(error))
-                continue
-            self._checksum(name, layer, parts[name])
+            values = self._read(name, layer)
+            if values is not None:
+                parts[name] = values
+                self._checksum(name, layer, values)
         if {"q", "k", "v"} <= parts.keys():
             self._attention(layer, parts)
+
+    def _read(self, name: str, layer: int, pos: slice = _ALL) -> torch.Tensor | None:
+        """Read one layer of an array; None, and a problem, if it is damaged."""
+        try:
+            return self.stored.read(name, slice(layer, layer + 1), pos)[0]
+        except TraceError as error:
+            self.problems.append(str(error))
+            return None
 
     def _attention(self, layer: int, parts: Mapping[str, torch.Tensor]) -> None:
         """Recompute attention if deep; always check dense attention, which has no checksum."""
@@ -145,11 +150,8 @@ class _Check:
         worst, pos = 0.0, torch.arange(n_pos)
         for start in range(first, n_pos, CHUNK):
             rows = slice(start, min(start + CHUNK, n_pos))
-            at = slice(rows.start - first, rows.stop - first)
-            try:
-                recorded = stored.read(name, slice(layer, layer + 1), at)[0]
-            except TraceError as error:
-                self.problems.append(str(error))
+            recorded = self._read(name, layer, slice(rows.start - first, rows.stop - first))
+            if recorded is None:
                 return
             expected = attention_weights(
                 q[:, rows], k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
@@ -200,21 +202,17 @@ class _Check:
                 f"q, k, v give, expected at most {allowed:g}; record the trace again"
             )
 
-    def _texts(self, recorded: object) -> None:
-        """Check the text of the tokens; `recorded`: its checksum, None in older traces."""
-        texts = self.stored.token_text
-        if texts is not None and recorded not in (None, [text_checksum(texts)]):
-            self.problems.append(
-                f"{self.stored.where}: the text of the tokens is not the recorded one; "
-                "copy the trace again or record it again"
-            )
-
     def result(self) -> Verification:
         stored = self.stored
         shapes = dict(stored.shapes)
         recorded = object_at(stored.attributes, "checksums")
         try:
-            self._texts(recorded.get("token_text"))
+            texts, checksum = stored.token_text, recorded.get("token_text")  # None in older traces
+            if texts is not None and checksum not in (None, [text_checksum(texts)]):
+                self.problems.append(
+                    f"{stored.where}: the text of the tokens is not the recorded one; "
+                    "copy the trace again or record it again"
+                )
             if "tokens" in shapes:
                 tokens = stored.read("tokens", _ALL, _ALL)
                 self.digest.update_all("tokens", 0, tokens.numpy(), axis=0)

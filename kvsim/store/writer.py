@@ -19,13 +19,12 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, is_url
+from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.attributes import attributes_of
 from kvsim.store.draft import TokenFile, hidden, recover_command
 from kvsim.store.group import Group
-from kvsim.store.interrupts import unbroken
-from kvsim.store.layout import DENSE, pos_axis
-from kvsim.store.publication import check_target, complete, put, write_whole
+from kvsim.store.layout import DENSE, cut_shape, pos_axis
+from kvsim.store.publication import check_target, complete, put, unbroken, write_whole
 from kvsim.store.remote import check_free, upload
 
 #: Largest magnitude that float16 holds.
@@ -165,11 +164,7 @@ class TraceWriter:
         """Fix the number of positions; last blocks that are not full must come after this."""
         for name in self._next:
             array = self._group.arrays[name]
-            shape = tuple(
-                # dense attention has all rows, or the last ones
-                n_pos if axis == "pos" else min(n_pos, length) if axis == "row" else length
-                for axis, length in zip(AXES[name], array.shape, strict=True)
-            )
+            shape = cut_shape(name, array.shape, n_pos)
             if shape != array.shape:
                 self._write(partial(self._group.resize, name, shape))
 
@@ -186,24 +181,25 @@ class TraceWriter:
         size = block.shape[axis]
         if size != CHUNK and start + size != self.n_pos:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
-        stored = block.to("cpu", self.dtype(name))
-        self._check(name, layer, start, block, stored)
-        values = stored.numpy()
-        self._write(lambda: self._group.write(name, values[None], layer=layer, pos=start))
+        self._store(name, layer, block, start)
         self._next[name][layer] = start + size
-        self._digest.update(name, layer, values)
         self._write(self._commit)
 
-    def _check(self, name: str, layer: int, start: int, block: Tensor, stored: Tensor) -> None:
+    def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
+        """Check part of one layer and write it; start: its position, for arrays with positions."""
         where = str(self.path)
-        if stored.dtype == torch.float16 and block.dtype != torch.float16:
-            largest = float(block.abs().max())
+        stored = values.to("cpu", self.dtype(name))
+        if stored.dtype == torch.float16 and values.dtype != torch.float16:
+            largest = float(values.abs().max())
             if largest > FLOAT16_MAX:
                 raise TraceError(
                     f"{where}: {name} reaches {largest:.6g} in layer {layer}, float16 holds at "
                     f"most {FLOAT16_MAX:.0f}; store it without store_dtype"
                 )
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
+        array = stored.numpy()
+        self._write(lambda: self._group.write(name, array[None], layer=layer, pos=start))
+        self._digest.update(name, layer, array)
 
     def _commit(self) -> None:
         if self._header is None:  # nothing could be recovered
@@ -220,11 +216,7 @@ class TraceWriter:
         Raises:
             TraceError: NaN or infinity, or a number too large for float16 storage.
         """
-        stored = weights.to("cpu", self.dtype("o_proj"))
-        self._check("o_proj", layer, 0, weights, stored)
-        values = stored.numpy()
-        self._write(lambda: self._group.write("o_proj", values[None], layer=layer))
-        self._digest.update("o_proj", layer, values)
+        self._store("o_proj", layer, weights)
 
     def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
         """Store dense attention rows [qhead, row, pos] of one layer.

@@ -27,7 +27,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
 from kvsim.policies.oracle import Oracle
-from kvsim.store.interrupts import unbroken
+from kvsim.store.publication import unbroken
 
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]

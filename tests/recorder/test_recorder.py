@@ -31,8 +31,7 @@ from kvsim.recorder import (
     session,
 )
 from kvsim.recorder import models as loading
-from kvsim.recorder.hub import unreachable
-from kvsim.recorder.models import read_ropes
+from kvsim.recorder.models import read_ropes, unreachable
 from kvsim.recorder.progress import progress_bar
 from kvsim.store import describe, verify
 from kvsim.store.documents import read_json
