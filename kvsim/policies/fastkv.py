@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
-
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
 from kvsim.core.propagation import (
@@ -38,7 +36,7 @@ from kvsim.core.propagation import (
 )
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.asl import pooled_flops, pooled_scores, ranks
+from kvsim.policies.asl import best_and_rest, pooled_flops, pooled_scores, ranks
 
 # Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
 _LAYERS = {32: 15, 28: 14}
@@ -110,9 +108,7 @@ class FastKV(Propagation):
                 f"fewer than the window of {self.window}; give more rows or a smaller window"
             )
         scores = pooled_scores(view, self.window, self.pool, self.pool_kernel)[0]
-        older = (ranks(scores) <= kept - self.window).nonzero()[:, 0]
-        window = torch.arange(n - self.window, n, device=older.device)
-        return Step(torch.cat([older, window]), done=True)
+        return Step(best_and_rest(ranks(scores), kept - self.window, n), done=True)
 
     def counts(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None

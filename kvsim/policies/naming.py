@@ -63,10 +63,11 @@ class Entry:
     @property
     def kind(self) -> str:
         """`propagation`, `allocator`, `wrapper` or `scorer`: where in a name it may stand."""
-        kinds = {"propagation": Propagation, "allocator": Allocator, "wrapper": Wrapper}
-        return next(
-            (kind for kind, base in kinds.items() if issubclass(self.piece, base)), "scorer"
-        )
+        if issubclass(self.piece, Propagation):
+            return "propagation"
+        if issubclass(self.piece, Allocator):
+            return "allocator"
+        return "wrapper" if issubclass(self.piece, Wrapper) else "scorer"
 
     @property
     def innermost(self) -> bool:
