@@ -81,6 +81,37 @@ def rank_variance(ranked: Tensor, k: int) -> float:
 
 
 @dataclass(frozen=True)
+class AtLayer(Propagation):
+    """Selects after a given layer, by default the published one, or one as deep in other models.
+
+    published: by number of layers, of Llama-3.1-8B and Qwen2.5-7B in appendix C.2. depth: a share.
+    """
+
+    published: ClassVar[Mapping[int, int]]
+    depth: ClassVar[float]
+
+    layer: Annotated[int, AtLeast(0)] | None = None
+
+    def check(self, n_layers: int) -> None:
+        """The layer must exist."""
+        check_layer(self.label, self.layer, n_layers)
+
+    def at(self, n_layers: int) -> int:
+        """The layer after which tokens are selected."""
+        if self.layer is not None:
+            return self.layer
+        return self.published.get(n_layers, max(0, round(self.depth * n_layers) - 1))
+
+    def facts(self, n_layers: int) -> dict[str, Any]:
+        """The layer."""
+        return {"layer": self.at(n_layers)}
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str]:
+        """The layer."""
+        return self.at(n_layers), ""
+
+
+@dataclass(frozen=True)
 class _Memory:
     """Ranks of the most recent layers, and the variance at the first layer that was tested."""
 
