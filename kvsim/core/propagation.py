@@ -162,15 +162,6 @@ def check_layer(name: str, layer: int | None, n_layers: int) -> None:
         )
 
 
-def published_layer(
-    layer: int | None, published: Mapping[int, int], n_layers: int, share: float
-) -> int:
-    """A given selection layer, else the published one for so many layers, else one as deep."""
-    if layer is not None:
-        return layer
-    return published.get(n_layers, max(0, round(share * n_layers) - 1))
-
-
 def listed(rows: Sequence[Mapping[str, float]], n_layers: int) -> dict[str, list[float | None]]:
     """Notes of the layers by name: one number per layer, None where there is none."""
     names = dict.fromkeys(name for notes in rows for name in notes)

@@ -7,9 +7,9 @@ kernels do beside that is not in them: docs/cost.md compares with measured ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Policy
@@ -78,10 +78,7 @@ class Cost:
     scoring_event: Flops | None
     assumptions: tuple[str, ...]
 
-    @property
-    def fidelity(self) -> str:
-        """Always `exact`, under the assumptions that are listed."""
-        return "exact"
+    fidelity: ClassVar[str] = "exact"  # under the assumptions that are listed
 
     @property
     def kv_ratio(self) -> float:
@@ -161,11 +158,15 @@ def estimate(
     ]
     held = model.per_query_head() if policy.per_query_head else model
     position_bytes = held.n_heads * held.entry_bytes
-    entries, peak, mean = (
-        mean_of(cases, of) for of in (lambda c: c.entries, lambda c: c.peak, lambda c: c.mean)
+    rows, entries, peak, mean = (
+        mean_of(cases, name) for name in ("rows", "entries", "peak", "mean")
     )
     full = model.kv_bytes(context)
     missing = _unknown(policy, model, budget, context)
+
+    def scoring(of: Callable[[Case, Policy, Model], Flops]) -> Flops | None:
+        return None if missing else sum((of(c, policy, model) * c.weight for c in cases), Flops())
+
     return Cost(
         model=model,
         policy=policy.name,
@@ -178,7 +179,7 @@ def estimate(
         bounded=bounded(policy),
         selection_layer=selection.layer,
         selection=selection.source,
-        rows=mean_of(cases, lambda c: c.rows),
+        rows=rows,
         entries=entries,
         peak=peak,
         mean=mean,
@@ -198,12 +199,8 @@ def estimate(
         evicted_at_bytes=model.n_layers * held.n_heads * context * TIME_BYTES,
         prefill_flops=sum(c.weight * c.prefill_flops(model) for c in cases),
         decode_flops=model.decode_flops(sum(mean) / model.n_layers),
-        scoring_prompt=None
-        if missing
-        else _total(c.prompt_scoring(policy, model) * c.weight for c in cases),
-        scoring_event=None
-        if missing
-        else _total(c.event_scoring(policy, model) * c.weight for c in cases),
+        scoring_prompt=scoring(Case.prompt_scoring),
+        scoring_event=scoring(Case.event_scoring),
         assumptions=(
             *model.remarks,
             *selection.remarks,
@@ -225,10 +222,6 @@ def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> 
     passes: how often a token's step moves the cache; 1 where attention reads it once.
     """
     return (model.weight_bytes + passes * kv) / (model.weight_bytes + passes * full)
-
-
-def _total(parts: Iterator[Flops]) -> Flops:
-    return sum(parts, Flops())
 
 
 def _rank_bytes(

@@ -54,22 +54,17 @@ class Case:
         before = piece is not None and piece.kv_before == "full"
         whole = [alone or (before and at <= layer) for at in range(n_layers)]
         budgets = _budgets(policy, n_layers, budget, context, prompt)
-        entries: list[float] = []
-        peak: list[float] = []
-        mean: list[float] = []
+        sizes: list[tuple[float, float, float]] = []
         for rows, kept_whole, own in zip(last, whole, budgets, strict=True):
-            most: float
-            average: float
             held = rows + context - prompt  # at the end of the context, if nothing is evicted
             if kept_whole or interval is None:
                 after = rows if kept_whole else min(own, rows)
-                most = average = after + context - prompt
+                sizes.append((after, after + context - prompt, after + context - prompt))
             else:
                 after = min(own, held)
                 most, average = min(held, after + interval), min(held, after + (interval + 1) / 2)
-            entries.append(after)
-            peak.append(most)
-            mean.append(average)
+                sizes.append((after, most, average))
+        entries, peak, mean = zip(*sizes, strict=True)
         return Case(
             weight=weight,
             layer=layer,
@@ -143,8 +138,8 @@ def _budgets(policy: Policy, n_layers: int, budget: int, context: int, prompt: i
     return planned if len(planned) == n_layers else planned * n_layers
 
 
-def mean_of(cases: Sequence[Case], of: Callable[[Case], Sequence[float]]) -> tuple[float, ...]:
-    """The weighted mean of the cases for each layer."""
+def mean_of(cases: Sequence[Case], name: str) -> tuple[float, ...]:
+    """The weighted mean of the cases for each layer: of rows, entries, peak or mean."""
     weights = [case.weight for case in cases]
-    columns = zip(*map(of, cases), strict=True)
+    columns = zip(*(getattr(case, name) for case in cases), strict=True)
     return tuple(sum(w * n for w, n in zip(weights, column, strict=True)) for column in columns)

@@ -118,8 +118,8 @@ class Model:
 
     def as_dict(self) -> dict[str, Any]:
         """The shape and what follows from it, ready for JSON."""
-        found = {"parameters": self.parameters, "weight_bytes": self.weight_bytes}
-        return {**vars(self), "remarks": list(self.remarks), **found}
+        derived = {"parameters": self.parameters, "weight_bytes": self.weight_bytes}
+        return {**vars(self), "remarks": list(self.remarks), **derived}
 
     # --------------------------------------------------------------------------------- FLOPs
 

@@ -83,14 +83,11 @@ class Block:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
         live = view.count.sum(1)  # [L]
-        if budgets.across_layers:
-            acts = (live.sum() > self.setting.budget * heads * len(live)).expand_as(live)
-            if not bool(acts.any()):
-                return acts
-            view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
-            return acts
+        together = (live.sum() > self.setting.budget * heads * len(live)).expand_as(live)
+        if budgets.across_layers and not bool(together.any()):
+            return together
         view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
-        return live > view.budget.flatten() * heads
+        return together if budgets.across_layers else live > view.budget.flatten() * heads
 
     def advance(self, stop: int) -> None:
         """Skip to row `stop`: all rows before it acted, and `entries` is up to date."""

@@ -15,7 +15,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, remark, whole
-from kvsim.engine.depth import Descent, descend, recorded
+from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import Run, check_together, layers_per_block, replayed, runs
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
@@ -95,6 +95,8 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
             done += len(part.layers)
             if options.progress is not None:
                 options.progress(done, len(chosen))
+    # rows that run through all layers again get new positions
+    restarted = descent is not None and descent.selection.restarted
     return Record(
         evicted_at=evicted_at,
         policy=policy.name,
@@ -106,7 +108,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
         layers=chosen,
         trace=trace.name,
         digest=trace.digest if trace.path is not None else "",
-        positions=_positions(policy, descent),
+        positions="slot" if restarted else policy.positions,
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
         remark=remark(trace, policy, budget, schedule, descent),
@@ -188,11 +190,6 @@ def setting_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) ->
         longest=schedule.longest(trace.prompt_len, budget),
         windowed=trace.windowed,
     )
-
-
-def _positions(policy: Policy, descent: Descent | None) -> str:
-    """Where keys are rotated to: rows that run through all layers again get new positions."""
-    return "slot" if descent is not None and descent.selection.restarted else policy.positions
 
 
 def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:

@@ -1,6 +1,6 @@
 """The policies by name, one file per paper.
 
-A new policy is one file here and one line in `catalogue.py`. `policy` builds one from its name.
+A new policy is one file here and its lines in `catalogue.py`. `policy` builds one from its name.
 """
 
 from __future__ import annotations

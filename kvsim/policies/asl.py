@@ -37,7 +37,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.policies.pooling import over_heads, pooling_flops, smooth
+from kvsim.policies.pooling import Pool, over_heads, pooling_flops, smooth
 
 # Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 # (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
@@ -45,18 +45,14 @@ _MEANS = {32: 23.9, 28: 21.6}
 _MEAN_DEPTH = sum((at + 1) / n for n, at in _MEANS.items()) / len(_MEANS)
 
 
-def pooled_scores(
-    view: View, window: int, pool: Literal["max", "avg"] | None, kernel: int
-) -> Tensor:
+def pooled_scores(view: View, window: int, pool: Pool, kernel: int) -> Tensor:
     """p: attention of the window on the tokens before it, pooled, over all heads; [L, n - w]."""
     before = view.pos.shape[-1] - window
     vote = view.attn(window)[..., :before].sum(3)  # [L, H, G, n - w]
     return over_heads(smooth(vote, pool, kernel), 1)
 
 
-def pooled_flops(
-    event: Event, window: int, pool: Literal["max", "avg"] | None, kernel: int
-) -> Flops:
+def pooled_flops(event: Event, window: int, pool: Pool, kernel: int) -> Flops:
     """Attention of the window, its sum, pooled per query head, summed over the heads."""
     h, _, _, n = event.sizes
     w = event.window(window)
@@ -70,12 +66,49 @@ def ranks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places.expand_as(order))
 
 
+def best_and_rest(ranked: Tensor, k: int, n: int) -> Tensor:
+    """Places of the first k of ranks [m], and m..n-1 behind them; ascending."""
+    older = (ranked <= k).nonzero()[:, 0]
+    return torch.cat([older, torch.arange(len(ranked), n, device=older.device)])
+
+
 def rank_variance(ranked: Tensor, k: int) -> float:
     """V: variance over layers of the ranks [w, m] of what is among the first k in one; its mean."""
     if k < 1:
         return 0.0
     union = (ranked <= k).any(0)
     return float(ranked[:, union].double().var(0, correction=0).mean())
+
+
+@dataclass(frozen=True)
+class AtLayer(Propagation):
+    """Selects after a given layer, by default the published one, or one as deep in other models.
+
+    published: by number of layers, of Llama-3.1-8B and Qwen2.5-7B in appendix C.2. depth: a share.
+    """
+
+    published: ClassVar[Mapping[int, int]]
+    depth: ClassVar[float]
+
+    layer: Annotated[int, AtLeast(0)] | None = None
+
+    def check(self, n_layers: int) -> None:
+        """The layer must exist."""
+        check_layer(self.label, self.layer, n_layers)
+
+    def at(self, n_layers: int) -> int:
+        """The layer after which tokens are selected."""
+        if self.layer is not None:
+            return self.layer
+        return self.published.get(n_layers, max(0, round(self.depth * n_layers) - 1))
+
+    def facts(self, n_layers: int) -> dict[str, Any]:
+        """The layer."""
+        return {"layer": self.at(n_layers)}
+
+    def expected_layer(self, n_layers: int) -> tuple[float, str]:
+        """The layer."""
+        return self.at(n_layers), ""
 
 
 @dataclass(frozen=True)
@@ -148,9 +181,7 @@ class Selecting(Propagation):
         relative = variance / base if base > 0 else 0.0
         notes = {"variance": variance, "relative_variance": relative}
         if relative < self.tau or (self.restarts and layer == view.n_layers - 1):
-            older = (ranked <= k).nonzero()[:, 0]
-            window = torch.arange(n - self.window, n, device=older.device)
-            return Step(torch.cat([older, window]), done=True, notes=notes)
+            return Step(best_and_rest(ranked, k, n), done=True, notes=notes)
         return Step(memory=_Memory(recent, base), notes=notes)
 
     def flops(self, event: Event) -> Flops:

@@ -30,33 +30,27 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Above, AtLeast, Finite, Odd
-from kvsim.core.policy import LayerBudgets, Protection, Scorer
+from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
 from kvsim.policies.pooling import over_heads, pooling_flops, smooth
-from kvsim.policies.window import before_window
+from kvsim.policies.window import Windowed, before_window
 
 
 @dataclass(frozen=True)
-class Cake(Scorer):
+class Cake(Windowed):
     """Mean attention of a window and its dispersion, pooled over neighbouring entries.
 
     group: reduction over the query heads, "max" before anything else, "mean" after pooling.
     decoding: whether the dispersion counts at events after the prefill, too.
     """
 
-    window: Annotated[int, AtLeast(1)] = 32
     gamma: Annotated[float, AtLeast(0), Finite()] = 200.0
     dispersion: Literal["var", "std"] = "var"
     pool: Literal["max", "avg"] | None = "avg"
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
     group: Literal["mean", "max"] = "mean"
     decoding: bool = False
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """mean over the group of pool_j(mean_r a + gamma Var_r a); [L, H, n]."""
@@ -80,10 +74,6 @@ class Cake(Scorer):
         spread = 3 if event.prompt or self.decoding else 0
         pooling = pooling_flops(self.pool, self.pool_kernel)
         return event.attention(w) + Flops(0, h * w * n + heads * n * ((1 + spread) * w + pooling))
-
-    def protection(self, budget: int) -> Protection:
-        """The window."""
-        return Protection(recent=self.window)
 
 
 @dataclass(frozen=True)

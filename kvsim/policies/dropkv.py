@@ -30,24 +30,18 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Above, AtLeast, Finite, Odd
-from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
 from kvsim.policies.pooling import pooling_flops, smooth
-from kvsim.policies.window import before_window
+from kvsim.policies.window import Windowed, before_window
 
 
 @dataclass(frozen=True)
-class DropKV(Scorer):
+class DropKV(Windowed):
     """How far the output of a window of rows moves without an entry, smoothed over neighbours."""
 
     window: Annotated[int, AtLeast(1)] = 8
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11
     epsilon: Annotated[float, Above(0), Finite()] = 1e-6
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """The average over neighbours of the score s_j, of the candidates; [L, H, n]."""
@@ -68,7 +62,3 @@ class DropKV(Scorer):
         w = event.window(self.window)
         weights, pooling = h * w * n, g * n * pooling_flops("avg", self.pool_kernel)
         return event.attention(w) + Flops(4 * weights * d, 8 * weights + 2 * g * n * d + pooling)
-
-    def protection(self, budget: int) -> Protection:
-        """The window."""
-        return Protection(recent=self.window)

@@ -20,35 +20,25 @@ rounding; here the budget is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-import torch
+from typing import Annotated, Any, ClassVar, Literal
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
-from kvsim.core.propagation import (
-    Propagation,
-    Selection,
-    Step,
-    check_layer,
-    dropped_after,
-    published_layer,
-)
+from kvsim.core.propagation import Selection, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.asl import pooled_flops, pooled_scores, ranks
-
-# Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
-_LAYERS = {32: 15, 28: 14}
+from kvsim.policies.asl import AtLayer, best_and_rest, pooled_flops, pooled_scores, ranks
 
 
 @dataclass(frozen=True)
-class FastKV(Propagation):
+class FastKV(AtLayer):
     """The tokens that a window attends to most at one layer propagate; `rows` of them."""
 
-    layer: Annotated[int, AtLeast(0)] | None = None
+    published: ClassVar[Mapping[int, int]] = {32: 15, 28: 14}
+    depth: ClassVar[float] = 0.5
+
     rows: Annotated[int, AtLeast(1)] | Annotated[float, Above(0), AtMost(1)] | None = 2048
     window: Annotated[int, AtLeast(1)] = 8
     pool: Literal["avg", "max"] | None = "max"
@@ -69,18 +59,6 @@ class FastKV(Propagation):
     def least_budget(self) -> int:
         """The window always propagates."""
         return self.window if self.rows is None else 1
-
-    def check(self, n_layers: int) -> None:
-        """The layer must exist."""
-        check_layer("fastkv", self.layer, n_layers)
-
-    def at(self, n_layers: int) -> int:
-        """The layer after which tokens are selected."""
-        return published_layer(self.layer, _LAYERS, n_layers, share=0.5)
-
-    def facts(self, n_layers: int) -> dict[str, Any]:
-        """The layer."""
-        return {"layer": self.at(n_layers)}
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
         """A prompt that propagates whole although it is longer than the budget."""
@@ -110,9 +88,7 @@ class FastKV(Propagation):
                 f"fewer than the window of {self.window}; give more rows or a smaller window"
             )
         scores = pooled_scores(view, self.window, self.pool, self.pool_kernel)[0]
-        older = (ranks(scores) <= kept - self.window).nonzero()[:, 0]
-        window = torch.arange(n - self.window, n, device=older.device)
-        return Step(torch.cat([older, window]), done=True)
+        return Step(best_and_rest(ranks(scores), kept - self.window, n), done=True)
 
     def counts(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
@@ -126,10 +102,6 @@ class FastKV(Propagation):
     def keeps_whole(self, budget: int, prompt_len: int) -> bool:
         """A prompt that just fills the budget is long enough, if it has more than `rows`."""
         return prompt_len < budget
-
-    def expected_layer(self, n_layers: int) -> tuple[float, str]:
-        """The layer."""
-        return self.at(n_layers), ""
 
     def flops(self, event: Event) -> Flops:
         """Pooled scores."""

@@ -13,42 +13,28 @@ in other models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.propagation import Propagation, Step, check_layer, published_layer
+from kvsim.core.propagation import Step
 from kvsim.core.view import View
-from kvsim.policies.asl import ranks
+from kvsim.policies.asl import AtLayer, ranks
 from kvsim.policies.pooling import smooth
-
-# Selection layer by number of layers: Llama-3.1-8B and Qwen2.5-7B in ASL, appendix C.2.
-_LAYERS = {32: 13, 28: 14}
 
 
 @dataclass(frozen=True)
-class GemFilter(Propagation):
+class GemFilter(AtLayer):
     """What the last row's queries point at in one layer; it runs through all layers again."""
 
     restarts: ClassVar[bool] = True
     alone: ClassVar[bool] = True
+    published: ClassVar[Mapping[int, int]] = {32: 13, 28: 14}
+    depth: ClassVar[float] = 14 / 32
 
-    layer: Annotated[int, AtLeast(0)] | None = None
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
-
-    def check(self, n_layers: int) -> None:
-        """The layer must exist."""
-        check_layer("gemfilter", self.layer, n_layers)
-
-    def at(self, n_layers: int) -> int:
-        """The layer that selects."""
-        return published_layer(self.layer, _LAYERS, n_layers, share=14 / 32)
-
-    def facts(self, n_layers: int) -> dict[str, Any]:
-        """The layer."""
-        return {"layer": self.at(n_layers)}
 
     def after(self, view: View, memory: Any) -> Step:
         """At the selection layer the best tokens."""
@@ -66,10 +52,6 @@ class GemFilter(Propagation):
     ) -> list[int]:
         """The budget in each layer of the second pass."""
         return [min(budget, prompt_len)] * n_layers
-
-    def expected_layer(self, n_layers: int) -> tuple[float, str]:
-        """The layer."""
-        return self.at(n_layers), ""
 
     def flops(self, event: Event) -> Flops:
         """Products of the last row, summed over the heads, pooled."""

@@ -34,12 +34,12 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Protection, Scorer, Scores, Wrapper, protected_by
+from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
-from kvsim.policies.pooling import pooling_flops, smooth
+from kvsim.policies.pooling import Pool, pooling_flops, smooth
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
-from kvsim.policies.window import before_window
+from kvsim.policies.window import Windowed, before_window
 
 Fusion = Literal["max", "mean", "sum"]
 
@@ -53,9 +53,7 @@ def local_score(view: View, window: int) -> Tensor:
     return vote.masked_fill_(~before_window(view, window), 0.0)
 
 
-def local_flops(
-    event: Event, window: int, pool: Literal["max", "avg"] | None, kernel: int
-) -> Flops:
+def local_flops(event: Event, window: int, pool: Pool, kernel: int) -> Flops:
     """Attention, the group's largest, its mean over the window, pooling."""
     h, g, _, n = event.sizes
     w = event.window(window)
@@ -79,10 +77,8 @@ def fuse(old: Tensor, new: Tensor, fusion: Fusion, decay: float) -> Tensor:
     kept = decay * old
     if fusion == "max":
         both = torch.maximum(kept, new)
-    elif fusion == "mean":
-        both = kept + (1 - decay) * new
     else:
-        both = kept + new
+        both = kept + (new if fusion == "sum" else (1 - decay) * new)
     return new.where(old.isnan(), both)
 
 
@@ -99,17 +95,12 @@ def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None
 
 
 @dataclass(frozen=True)
-class Local(Scorer):
+class Local(Windowed):
     """The local score, pooled over neighbouring entries where asked for."""
 
     window: Annotated[int, AtLeast(1)] = 16
-    pool: Literal["max", "avg"] | None = None
+    pool: Pool = None
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """pool_j(S_j); [L, H, n]."""
@@ -120,31 +111,22 @@ class Local(Scorer):
         """The local score, pooled."""
         return local_flops(event, self.window, self.pool, self.pool_kernel)
 
-    def protection(self, budget: int) -> Protection:
-        """The window."""
-        return Protection(recent=self.window)
-
 
 @dataclass(frozen=True)
-class GKV(Scorer):
+class GKV(Windowed):
     """The global score of window attention, less the redundancy of keys."""
 
     window: Annotated[int, AtLeast(1)] = 16
-    fusion: Literal["max", "mean", "sum"] = "max"
+    fusion: Fusion = "max"
     decay: Annotated[float, Between(0, 1)] = 0.8
     redundancy: bool = True
     mix_lambda: Annotated[float, Between(0, 1)] = 0.7
     threshold: Annotated[float, Between(0, 1)] = 0.5
     cosine: Literal["kernel", "raw"] = "kernel"
-    pool: Literal["max", "avg"] | None = None
+    pool: Pool = None
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     columns: ClassVar[Mapping[str, float]] = {"global": nan}
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     @property
     def signed(self) -> bool:
@@ -177,16 +159,12 @@ class GKV(Scorer):
         score = local_flops(event, self.window, self.pool, self.pool_kernel) + Flops(0, 5 * g * n)
         return score + similarity_flops(event, n) if self.signed else score
 
-    def protection(self, budget: int) -> Protection:
-        """The window."""
-        return Protection(recent=self.window)
-
 
 @dataclass(frozen=True)
 class Global(Wrapper):
     """The global score of any scorer."""
 
-    fusion: Literal["max", "mean", "sum"] = "max"
+    fusion: Fusion = "max"
     decay: Annotated[float, Between(0, 1)] = 0.8
 
     label: ClassVar[str] = "global"

@@ -25,10 +25,7 @@ from kvsim.core.view import View
 class KeyDiff(Scorer):
     """Distance in angle from the mean direction of the keys."""
 
-    @property
-    def signed(self) -> bool:
-        """A cosine is."""
-        return True
+    signed = True
 
     def score(self, view: View) -> Tensor:
         """s_j = -cos(k_j, a) with a = mean over live entries of k_i / ||k_i||; [L, H, n]."""

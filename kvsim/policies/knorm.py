@@ -22,10 +22,7 @@ from kvsim.core.view import View
 class Knorm(Scorer):
     """The norm of a key, the smaller the better."""
 
-    @property
-    def signed(self) -> bool:
-        """A norm counts against its entry."""
-        return True
+    signed = True  # a norm counts against its entry
 
     def score(self, view: View) -> Tensor:
         """s_j = -||k_j||; [L, H, n]."""

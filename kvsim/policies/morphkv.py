@@ -14,28 +14,20 @@ variant that merges what is dropped into one entry is no eviction policy and is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
-from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-from kvsim.policies.window import before_window, shares
+from kvsim.policies.window import Windowed, before_window, shares
 
 
 @dataclass(frozen=True)
-class MorphKV(Scorer):
+class MorphKV(Windowed):
     """Attention of a window among the candidates alone, fused over the window."""
 
-    window: Annotated[int, AtLeast(1)] = 32
     fusion: Literal["sum", "max"] = "sum"
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """s_j = sum or max over the window of the group's largest share of j; [L, H, n]."""
@@ -48,7 +40,3 @@ class MorphKV(Scorer):
         h, g, _, n = event.sizes
         w = event.window(self.window)
         return event.attention(w) + Flops(0, (h + g) * w * n)
-
-    def protection(self, budget: int) -> Protection:
-        """The window."""
-        return Protection(recent=self.window)

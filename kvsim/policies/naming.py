@@ -48,9 +48,9 @@ class Entry:
     """
 
     summary: str
-    paper: str
     piece: type[Any]
     schedule: Schedule | None
+    paper: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
     layer_budgets: type[Any] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -72,8 +72,7 @@ class Entry:
     @property
     def innermost(self) -> bool:
         """Whether nothing stands inside: a scorer, or a propagation that leaves caches whole."""
-        alone = issubclass(self.piece, Propagation) and self.piece.alone
-        return self.kind == "scorer" or alone
+        return self.kind == "scorer" or (self.kind == "propagation" and self.piece.alone)
 
     def preset(self, name: str) -> Entry:
         """The entry as the preset has it."""
@@ -95,12 +94,9 @@ class Entry:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """Its parameters by name; one that pieces share is that of the first of them."""
-        pieces = (self.piece, *([self.layer_budgets] if self.layer_budgets else []))
-        out: dict[str, Parameter] = {}
-        for name, parameter in ((k, v) for piece in pieces for k, v in parameters(piece).items()):
-            out.setdefault(name, parameter)
-        out.pop("scorer", None)
-        return out
+        first = parameters(self.piece)
+        then = {} if self.layer_budgets is None else parameters(self.layer_budgets)
+        return {key: each for key, each in {**first, **then, **first}.items() if key != "scorer"}
 
 
 @dataclass(frozen=True)
@@ -199,8 +195,7 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
         inner = inside.get(part.partition("@")[0], {})
         inner = {k: v for k, v in inner.items() if k in innermost.parameters}
         shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
-        params = {**innermost.params, **inner, **shared, **routed[-1]}
-        policy = _base(name, innermost, params)
+        policy = _base(name, innermost, {**innermost.params, **inner, **shared, **routed[-1]})
     rearranged = [entry for entry in outer if entry.kind != "propagation"]
     if rearranged and not isinstance(policy.allocator, Uniform):
         raise PolicyError(
@@ -225,9 +220,8 @@ def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) 
 
 def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry | None]]:
     """The parts of a name from the outside in; None for a policy of the user's own."""
-    parts = [part.strip() for part in name.split("+")]
     chain: list[tuple[str, Entry | None]] = []
-    for part in parts:
+    for part in map(str.strip, name.split("+")):
         if ":" in part:
             chain.append((part, None))
             continue
@@ -267,23 +261,22 @@ def _check_order(
                 f"{name}: {part} {does} by itself and takes no scorer inside; "
                 f"expected one of these before the +: {wraps}"
             )
-        before = chain[place - 1] if place else None
-        if outer.kind == "propagation" and before is not None:
+        before, around = chain[place - 1] if place else ("", None)
+        if outer.kind == "propagation" and before:
             raise PolicyError(
                 f"{name}: {part} says which rows reach deeper layers and stands in front of "
-                f"everything; expected {part}+{before[0]}, with the scorer last"
+                f"everything; expected {part}+{before}, with the scorer last"
             )
-        around = None if before is None else before[1]
         if outer.kind == "allocator" and around is not None and around.kind != "propagation":
             raise PolicyError(
-                f"{name}: {part} is an allocator and {chain[place - 1][0]} around it needs a "
-                f"scorer; expected at most one allocator, in front, such as {part}+tova"
+                f"{name}: {part} is an allocator and {before} around it needs a scorer; "
+                f"expected at most one allocator, in front, such as {part}+tova"
             )
-    last = chain[-1][1]
+    part, last = chain[-1]
     if len(chain) > 1 and last is not None and last.kind == "propagation":
         raise PolicyError(
-            f"{name}: {chain[-1][0]} fills its caches by itself, so nothing stands around it; "
-            f"expected {chain[-1][0]} alone"
+            f"{name}: {part} fills its caches by itself, so nothing stands around it; "
+            f"expected {part} alone"
         )
 
 
@@ -296,8 +289,7 @@ def _route(
     its own function says which it takes.
     """
     levels: list[Mapping[str, Parameter] | None] = [entry.parameters for entry in entries]
-    if foreign:
-        levels.append(None)
+    levels += [None] * foreign
     out: list[dict[str, Any]] = [{} for _ in levels]
     for given, value in params.items():
         depth, key = 0, given

@@ -31,10 +31,7 @@ class Oracle(Scorer):
 
     by: Literal["mass", "output"] = "mass"
 
-    @property
-    def clairvoyant(self) -> bool:
-        """By definition."""
-        return True
+    clairvoyant = True
 
     def score(self, view: View) -> Tensor:
         """s_j = sum over rows r > e and the group of A_r(j), A the full cache's softmax; [L, H, n].

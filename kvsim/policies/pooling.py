@@ -7,8 +7,10 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+Pool = Literal["max", "avg"] | None
 
-def smooth(scores: Tensor, pool: Literal["max", "avg"] | None, kernel: int) -> Tensor:
+
+def smooth(scores: Tensor, pool: Pool, kernel: int) -> Tensor:
     """Scores [..., n] pooled over slots, for a max-pool of 0 or more; the same length.
 
     Slots that are to count as nothing hold 0: so does what lies outside. The divisor of an average
@@ -17,10 +19,7 @@ def smooth(scores: Tensor, pool: Literal["max", "avg"] | None, kernel: int) -> T
     if pool is None or scores.shape[-1] == 0:
         return scores
     flat, half = scores.flatten(0, -2), kernel // 2
-    if pool == "max":
-        pooled = max_pool1d(flat, kernel, stride=1, padding=half)
-    else:
-        pooled = avg_pool1d(flat, kernel, stride=1, padding=half)
+    pooled = (max_pool1d if pool == "max" else avg_pool1d)(flat, kernel, stride=1, padding=half)
     out: Tensor = pooled.view(scores.shape)
     return out
 
@@ -35,6 +34,6 @@ def over_heads(pooled: Tensor, first: int) -> Tensor:
     return out
 
 
-def pooling_flops(pool: Literal["max", "avg"] | None, kernel: int) -> int:
+def pooling_flops(pool: Pool, kernel: int) -> int:
     """FLOPs of `smooth` for each number that it returns."""
     return 0 if pool is None else int(kernel)

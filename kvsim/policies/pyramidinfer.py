@@ -31,7 +31,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Below, Between
 from kvsim.core.propagation import Propagation, Step
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.policies.asl import ranks
+from kvsim.policies.asl import best_and_rest, ranks
 
 # Weight of the newest recent row; the oldest weighs 1.
 _NEWEST = 1.2
@@ -42,16 +42,12 @@ class PyramidInfer(Propagation):
     """A share of the context, by the attention of recent rows, after every layer."""
 
     alone: ClassVar[bool] = True
+    bounded = False
 
     recent: Annotated[float, AtLeast(0), Below(1)] = 0.2
     ratio: Annotated[float, Between(0, 1)] = 0.9
     sink: Annotated[int, AtLeast(0)] = 4
     least: Annotated[int, AtLeast(0)] = 64
-
-    @property
-    def bounded(self) -> bool:
-        """Never."""
-        return False
 
     def after(self, view: View, memory: int | None) -> Step:
         """The best of the context, and the recent rows; `memory` is the prompt's length."""
@@ -64,9 +60,7 @@ class PyramidInfer(Propagation):
             return Step(memory=n)
         scores = self._scores(view, recent)
         scores[: self.sink] = torch.inf  # before all others, in their order
-        older = (ranks(scores) <= kept).nonzero()[:, 0]
-        newer = torch.arange(context, held, device=older.device)
-        return Step(torch.cat([older, newer]), memory=n)
+        return Step(best_and_rest(ranks(scores), kept, held), memory=n)
 
     def _scores(self, view: View, recent: int) -> Tensor:
         """Attention of the recent rows on the context, weighted towards the newest; [c]."""

@@ -41,16 +41,16 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Protection, Scorer, Scores, protected_by
+from kvsim.core.policy import Protection, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_flops, local_score
 from kvsim.policies.pooling import smooth
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
-from kvsim.policies.window import before_window, shares
+from kvsim.policies.window import Windowed, before_window, shares
 
 
 @dataclass(frozen=True)
-class RKV(Scorer):
+class RKV(Windowed):
     """Pooled attention of a window less redundancy, as one of three implementations has them."""
 
     window: Annotated[int, AtLeast(1)] = 16
@@ -66,11 +66,6 @@ class RKV(Scorer):
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # depends on a parameter
         """The slot that top-k left an entry in, NaN for what it did not choose."""
         return {"slot": nan} if self.slot_order == "topk" else {}
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     @property
     def signed(self) -> bool:

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.policy import LayerBudgets, Protection, Scorer
+from kvsim.core.policy import LayerBudgets, Protection
 from kvsim.core.view import View
 from kvsim.policies.pooling import smooth
-from kvsim.policies.window import before_window, shares
+from kvsim.policies.window import Windowed, before_window, shares
 
 
 def window_flops(event: Event, window: int, kernel: int) -> Flops:
@@ -39,17 +39,11 @@ def window_flops(event: Event, window: int, kernel: int) -> Flops:
 
 
 @dataclass(frozen=True)
-class RPC(Scorer):
+class RPC(Windowed):
     """Attention of a window on the generated text before it, averaged over heads, pooled."""
 
-    window: Annotated[int, AtLeast(1)] = 32
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     heads: Literal["all", "group"] = "all"
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """pool_j(mean over query heads of the sum over the window of j's share); [L, H, n]."""
@@ -76,10 +70,8 @@ class Growing(LayerBudgets):
     window: Annotated[int, AtLeast(1)] = 32
     compression: Annotated[int, AtLeast(1)] = 4
 
-    @property
-    def bounded(self) -> bool:
-        """Never."""
-        return False
+    bounded = False
+    remark = "no budget binds; it holds prompt, window and a share of what is generated"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """Nothing: the policy's budget plays no part, and prompt and window always have room."""
@@ -94,28 +86,17 @@ class Growing(LayerBudgets):
         """prompt_len + window + generated // compression."""
         return prompt_len + self.window + (n_pos - prompt_len) // self.compression
 
-    @property
-    def remark(self) -> str:
-        """No budget binds."""
-        return "no budget binds; it holds prompt, window and a share of what is generated"
-
     def flops(self, event: Event) -> Flops:
         """Nothing is computed."""
         return Flops()
 
 
 @dataclass(frozen=True)
-class AmsRPC(Scorer):
+class AmsRPC(Windowed):
     """Attention of a window on the whole cache, averaged over the group, pooled (AMS's RPC)."""
 
-    window: Annotated[int, AtLeast(1)] = 32
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     sink: Annotated[int, AtLeast(0)] = 4
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """pool_j(sum over the window of the group's mean a_r(j)); [L, H, n]."""

@@ -21,24 +21,17 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
 from kvsim.policies.pooling import over_heads, pooling_flops, smooth
-from kvsim.policies.window import before_window
+from kvsim.policies.window import Windowed, before_window
 
 
 @dataclass(frozen=True)
-class SnapKV(Scorer):
+class SnapKV(Windowed):
     """Attention of a window of rows, pooled over neighbouring entries."""
 
-    window: Annotated[int, AtLeast(1)] = 32
     pool: Literal["max", "avg"] | None = "max"
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
-
-    @property
-    def rows(self) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: View) -> Tensor:
         """s_j = mean over the group of pool_j(mean over the window of a_r(j)); [L, H, n].
@@ -57,7 +50,3 @@ class SnapKV(Scorer):
         w = event.window(self.window)
         pooling = pooling_flops(self.pool, self.pool_kernel)
         return event.attention(w) + Flops(0, h * n * (w + pooling + 1))
-
-    def protection(self, budget: int) -> Protection:
-        """The window."""
-        return Protection(recent=self.window)

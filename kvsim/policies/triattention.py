@@ -53,11 +53,7 @@ class TriAttention(Calibrated):
     offsets: Literal["mean", "max"] = "mean"
 
     rotated: ClassVar[bool] = False
-
-    @property
-    def signed(self) -> bool:
-        """A z-score is."""
-        return True
+    signed = True
 
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
         """Mean query [L, H, G, d], and mean size of each of its pairs [L, H, G, pairs]; float64."""

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from kvsim.core.parameters import AtLeast
+from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
+
+
+@dataclass(frozen=True)
+class Windowed(Scorer):
+    """A scorer that reads attention of the `window` most recent rows, and protects their entries.
+
+    Subclasses define `score`, and give the window their own default.
+    """
+
+    window: Annotated[int, AtLeast(1)] = 32
+
+    @property
+    def rows(self) -> int:
+        """The window."""
+        return self.window
+
+    def protection(self, budget: int) -> Protection:
+        """The window."""
+        return Protection(recent=self.window)
 
 
 def before_window(view: View, window: int) -> Tensor:

@@ -35,6 +35,8 @@ KINDS = (
     "zero_values",
 )
 
+_STRETCHED = {"sharp": 2.5, "steep": 6.0}
+
 #: Sizes of a GQA group: one query head per KV head, and the groups of common models.
 GROUPS = (1, 2, 4, 7)
 
@@ -133,10 +135,8 @@ def make_case(
     q = rng.standard_normal((layers, heads * group, n, dim))
     k, v = (rng.standard_normal((layers, heads, n, dim)) for _ in range(2))
     scale = dim**-0.5
-    if kind == "sharp":
-        q, k = 2.5 * q, 2.5 * k
-    elif kind == "steep":
-        q, k = 6.0 * q, 6.0 * k
+    if kind in _STRETCHED:
+        q, k = _STRETCHED[kind] * q, _STRETCHED[kind] * k
     elif kind == "sink":  # queries lean on the first key, as trained models do
         q += 0.5
         k[:, :, 0] += 2.0

@@ -91,19 +91,9 @@ class Sample:
 
     def row(self, name: str) -> dict[str, object]:
         """Return the sample as a line of a prompt file (`kvsim capture --prompts`)."""
-        return {
-            "id": name,
-            "prompt": self.prompt,
-            "answer": self.answer,
-            "task": self.task,
-            "domain": self.domain,
-            "level": self.level,
-            "facts": self.facts,
-            "lines": self.lines,
-            "tokens": self.tokens,
-            "reach": round(self.reach, 1),
-            "response": self.response,
-        }
+        names = ("prompt", "answer", "task", "domain", "level", "facts", "lines", "tokens")
+        row = {"id": name, **{key: getattr(self, key) for key in names}}
+        return {**row, "reach": round(self.reach, 1), "response": self.response}
 
 
 # --- writing a page ---
@@ -300,30 +290,17 @@ def prompts(
     task: str | None = None,
     level: int | None = None,
     domain: str | None = None,
-    facts: int | None = None,
-    lines: int | None = None,
-    filler: float | None = None,
-    kinds: int | None = None,
-    report: int | None = None,
-    cycle: int | None = None,
+    **sizes: Any,
 ) -> list[Sample]:
     """Draw ``n`` samples, equal for equal arguments.
 
     Without a task they alternate among all tasks, without a domain among all domains. Without a
-    level, sizes default to `DEFAULT`; `make` describes them.
+    level, ``sizes`` (facts, lines, filler, kinds, report, cycle: see `make`) default to `DEFAULT`.
 
     Raises:
         LedgerError: no such task, domain or level, a size outside its range, or a size together
             with a level.
     """
-    sizes: dict[str, Any] = {
-        "facts": facts,
-        "lines": lines,
-        "filler": filler,
-        "kinds": kinds,
-        "report": report,
-        "cycle": cycle,
-    }
     given = {name: size for name, size in sizes.items() if size is not None}
     if level is not None:
         _within("level", level, 1, 5)
@@ -341,13 +318,6 @@ def prompts(
             size = LEVELS[name][level - 1]
         else:
             size = replace(LEVELS[name][2] if name == "needle" else DEFAULT, **given)
-        samples.append(
-            make(
-                rng,
-                task=name,
-                domain=domain or list(DOMAINS)[index % len(DOMAINS)],
-                level=level,
-                **asdict(size),
-            )
-        )
+        subject = domain or list(DOMAINS)[index % len(DOMAINS)]
+        samples.append(make(rng, task=name, domain=subject, level=level, **asdict(size)))
     return samples

@@ -80,16 +80,7 @@ COMMON = _words(
 KINDS = tuple(kind for domain in DOMAINS.values() for kind in domain.kinds)
 FILLER = (*COMMON, *(noun for domain in DOMAINS.values() for noun in domain.nouns))
 
-VOCAB: tuple[str, ...] = (
-    *SPECIAL,
-    *VERBS,
-    *MARKS,
-    *DIGITS,
-    *COUNTERS,
-    *NODES,
-    *KINDS,
-    *FILLER,
-)
+VOCAB = (*SPECIAL, *VERBS, *MARKS, *DIGITS, *COUNTERS, *NODES, *KINDS, *FILLER)
 ID: dict[str, int] = {word: index for index, word in enumerate(VOCAB)}
 
 

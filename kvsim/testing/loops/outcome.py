@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,11 +42,6 @@ class Outcome:
     evicted_at: Ints
     cuts: tuple[Cut, ...]
     selection: Propagated | None = None
-
-    @property
-    def margin(self) -> float:
-        """The smallest decision margin of the whole replay, exact ties included (as 0)."""
-        return min((cut.margin for cut in self.cuts), default=math.inf)
 
     def sure_until(self, tolerance: float, *, ties: bool = True, faint: float = 0.0) -> Ints:
         """int32 [layer, head]: the row of the first cut that rounding could reverse, else NEVER.

@@ -257,6 +257,11 @@ class _Arrays:
     protect: tuple[int, int, bool]
     places: list[int] | None = None
 
+    @property
+    def n_sets(self) -> int:
+        """Sets that a layer keeps: one for each KV head, or for each query head."""
+        return len((self.queries if self.rule.per_query_head else self.keys)[0])
+
     def events(self, budgets: list[int]) -> list[Event]:
         """Each layer before its first row; keys and values as the rule's sets need them."""
         keys, values = self.keys, self.values
@@ -297,9 +302,8 @@ def _across(arrays: _Arrays) -> Outcome:
     if rule.across_layers:
         raise PolicyError(f"{rule.name}: layers of different rows cannot share one budget")
     selection = rule.propagate(arrays.queries, arrays.keys, n, budget, arrays.scale)
-    n_layers, heads, length, _ = arrays.keys.shape
-    if rule.per_query_head:
-        heads = arrays.queries.shape[1]
+    n_layers, _, length, _ = arrays.keys.shape
+    heads = arrays.n_sets
     evicted_at = np.full((n_layers, heads, length), NEVER, dtype=np.int32)
     cuts = [
         Cut(layer, h, -1, doubt.margin, doubt.size)
@@ -334,10 +338,8 @@ def _across(arrays: _Arrays) -> Outcome:
 def _in_parallel(arrays: _Arrays) -> Outcome:
     """All layers at once, row by row, on the rows that they have."""
     rule, budget = arrays.rule, arrays.budget
-    n_layers, heads, n, _ = arrays.keys.shape
-    if rule.per_query_head:
-        heads = arrays.queries.shape[1]
-    budgets = [budget] * heads if isinstance(budget, int) else [int(b) for b in budget]
+    n_layers, _, n, _ = arrays.keys.shape
+    budgets = [budget] * arrays.n_sets if isinstance(budget, int) else [int(b) for b in budget]
     if min(budgets) < 1:
         raise BudgetError(f"budget is {min(budgets)}; expected at least 1")
     events = arrays.events(budgets)
