@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from contextlib import suppress
+from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
 from itertools import product
 from pathlib import Path
 
@@ -946,12 +947,14 @@ def test_sizes_that_are_none(text):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """A folder with a demo, made in a process of its own, and what that printed."""
+    """A folder with a demo, and what that printed."""
     folder = tmp_path_factory.mktemp("demo")
-    process = kvsim_process("demo", "--out", "results/demo", cwd=folder)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    return folder / "results" / "demo", out
+    out, err = io.StringIO(), io.StringIO()
+    streams = redirect_stdout(out), redirect_stderr(err)
+    with chdir(folder), streams[0], streams[1], pytest.raises(SystemExit) as end:
+        main(["demo", "--out", "results/demo"])
+    assert (end.value.code, err.getvalue()) == (0, "")
+    return folder / "results" / "demo", out.getvalue()
 
 
 @pytest.fixture
@@ -1164,7 +1167,7 @@ def committed(folder):
     return 0
 
 
-def test_interrupted_capture_keeps_what_is_committed(tmp_path):
+def test_interrupted_capture_keeps_what_is_committed(run, tmp_path):
     """SIGINT while the model writes: status 130, one line, no trace, and how to recover it."""
     sample = prompts(1, task="walk", level=5)[0]
     out = tmp_path / "t.zarr"
@@ -1183,9 +1186,8 @@ def test_interrupted_capture_keeps_what_is_committed(tmp_path):
     said = rf"interrupted, no trace was written; {tokens} of at most \d+ tokens are kept, `(.*)` .*"
     command = re.fullmatch(said, one_line(err))[1]
     assert command == f"kvsim trace recover {draft}"
-    recovered = kvsim_process(*command.split()[1:])
-    stdout, err = recovered.communicate(timeout=60)
-    assert (recovered.returncode, err) == (0, "")
+    status, stdout, err = run(*command.split()[1:])
+    assert (status, err) == (0, "")
     assert stdout.startswith(f"{out}: {tokens} tokens")
     assert list(tmp_path.iterdir()) == [out]
 

@@ -393,18 +393,17 @@ print(digest.hexdigest())
 """
 
 
-def test_another_process_evicts_the_same():
+def test_another_process_evicts_the_same(capsys):
     """Records of a stored trace do not depend on the process or on its hash seed."""
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", DIGEST],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
 
-    assert len(found) == 1
+    exec(DIGEST, {})  # noqa: S102 - of this file
+
+    assert capsys.readouterr().out == elsewhere

@@ -15,7 +15,7 @@ WHOLE = LAYERS * LAYER
 MEMORY = 3 * LAYER + (64 << 20)
 
 CHILD = """
-import json, resource, sys
+import functools, json, resource, sys
 import torch
 import kvsim
 from kvsim import store
@@ -44,13 +44,17 @@ class Made:
         if name == "k":
             return torch.zeros(shape)[None]
         if layer == layers - 1:
-            q, k, v = (self.read(one, part, pos)[0] for one in "qkv")
-            out, lse = causal_attention(q, k, v, Formula(dim**-0.5))
-            return (out if name == "attn_out" else lse)[None]
+            return self.attention()[name][None]
         count = torch.arange(1.0, tokens + 1)
         if name == "lse":
             return count.log().expand(shape)[None]
         return (self.read("v", part, pos)[0].cumsum(1) / count[:, None]).expand(shape)[None]
+
+    @functools.cache
+    def attention(self):
+        q, k, v = (self.read(name, slice(layers - 1, layers), None)[0] for name in "qkv")
+        out, lse = causal_attention(q, k, v, Formula(dim**-0.5))
+        return {"attn_out": out, "lse": lse}
 
 
 said = {}
