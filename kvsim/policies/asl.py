@@ -125,7 +125,7 @@ class Selecting(Propagation):
 
     tau: Annotated[float, AtLeast(0)] = 0.3
     window: Annotated[int, AtLeast(1)] = 32
-    pool: Literal["avg", "max"] | None = "avg"
+    pool: Pool = "avg"
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     first_layer: Annotated[int, AtLeast(0)] | None = None
     look_back: Annotated[int, AtLeast(1)] = 8
