@@ -604,12 +604,14 @@ barrier = multiprocessing.get_context("fork").Barrier(3)
 
 def child(name, do):
     if os.fork() == 0:
+        said = "died"
         try:
             do()
-            print(name, "published", flush=True)
+            said = "published"
         except tests.TraceError as error:
-            print(name, error, flush=True)
-        finally:
+            said = error
+        finally:  # in one write, so that lines of several processes do not mix
+            os.write(1, f"{name} {said}{os.linesep}".encode())
             os._exit(0)
 
 def meet(done, total):  # all three have begun before any goes on
