@@ -19,6 +19,7 @@ from kvsim.core.parameters import AtLeast, check_fields
 from kvsim.core.schedule import Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
+from kvsim.errors import PolicyError
 
 
 class Piece:
@@ -128,6 +129,11 @@ class Scorer(Piece, ABC):
         return 1
 
     @property
+    def logarithmic(self) -> bool:
+        """Whether scores are logarithms, which can be -inf."""
+        return False
+
+    @property
     def signed(self) -> bool:
         """Whether a score can be negative."""
         return False
@@ -171,6 +177,14 @@ class Wrapper(Scorer):
     """
 
     scorer: Scorer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer.logarithmic:  # they rank, but have no ratios, and -inf has no differences
+            raise PolicyError(
+                f"{self.label}: log is True for {self.scorer.label} inside; expected False, "
+                "because a wrapper computes with the scores themselves"
+            )
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part

@@ -87,6 +87,11 @@ class ExpectedAttention(Scorer):
             )
 
     @property
+    def logarithmic(self) -> bool:
+        """Where log is set."""
+        return self.log
+
+    @property
     def signed(self) -> bool:
         """Logarithms can be negative."""
         return self.log

@@ -39,6 +39,11 @@ class TOVA(Scorer):
         return not self.log
 
     @property
+    def logarithmic(self) -> bool:
+        """Where log is set."""
+        return self.log
+
+    @property
     def signed(self) -> bool:
         """Logarithms are negative."""
         return self.log

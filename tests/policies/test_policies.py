@@ -361,3 +361,10 @@ def test_what_is_no_schedule_and_no_layer_is_refused(given, message):
 
     with pytest.raises(PolicyError, match=message):
         kvsim.replay(trace, kvsim.policy("tova"), 8, **given)
+
+
+@pytest.mark.parametrize("name", ["criticalkv+tova", "global+expected_attention"])
+def test_a_wrapper_refuses_logarithms(name):
+    """Wrappers divide and subtract scores, which logarithms of nothing do not bear."""
+    with pytest.raises(PolicyError, match=r"log is True for \w+ inside; expected False"):
+        kvsim.policy(name, log=True)

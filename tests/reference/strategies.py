@@ -107,10 +107,11 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
 def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
     """Parameters of a built-in policy, small enough to bind; a window of at most `most` rows."""
     drawn: dict[str, Any] = {}
+    parts = [part.partition("@")[0] for part in name.split("+")]
     for key, default in defaults(name).items():
         plain = key.rpartition("scorer__")[2]
-        if plain not in _DRAWN:
-            continue
+        if plain not in _DRAWN or (plain == "log" and {"criticalkv", "global"} & {*parts}):
+            continue  # a wrapper refuses logarithms
         value = draw(_DRAWN[plain](most))
         # half of the budget by default; and a preset that shares between heads is meant to
         drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
