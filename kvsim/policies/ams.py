@@ -1,20 +1,20 @@
 """AMS: the cache is cut into segments of equal attention mass, and every segment keeps a share.
 
 "Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event: (1)
-the usage u of an entry is the attention that it gets from a window of rows; (2) its mass is m = u /
-sum u, mixed with a credit that remembers the mass of earlier events; (3) the cache is cut where the
-cumulative mass crosses multiples of `segment_mass`; (4) segments are merged and split until they
-have min_segment to max_segment entries; (5) each segment gets a quota of the budget, in proportion
-to its mass; (6) any scorer chooses the best entries of a segment. So no stretch of the sequence is
-lost as a whole.
+the usage u of an entry is the attention that it gets from a window of rows; (2) its mass is
+m = u / sum u, mixed with a credit that remembers the mass of earlier events; (3) the cache is cut
+where the cumulative mass crosses multiples of `segment_mass`; (4) segments are merged and split
+until they have min_segment to max_segment entries; (5) each segment gets a quota of the budget, in
+proportion to its mass; (6) any scorer chooses the best entries of a segment. So no stretch of the
+sequence is lost as a whole.
 
 Two modes. "strict" (default) keeps what the paper promises: every segment is within its bounds (if
 max_segment >= 2 min_segment - 1), every segment keeps at least min_quota entries while the budget
 suffices, and the size is exact. "reference" does what the release does. It splits before it merges,
 so a merged segment can exceed max_segment. It rounds quotas and corrects their sum in passes from
-the left. Sinks give way to recent entries. Entries that the scorer itself protects (its window, its
-sinks) rank first in their segment and use up its quota. A final cut by score over the whole head
-can erase whole segments.
+the left. At small budgets, sinks give way to recent entries. Entries that the scorer itself
+protects (its window, its sinks) rank first in their segment and use up its quota. A final cut by
+score over the whole head can erase whole segments.
 
 Deviations. Window rows are at their own positions and cover the last rows of the trace; the release
 rotates all of them to the current position. Mass is per head and sequence, in float64. The

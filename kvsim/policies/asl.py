@@ -2,10 +2,11 @@
 
 Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", Findings
 of ACL 2026, arXiv 2601.07667, section 4 and algorithms 1 and 2. At the end of a prompt of n tokens,
-each layer ranks the tokens i before the window. Their score p_i is the softmax attention of the
-last `window` rows, summed over them, average-pooled over neighbours and summed over all query
-heads; R are the ranks, 1 the largest. Over w, the last `look_back` layers, with k = min(budget, n)
-- window and U the tokens that rank among the first k in at least one of these layers,
+each layer ranks the tokens before the window. The score of a token is its softmax attention from
+the last `window` rows, summed over them, average-pooled over neighbours and summed over all query
+heads. R are the ranks; rank 1 has the largest score. Let w be the last `look_back` layers,
+k = min(budget, n) - window, and U the tokens that rank among the first k in at least one of these
+layers:
 
     V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer.
 
@@ -17,12 +18,12 @@ layer processes all tokens. `asl_2pass` stops after l and runs the selected toke
 layers again, at positions 0, 1, 2, ...; if no layer is below tau, it takes the selection of the
 last layer.
 
-Deviations, where paper and released code differ: the code's eight layers (algorithm 2; the formula
-has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the population variance.
-Ties rank by position. If fewer than `look_back` layers lie before first_layer (models with L < 21
-layers at the defaults), the number of layers is min(look_back, first_layer + 1) throughout; there
-the released code reads its list from the end, or fails. If V_first_layer is 0 the ranking has
-settled: rho is 0.
+Deviations. Where paper and released code differ, kvsim follows the code: eight layers (algorithm 2;
+the formula has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the
+population variance. Ties rank by position. If fewer than `look_back` layers lie before first_layer
+(models with L < 21 layers at the defaults), the number of layers is min(look_back, first_layer + 1)
+throughout; there the released code reads its list from the end, or fails. If V_first_layer is 0 the
+ranking has settled: rho is 0.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
 arXiv 2502.03805. The first stage gives a share of the budget (`first_stage`) to the best entries of
-the scorer. The rest goes to the largest products of score and projected value, (s_j + epsilon)
-||W_o v_j||_1, averaged over the query heads of the group, with W_o the output projection.
+the scorer. The rest goes to the largest products of score and projected value,
+(s_j + epsilon) ||W_o v_j||_1, averaged over the query heads of the group, with W_o the output
+projection.
 
 Deviations. Entries that the scorer protects come first and count in the first stage. Scores that
 can be negative enter as s - min s. Under an allocator the first stage is a share of the head's

@@ -17,9 +17,9 @@ entries count in the average of their neighbours. Smoothing is meant for long pr
 the score of an isolated entry, such as the sink, by pool_kernel, and a budget of a few dozen
 entries can lose that entry. `pool_kernel=1` ranks by s_j itself. Weights and outputs are in
 float64. Where p is nearly 1, 1 - p and v - y are differences of nearly equal numbers, so in the
-release the rank of an entry that takes all attention depends on its precision. Budgets are in
-entries instead of a share of the prompt. The release evicts after the prompt only; with an
-interval, kvsim uses the same score in decoding, over the entries that are left.
+release the rank of an entry that takes all attention depends on the floating-point precision.
+Budgets are in entries instead of a share of the prompt. The release evicts after the prompt only;
+with an interval, kvsim uses the same score in decoding, over the entries that are left.
 """
 
 from __future__ import annotations

@@ -11,18 +11,19 @@ positions and the logit scale s, the expected weight of a key is exp(x), where
 per query head, then averaged over the group. The score is (a + epsilon) ||v||. kvsim rotates the
 key back by R'^T, once per KV head, instead of the moments forward; the result is the same.
 
-Deviations. Sinks are left out of the moments and of the softmax, and are kept; the paper does not
-mention this, its code (kvpress) does it. At events in decoding, mu and S come from the queries of
-the last `query_buffer` rows at their own positions, and the future begins after the event's row.
+Deviations. Sinks are left out of the moments and of the softmax, and are protected; the paper does
+not mention this, its code (kvpress) does it. At events in decoding, mu and S come from the queries
+of the last `query_buffer` rows at their own positions, and the future begins after the event's row.
 epsilon is that of most of the paper's experiments, where kvpress's class has 0. The weights of a
 head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are ranked
 almost only by ||v||. `value_norm="wo_v"` is the paper's formula, the norm after the output
-projection, averaged over the group; "v" is what its experiments use. `rope="mixture"` averages the
-expected weight over the positions, log mean exp(x), instead of the rotation; it costs n_future
-times as much. `expected_attention@kvpress` has epsilon 0. At events in decoding it counts positions
-in its buffer, the rows since the last event without the first `sink`: the future begins at the
-number of these rows (origin="buffer"). With epsilon 0, weights underflow to 0 in sharp heads;
-`log=True` ranks by the logarithm of the score instead, which AMS does in that case.
+projection, averaged over the group; "v" is what its experiments use. By default the rotation is
+averaged over the positions; `rope="mixture"` averages the expected weight, log mean exp(x), at
+n_future times the cost. `expected_attention@kvpress` has epsilon 0. At events in decoding it counts
+positions from the start of its buffer, which holds the rows since the last event without the first
+`sink`; so the future begins at the number of these rows (origin="buffer"). With epsilon 0, weights
+underflow to 0 in sharp heads; `log=True` ranks by the logarithm of the score instead, which AMS
+does in that case.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Propagation", arXiv 2502.01068. At the end of a prompt, after the token-selectiv
 tokens propagate at their own positions: the window, and the tokens with the largest pooled
 attention from the last `window` rows, summed over all query heads. Every layer's cache is cut to
 the budget by SnapKV from the same window; deeper layers choose among the propagated tokens. FastKV
-is ASL with a fixed layer (`kvsim.policies.asl`).
+is ASL with a fixed layer.
 
 By default (`layer=None`) the layer is the one that ASL's authors used, 15 of 32 and 14 of 28
 (appendix C.2), and the middle of other models. `rows` is a count (the release's mode "constant",

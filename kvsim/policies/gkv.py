@@ -2,8 +2,9 @@
 
 Liao et al., "G-KV: Decoding-Time KV Cache Eviction with Global Attention", arXiv 2512.00504. The
 local score S of an entry is its attention from the `window` most recent rows, the largest of the
-group, averaged over the window. Each head divides it by its maximum, and fuses it with the global
-score F that the entry carries from earlier events. A new entry has no F and starts with S / max S:
+group, averaged over the window. Each head divides S by its maximum and fuses the quotient with the
+global score F that the entry carries from earlier events. A new entry has no F and starts with S /
+max S:
 
     max:  F = max(decay F, S / max S)          sum:  F = decay F + S / max S
     mean: F = decay F + (1 - decay) S / max S
@@ -15,11 +16,12 @@ local score: pooled in `snapkv@gkv` (SnapKV, arXiv 2404.14469, extended to decod
 `morphkv@gkv` (MorphKV, arXiv 2503.00979).
 
 Deviations. As in the released code, the maxima are over the candidates (the entries before the
-window), and the similarity `threshold` sets one entry per row of the similarity matrix to zero (see
-redundancy.py). The code has two versions of this: the kernel that it runs, and one from R-KV,
-`cosine="raw"`, which in a row without a similar entry sets the first entry to 0. The first event
-ranks by S / max S, too. `mix_lambda` is the paper's best value for R1-Distill-Qwen-7B
-(`gkv@r1_qwen_7b`); `gkv@r1_llama_8b` has 0.9, `gkv@release` the 0.5 of the released scripts.
+window), and in each row of the similarity matrix the last value above `threshold` is set to 0
+(kvsim/policies/redundancy.py). The code has two versions of this: the kernel that it runs, and one
+from R-KV, `cosine="raw"`, which sets the first value to 0 in a row where none is above the
+threshold. The first event ranks by S / max S, too. `mix_lambda` is the paper's best value for
+R1-Distill-Qwen-7B (`gkv@r1_qwen_7b`); `gkv@r1_llama_8b` has 0.9, `gkv@release` the 0.5 of the
+released scripts.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ candidates, the entries before the window: softmax over the candidates alone, th
 group, then the sum or the maximum over the window (`fusion`). The entries with the highest scores
 stay, and those of the window itself.
 
-Deviations. This file is `morphkv@original`; plain `morphkv` (= `morphkv@gkv`) is the baseline of
-the G-KV paper (see gkv.py). kvsim evicts after a row has attended. The authors' code evicts before
-it and leaves the current row out of the window, a difference of one row. Their later variant, which
-merges dropped entries into one, is not an eviction policy and is left out.
+Deviations. The rule above is `morphkv@original`; plain `morphkv` (= `morphkv@gkv`) is the baseline
+of the G-KV paper. kvsim evicts after a row has attended. The authors' code evicts before it and
+leaves the current row out of the window, a difference of one row. Their later variant, which merges
+dropped entries into one, is not an eviction policy and is left out.
 """
 
 from __future__ import annotations

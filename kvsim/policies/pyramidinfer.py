@@ -1,11 +1,11 @@
 """PyramidInfer: every layer of the prefill drops some of its tokens.
 
-Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference", arXiv
-2405.12532, in the configuration that ASL compares with. Of n tokens, the last 1 + R are recent, R =
-int(recent n), and always propagate. The c tokens before them that reach layer l of L are its
-context. They are ranked by the attention of the recent rows, averaged over the query heads and over
-the rows, with weights from 1 for the oldest row to 1.2 for the newest; the first `sink` tokens rank
-before all others. int(c rho_l) of the context propagate,
+Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
+arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens, the last 1 + R are
+recent, R = int(recent n), and always propagate. The c tokens before them that reach layer l of L
+are its context. They are ranked by the attention of the recent rows, averaged over the query heads
+and over the rows, with weights from 1 for the oldest row to 1.2 for the newest; the first `sink`
+tokens rank before all others. int(c rho_l) of the context propagate,
 
     rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
 

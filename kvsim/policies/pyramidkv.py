@@ -7,11 +7,11 @@ Layers with a sliding window, which bounds their cache by itself, are left out a
 
 Deviations. A layer's budget includes its window. The layers' budgets are computed once, from the
 longest cache T that an event can see: mx is at most T - window, budgets are clipped to [window, T],
-and rounding by largest remainders makes their mean exactly the budget. Implementations compute them
-at every event from what the layer holds then: `pyramidkv@kvpress` (window 64, average-pool of 5,
-the plain budget where mn is below the window) and `pyramidkv@reference`, the rule in the AMS
-release. In decoding their budgets oscillate, because layers then hold different numbers of entries.
-They count a layer's depth among all layers, those with a sliding window included.
+and rounding by largest remainders makes their mean exactly the budget. Other implementations
+compute them at every event from what the layer holds then: `pyramidkv@kvpress` (window 64,
+average-pool of 5, the plain budget where mn is below the window) and `pyramidkv@reference`, the
+rule in the AMS release. In decoding their budgets oscillate, because layers then hold different
+numbers of entries. They count a layer's depth among all layers, also those with a sliding window.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """SnapKV: what the last rows of the prompt attend to, smoothed over neighbours.
 
-Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", NeurIPS 2024, arXiv
-2404.14469, listing 1. The score of an entry is its softmax attention from the `window` most recent
-rows, averaged over these rows and pooled over neighbouring entries. The entries with the highest
-scores stay, and those of the window itself.
+Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", NeurIPS 2024,
+arXiv 2404.14469, listing 1. The score of an entry is its softmax attention from the `window` most
+recent rows, averaged over these rows and pooled over neighbouring entries. The entries with the
+highest scores stay, and those of the window itself.
 
 Deviations. One set per KV head, which a grouped cache can store: scores are averaged over the query
 heads of the group, after pooling. The published code repeats K and V and keeps one set per query

@@ -1,8 +1,8 @@
 """StreamingLLM: attention sinks and a sliding window.
 
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, arXiv
-2309.17453. Keeps the first `sink` positions and the most recent `budget - sink` ones, after every
-row.
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
+arXiv 2309.17453. Keeps the first `sink` positions and the most recent `budget - sink` ones, after
+every row.
 
 Deviations. The released code caches keys before RoPE and rotates each one to its slot in the cache
 instead of its position in the sequence. `streaming_llm@original` does so too: it keeps the same

@@ -1,10 +1,10 @@
-"""TriAttention: which distances a head attends to, read from the centre of its queries.
+"""TriAttention: which distances a head attends to, computed from the centre of its queries.
 
-Mao et al., "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression", arXiv
-2604.04921, and github.com/WeianMao/triattention. Before the rotary embedding, the queries of a head
-gather around a centre. RoPE rotates pairs of dimensions; read each pair f, with frequency w_f, as a
-complex number. Let q_f be the queries, k_f the keys as they are cached, t the next position, and
-a_f = E[q_f] and b_f = E[|q_f|] over the calibration queries. The score of a key is
+Mao et al., "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression",
+arXiv 2604.04921, and github.com/WeianMao/triattention. Before the rotary embedding, the queries of
+a head gather around a centre. RoPE rotates pairs of dimensions; read each pair f, with frequency
+w_f, as a complex number. Let q_f be the queries, k_f the keys as they are cached, t the next
+position, and a_f = E[q_f] and b_f = E[|q_f|] over the calibration queries. The score of a key is
 
     mean over d of sum_f Re(a_f exp(i w_f (t + d)) conj(k_f)) + sum_f (b_f - |a_f|) |k_f|
 
