@@ -209,7 +209,7 @@ def _print(
         f"the last {protect.recent} positions" if protect.recent else "",
     )
     if any(protected):
-        echo_text(f"Every policy also protects {' and '.join(filter(None, protected))}.")
+        echo_text(f"Every policy also keeps {' and '.join(filter(None, protected))} in any case.")
     echo_text()
     summary = summarise(run.table, shown)
     if summary.height:
@@ -274,7 +274,7 @@ def means(shown: Sequence[str], n_traces: int) -> str:
         "regret": "regret: mass that the oracle keeps beyond the policy",
     }
     more = "".join(f"; {text}" for name, text in explained.items() if name in shown)
-    return f"Means over {over}; metrics of rows also over the rows after the prompt{more}."
+    return f"Means over {over}, of rows over those after the prompt{more}."
 
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
