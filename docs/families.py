@@ -3,7 +3,7 @@
 
 python docs/families.py docs/families.md    write the table of the page
 
-`tests/test_families.py` tests each of them; other tests of capture take single ones.
+`tests/recorder/test_families.py` tests each of them; other tests of capture take single ones.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ FAMILIES = {
     "phi3": Family("Phi3", "one projection for all", changes={"pad_token_id": 0}),
     "phi4-mini": Family(
         "Phi3",
-        "three quarters of the dimensions turn, longrope",
+        "RoPE on three quarters of the dimensions, longrope",
         changes={
             "pad_token_id": 0,
             "head_dim": 16,
@@ -167,12 +167,12 @@ FAMILIES = {
         },
     ),
     "olmo2": Family("Olmo2", "norms over all heads at once"),
-    "cohere": Family("Cohere", "neighbouring dimensions turn", changes={"use_qk_norm": True}),
+    "cohere": Family("Cohere", "RoPE on neighbouring dimensions", changes={"use_qk_norm": True}),
     "granite": Family("Granite", "a scale of its own", changes={"attention_multiplier": 0.1}),
-    "smollm3": Family("SmolLM3", "layers that turn nothing", changes={"no_rope_layers": [1, 0]}),
+    "smollm3": Family("SmolLM3", "layers without RoPE", changes={"no_rope_layers": [1, 0]}),
     "glm4": Family(
         "Glm4",
-        "half of the dimensions turn, neighbouring ones",
+        "RoPE on half of the dimensions, in neighbouring pairs",
         changes={"partial_rotary_factor": 0.5, "pad_token_id": 0},
     ),
     "gpt_oss": Family(
@@ -183,7 +183,7 @@ FAMILIES = {
     ),
     "gpt_neox": Family(
         "GPTNeoX",
-        "no grouped queries, a quarter of the dimensions turns",
+        "no grouped queries, RoPE on a quarter of the dimensions",
         changes={"hidden_size": 96},
     ),
     "gpt2": Family(
@@ -207,25 +207,25 @@ def trace_of(name: str, kernel: str | None = None, **options: Any) -> kvsim.Trac
 
 
 def row(name: str) -> str:
-    """A line of the table: what is special, how keys turn, and the errors of each kernel."""
+    """A line of the table: what is special, rotated dimensions, the errors of each kernel."""
     family = FAMILIES[name]
-    errors, turned = [], ""
+    errors, rotated = [], ""
     for kernel in family.kernels:
         trace = trace_of(name, kernel)
         worst = max(trace.meta["capture_check"]["max_relative_error"])
         errors.append(f"{kernel} {worst:.1e}")
         kinds = dict.fromkeys(
-            "nothing" if not rope.rotary_dim else f"{rope.rotary_dim} of {trace.dim}, {rope.layout}"
+            "no RoPE" if not rope.rotary_dim else f"{rope.rotary_dim} of {trace.dim}, {rope.layout}"
             for rope in trace.ropes
         )
-        turned = "; ".join(kinds)
+        rotated = "; ".join(kinds)
     model = family.build().config.model_type
-    return f"| {name} | `{model}` | {family.says} | {turned} | {', '.join(errors)} |"
+    return f"| {name} | `{model}` | {family.says} | {rotated} | {', '.join(errors)} |"
 
 
 def table() -> str:
     """All families, a line each."""
-    lines = ["| family | model type | attention has | turns | largest relative error |"]
+    lines = ["| family | model type | attention has | rotated | largest relative error |"]
     return "\n".join([*lines, "| --- " * 5 + "|", *map(row, FAMILIES)])
 
 

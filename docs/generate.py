@@ -42,7 +42,7 @@ def policy_names() -> str:
     """The names alone, by what they are."""
     from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
 
-    lines = ["| | |", "| --- | --- |"]
+    lines = ["| kind | names |", "| --- | --- |"]
     kinds = {
         "scorer": "scorers",
         "wrapper": "wrappers",
@@ -80,7 +80,7 @@ def policy_notes() -> str:
             file = module.rpartition(".")[2]
             place = file if file in CATALOGUE else told.setdefault(module, name)
             if place != name:
-                docs.append(f"See [{place}](#{place}).")
+                docs.append(f"The rule, or a part of it, is described under [{place}](#{place}).")
             else:
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
@@ -91,7 +91,7 @@ def policy_notes() -> str:
             lines.append(f"| `{full_name}` | {fires(one)} | {params or 'none'} |")
             accepts = {**one.accepts, **accepts}
         if accepts:
-            lines += ["", "| parameter | must be |", "| --- | --- |"]
+            lines += ["", "| parameter | allowed values |", "| --- | --- |"]
             lines += [f"| `{key}` | {expected} |" for key, expected in accepts.items()]
         parts.append("\n\n".join([f"## {name}", *docs, "\n".join(lines)]))
     return "\n" + "\n\n".join(parts) + "\n"

@@ -243,8 +243,8 @@ class _Demo:
         self._echo(fidelity_line(run.table, SUMMARY))
         self._echo(_reading(cells))
         self._echo(
-            f"Generating and recording the text took {capture:.1f} s; the last "
-            f"column is that over the replay of a cell. Measuring all {len(run.records)} cells, "
+            f"Generating and recording the text took {capture:.1f} s; the last column divides this "
+            f"by the time of one replay. Measuring all {len(run.records)} cells, "
             f"{len(BUDGETS)} of them in the line of full, took another "
             f"{self.seconds['measure']:.1f} s. Both times are of this machine's CPU and a tiny "
             "model; a large model has another ratio."

@@ -60,14 +60,14 @@ def replay(
     sink: Annotated[
         int,
         typer.Option(
-            min=0, help="First positions that every policy keeps; not with asl and its like."
+            min=0, help="First positions that every policy protects; not with asl and its like."
         ),
     ] = 0,
     recent: Annotated[
-        int, typer.Option(min=0, help="Last positions that every policy keeps in any case.")
+        int, typer.Option(min=0, help="Last positions that every policy protects.")
     ] = 0,
     protect_prompt: Annotated[
-        bool, typer.Option("--protect-prompt", help="Every policy keeps the prompt in any case.")
+        bool, typer.Option("--protect-prompt", help="Every policy protects the prompt.")
     ] = False,
     metric: Annotated[
         list[str] | None,

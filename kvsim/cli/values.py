@@ -65,16 +65,16 @@ Interval = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Rows between events, the same events for every policy, with one after the prompt; "
-        "default: each policy its own schedule.",
+        help="Rows between events. All policies then have the same events, one of them after the "
+        "prompt; default: each policy's own schedule.",
     ),
 ]
 Prefill = Annotated[
     bool | None,
     typer.Option(
         "--prefill/--no-prefill",
-        help="Whether an event follows the prompt; default: with --interval it does, without it "
-        "each policy its own.",
+        help="Whether an event follows the prompt; default: yes with --interval, otherwise each "
+        "policy's own schedule.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]

@@ -1,15 +1,17 @@
 """AdaKV: the heads of a layer compete for its entries.
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
-Inference", arXiv 2407.11550, algorithm 1. The best `floor` share of every head is safe; then the
-best entries of all heads of the layer fill heads x budget places. Scores of different heads are
-compared, so the cross means something where they are on one scale: attention, or Expected
-Attention, whose paper names adakv+expected_attention its strongest entry.
+Inference", arXiv 2407.11550, algorithm 1. The layer keeps heads x budget entries. Each head is
+guaranteed its best entries, a share `floor` of its budget; the best entries of all heads together
+get the remaining places. Scores of different heads are compared, so a scorer fits if its scores
+share one scale, such as attention or Expected Attention, whose paper calls adakv+expected_attention
+its strongest variant.
 
-Deviations. Evicted entries are gone and heads hold different numbers; kvpress masks them and frees
-nothing, and in decoding its Expected Attention brings them back as damaged keys, which no option
-here reproduces. Protected entries come on top of a head's safe ones (never above its uniform
-budget); `adakv@kvpress` counts them among the safe ones, of which every head has at least one.
+Deviations. Evicted entries are gone, and heads hold different numbers of entries. kvpress masks
+entries and frees nothing; in decoding its Expected Attention brings them back as damaged keys,
+which no option here reproduces. Protected entries come on top of the guaranteed ones (together
+never above the head's uniform budget); `adakv@kvpress` counts them among the guaranteed ones, of
+which every head has at least one.
 """
 
 from __future__ import annotations

@@ -1,29 +1,31 @@
 """AMS: the cache is cut into segments of equal attention mass, and every segment keeps a share.
 
-"Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event:
-usage u of every entry by a window of rows; mass m = u / sum u; a credit that remembers the mass of
-earlier events; cuts where the cumulative mass crosses multiples of `segment_mass`; segments
-repaired to min_segment..max_segment entries; the budget apportioned to the segments by mass; inside
-a segment the best by any scorer. So no stretch of the text is lost as a whole.
+"Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event: (1)
+the usage u of an entry is the attention that it gets from a window of rows; (2) its mass is
+m = u / sum u, mixed with a credit that remembers the mass of earlier events; (3) the cache is cut
+where the cumulative mass crosses multiples of `segment_mass`; (4) segments are merged and split
+until they have min_segment to max_segment entries; (5) each segment gets a quota of the budget, in
+proportion to its mass; (6) any scorer chooses the best entries of a segment. So no stretch of the
+sequence is lost as a whole.
 
-Two modes. "strict" (default) keeps what the paper promises: every segment between its bounds (if
-max_segment >= 2 min_segment - 1), every segment at least min_quota entries while the budget
-suffices, exact size. "reference" does what the release does: splits before it merges, so that a
-merged segment can exceed max_segment; quotas rounded and settled by passes from the left; sinks
-give way to recent entries; what the scorer itself protects (its window, its sinks) ranks first in
-its segment and uses up the segment's quota; and a final cut by global score, which can erase whole
-segments.
+Two modes. "strict" (default) keeps what the paper promises: every segment is within its bounds (if
+max_segment >= 2 min_segment - 1), every segment keeps at least min_quota entries while the budget
+suffices, and the size is exact. "reference" does what the release does. It splits before it merges,
+so a merged segment can exceed max_segment. It rounds quotas and corrects their sum in passes from
+the left. At small budgets, sinks give way to recent entries. Entries that the scorer itself
+protects (its window, its sinks) rank first in their segment and use up its quota. A final cut by
+score over the whole head can erase whole segments.
 
 Deviations. Window rows are at their own positions and cover the last rows of the trace; the release
 rotates all of them to the current position. Mass is per head and sequence, in float64. The
 release's quota passes never end where segments outnumber the budget; here the strict rule for that
-case takes over. The release gives what a scorer protects the largest score of the layer, a tie with
-the best entry; here it comes first. The release's TOVA protects the last token in this way: the
-option `protect_last`. The paper's ablation without mass weights is `weights="length"`. What the
-release runs for it (`reference_no_mass`) weighs by mass all the same, and its credit remembers
-usage before it is normalised: `credit_of="usage"`. Hyper-parameters are the paper's Table 15 with
-recent = 32 and pool_kernel = 5, which it does not give, from the release; `ams@release` has the
-release's own.
+case takes over. The release gives entries that a scorer protects the largest score of the layer, a
+tie with the best entry; here they come first. The release's TOVA protects the last token in this
+way: the option `protect_last`. `weights="length"` is the paper's ablation without mass weights.
+What the release runs for it (`reference_no_mass`) weighs by mass all the same, and its credit
+remembers usage before normalisation: `credit_of="usage"`. Hyper-parameters are those of the paper's
+Table 15; recent = 32 and pool_kernel = 5, which it does not give, are the release's. `ams@release`
+has the release's own.
 """
 
 from __future__ import annotations

@@ -2,24 +2,26 @@
 
 Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", Findings
 of ACL 2026, arXiv 2601.07667, section 4 and algorithms 1 and 2. At the end of a prompt of n tokens,
-layer by layer: the softmax attention of the last `window` rows, summed over them, average-pooled
-over neighbours and summed over all query heads gives p_i for the tokens i before the window, and
-their ranks R, 1 the largest. Over the last `look_back` layers w, with k = min(budget, n) - window
-and U the tokens that rank among the first k in at least one of them,
+each layer ranks the tokens before the window. The score of a token is its softmax attention from
+the last `window` rows, summed over them, average-pooled over neighbours and summed over all query
+heads. R are the ranks; rank 1 has the largest score. Let w be the last `look_back` layers,
+k = min(budget, n) - window, and U the tokens that rank among the first k in at least one of these
+layers:
 
-    V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer,
+    V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer.
 
-and at the first layer l >= first_layer with rho_l < tau the first k tokens of this layer and the
-window propagate, at their own positions. The layers up to l hold what a scorer chooses (SnapKV from
-the same window), or everything (`kv_before="full"`); the layers behind hold all propagated tokens.
-If no layer is below tau, every layer runs on all tokens. `asl_2pass` stops after l, and runs the
-selected tokens through all layers again, at positions 0, 1, 2, ...; without a selection, those of
-the last layer.
+At the first layer l >= first_layer (by default a third of the layers, L // 3) with rho_l < tau, the
+first k tokens of this layer and the window propagate to deeper layers, at their own positions. The
+caches up to layer l keep what a scorer chooses (SnapKV from the same window), or everything
+(`kv_before="full"`); deeper layers keep all propagated tokens. If no layer is below tau, every
+layer processes all tokens. `asl_2pass` stops after l and runs the selected tokens through all
+layers again, at positions 0, 1, 2, ...; if no layer is below tau, it takes the selection of the
+last layer.
 
-Deviations, where paper and released code differ: the code's eight layers (algorithm 2; the formula
-has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the population variance.
-Ties rank by position. Where the model has so few layers that fewer than `look_back` lie before
-first_layer (L < 21 at the defaults), the number of layers is min(look_back, first_layer + 1)
+Deviations. Where paper and released code differ, kvsim follows the code: eight layers (algorithm 2;
+the formula has nine), ranks of the score of all heads (algorithm 1 ranks per KV head), the
+population variance. Ties rank by position. If fewer than `look_back` layers lie before first_layer
+(models with L < 21 layers at the defaults), the number of layers is min(look_back, first_layer + 1)
 throughout; there the released code reads its list from the end, or fails. If V_first_layer is 0 the
 ranking has settled: rho is 0.
 """

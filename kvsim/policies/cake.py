@@ -1,23 +1,25 @@
 """CAKE: layers with spread and shifting attention get more, entries whose attention shifts stay.
 
 Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences", ICLR 2025,
-arXiv 2503.12491. From the attention a_r(j) of the `window` most recent rows on the candidates j
-before it, an entry scores its mean and how much it shifts,
+arXiv 2503.12491. a_r(j) is the attention of row r, one of the `window` most recent rows, on a
+candidate j, an entry before the window. The score of an entry is the mean of its attention plus how
+much it shifts from row to row,
 
     s_j = mean_r a_r(j) + gamma Var_r a_r(j)
 
-average-pooled, and averaged over the group. A layer is preferred by the entropy of that attention
-and its shift, each summed over query heads and candidates,
+average-pooled, and averaged over the group. The preference of a layer is computed from the entropy
+of this attention and its shift, each summed over query heads and candidates,
 
     P_l = (- sum a ln a)^(1 / tau1) (sum Var_r a)^(1 / tau2)
 
 and the layers share one budget in proportion to P.
 
-Deviations. The paper fixes the layers' shares during the prefill, layer by layer; here every event
-that acts allocates the total anew, so that it is kept exactly. Events after the prefill score by
-the mean alone, as in the authors' code. tau1 and tau2 come from a table of models there; 1 here.
-When fewer layers are replayed, they share their own part. `cake@gkv` is the score as G-KV's code
-has it: largest of the group, *standard deviation*, no pooling, at every event, even budgets.
+Deviations. The paper fixes the layers' shares during the prefill, layer by layer. Here every event
+that evicts divides the total again, so that the sum is exact. Events after the prefill score by the
+mean alone, as in the authors' code. There tau1 and tau2 come from a table of models; here both are
+1. When only some layers are replayed, these share the sum of their budgets. `cake@gkv` is the score
+in G-KV's code: largest of the group, *standard deviation*, no pooling, at every event, the same
+budget in each layer.
 """
 
 from __future__ import annotations

@@ -57,35 +57,35 @@ _WINDOW = ("window", "pool", "pool_kernel")
 _SHARED: Mapping[str, Mapping[str, Any]] = {"triattention": {"protect_prompt": False}}
 
 _ENTRIES: Mapping[str, Entry] = {
-    "full": Entry("everything: the reference", Full, _NEVER, policy={"allocator": Everything()}),
-    "random": Entry("a random set: the null", Random, _EVERY_ROW),
+    "full": Entry("everything (reference)", Full, _NEVER, policy={"allocator": Everything()}),
+    "random": Entry("a random set (baseline)", Random, _EVERY_ROW),
     "oracle": Entry(
-        "what later rows attend to most: looks ahead, to measure regret against", Oracle, _EVERY_128
+        "what later rows attend to most: looks ahead, the reference for regret", Oracle, _EVERY_128
     ),
     "streaming_llm": Entry("the first and the most recent entries", StreamingLLM, _EVERY_ROW),
     "h2o": Entry("recent entries and those that received most attention so far", H2O, _EVERY_ROW),
-    "tova": Entry("what the last row attends to, one ranking for all heads", TOVA, _EVERY_ROW),
+    "tova": Entry("what the last row attends to most, one ranking for all heads", TOVA, _EVERY_ROW),
     "snapkv": Entry("what a window of rows attends to, pooled over neighbours", SnapKV, _PROMPT),
     "dropkv": Entry(
         "what would move the output of the last rows most if it were dropped", DropKV, _PROMPT
     ),
     "pyramidkv": Entry(
-        "SnapKV with budgets that fall with depth, fixed once",
+        "as snapkv, with budgets that decrease with depth",
         SnapKV,
         _PROMPT,
         layer_budgets=Pyramid,
         params={"window": 8},
     ),
     "observed_attention": Entry(
-        "what received most attention on average, after the prompt", ObservedAttention, _PROMPT
+        "what received most attention, averaged over rows", ObservedAttention, _PROMPT
     ),
-    "keydiff": Entry("keys that point away from the mean direction of the cache", KeyDiff, _PROMPT),
-    "knorm": Entry("short keys", Knorm, _PROMPT),
+    "keydiff": Entry("keys that point away from the mean direction of all keys", KeyDiff, _PROMPT),
+    "knorm": Entry("keys of small norm", Knorm, _PROMPT),
     "lagkv": Entry(
-        "entries whose keys and values stand out against the next partition", LagKV, _PROMPT
+        "entries whose keys and values vary most relative to the next partition", LagKV, _PROMPT
     ),
     "expected_attention": Entry(
-        "what normal queries at the next positions would attend to, times the value's size",
+        "what future queries, assumed normal, would attend to, times the norm of the value",
         ExpectedAttention,
         _PROMPT,
     ),
@@ -96,67 +96,67 @@ _ENTRIES: Mapping[str, Entry] = {
         required={"calibration": "prefix:64"},
     ),
     "triattention": Entry(
-        "keys by a trigonometric series in the distance to later queries",
+        "keys with the largest expected logits at many distances to later queries",
         TriAttention,
         _EVERY_128,
         required={"calibration": "prefix:64"},
     ),
     "gkv": Entry(
-        "what recent and earlier windows attended to, less what is redundant", GKV, _EVERY_128
+        "what recent and earlier windows attended to, less redundancy of keys", GKV, _EVERY_128
     ),
     "global_max": Entry(
-        "what any window attended to, the decayed maximum",
+        "what windows attended to, a decayed maximum over events",
         GKV,
         _EVERY_128,
         params={"redundancy": False},
     ),
     "global_mean": Entry(
-        "what windows attended to, a moving average",
+        "what windows attended to, a moving average over events",
         GKV,
         _EVERY_128,
         params={"redundancy": False, "fusion": "mean"},
     ),
     "global_sum": Entry(
-        "what windows attended to, a decayed sum",
+        "what windows attended to, a decayed sum over events",
         GKV,
         _EVERY_128,
         params={"redundancy": False, "fusion": "sum"},
     ),
-    "rkv": Entry("what a window attends to, less what is redundant", RKV, _EVERY_128),
-    "morphkv": Entry("what a window attends to, as G-KV compares with it", Local, _EVERY_128),
+    "rkv": Entry("what a window attends to, less redundancy of keys", RKV, _EVERY_128),
+    "morphkv": Entry("what a window attends to, as in G-KV's baseline", Local, _EVERY_128),
     "cake": Entry(
-        "what is attended to much or unsteadily; layers share one budget by their attention",
+        "what gets much or varying attention; layers share one budget by their attention",
         Cake,
         _EVERY_128,
         layer_budgets=CakeBudgets,
     ),
     "rpc": Entry(
-        "the prompt, and a growing share of the rest that recent rows attend to",
+        "the prompt, and a share of the generated tokens, by the attention of recent rows",
         RPC,
         Schedule(interval=1024, prefill=False),
         layer_budgets=Growing,
     ),
     "global": Entry(
-        "the global score of any scorer: its values remembered over events",
+        "the best by any scorer, with its scores remembered over events",
         Global,
         _EVERY_128,
         inner=_SHARED,
     ),
     "criticalkv": Entry(
-        "half by any scorer, the rest by its score times the value behind the output projection",
+        "half by any scorer, the rest by its score times the norm of the projected value",
         CriticalKV,
         None,
         inner=_PER_HEAD,
     ),
     "ams": Entry(
-        "a share of every segment of equal attention mass, the best of it by any scorer",
+        "a quota of every segment of equal attention mass, chosen by any scorer",
         AMS,
         Schedule(interval=512, prefill=False),
         inner=_PER_HEAD,
         default="tova",
     ),
     "adakv": Entry(
-        "what wins a competition of the heads of a layer, by any scorer",
+        "the best entries of all heads of a layer together, by any scorer",
         AdaKV,
         None,
         inner=_PER_HEAD,
@@ -168,22 +168,22 @@ _ENTRIES: Mapping[str, Entry] = {
         inner=_SHARED,
     ),
     "asl": Entry(
-        "a budget of tokens from the layer on where their ranking has settled",
+        "as many tokens as the budget, beyond the layer where their ranking settles",
         ASL,
         _PROMPT,
         default="snapkv",
         shares=_WINDOW,
     ),
-    "asl_2pass": Entry("the same tokens, which run through all layers again", TwoPass, _PROMPT),
+    "asl_2pass": Entry("the tokens of asl, which run through all layers again", TwoPass, _PROMPT),
     "fastkv": Entry(
-        "some of the tokens from a given layer on",
+        "a budget of entries; only some tokens propagate beyond a given layer",
         FastKV,
         _PROMPT,
         default="snapkv",
         shares=_WINDOW,
     ),
     "gemfilter": Entry(
-        "tokens that the last row points at in an early layer; they run through all layers again",
+        "tokens with the last row's largest logits in an early layer, run through all layers again",
         GemFilter,
         _PROMPT,
     ),
@@ -230,7 +230,7 @@ _PAPERS: Mapping[str, str] = {
 
 _PRESETS: Mapping[str, Preset] = {
     "streaming_llm@original": Preset(
-        "keys rotated to their slot in the cache", policy={"positions": "slot"}
+        "the same entries; keys rotated to their slot in the cache", policy={"positions": "slot"}
     ),
     "h2o@kvpress": Preset(
         "ObservedAttention: average attention received, after the prompt only",
@@ -238,66 +238,66 @@ _PRESETS: Mapping[str, Preset] = {
         policy={"schedule": _PROMPT},
     ),
     "tova@kvpress": Preset(
-        "the last token is kept; after the prompt only",
+        "as tova, but the last token is protected",
         params={"protect_last": True},
         policy={"schedule": _PROMPT},
     ),
     "snapkv@kvpress": Preset("window 64, average-pool of 5", params=_SNAPKV_KVPRESS),
     "snapkv@gkv": Preset(
-        "for decoding, as G-KV has it: window 16, the group's largest, max-pool of 5",
+        "G-KV's baseline in decoding: window 16, largest of the group, max-pool of 5",
         piece=Local,
         params={"pool": "max"},
         policy={"schedule": _EVERY_128},
     ),
     "snapkv@original": Preset(
-        "one set per query head, which a grouped cache cannot store",
+        "as snapkv, one set per query head, which a grouped cache cannot store",
         policy={"per_query_head": True},
     ),
     "pyramidkv@kvpress": Preset(
-        "budgets from what each layer holds at the event; window 64, average-pool of 5",
+        "budgets computed anew at each event; window 64, average-pool of 5",
         params={**_SNAPKV_KVPRESS, "rule": "event"},
     ),
     "pyramidkv@reference": Preset(
-        "the same as the AMS release carries it, which oscillates in decoding",
+        "the rule in the AMS release, whose budgets oscillate in decoding",
         params={**_SNAPKV_KVPRESS, "rule": "event"},
         policy={"schedule": _EVERY_512},
     ),
     "expected_attention@kvpress": Preset(
-        "epsilon 0; in decoding positions and samples counted in its buffer",
+        "epsilon 0; in decoding, queries and positions of its buffer",
         params={"epsilon": 0.0, "origin": "buffer"},
     ),
-    "gkv@r1_qwen_7b": Preset("best for R1-Distill-Qwen-7B", params={"mix_lambda": 0.7}),
-    "gkv@r1_llama_8b": Preset("best for R1-Distill-Llama-8B", params={"mix_lambda": 0.9}),
-    "gkv@release": Preset("as the released scripts", params={"mix_lambda": 0.5}),
-    "rkv@gkv": Preset("the same as rkv: G-KV's baseline, comparable with it"),
+    "gkv@r1_qwen_7b": Preset("mix_lambda for R1-Distill-Qwen-7B", params={"mix_lambda": 0.7}),
+    "gkv@r1_llama_8b": Preset("mix_lambda for R1-Distill-Llama-8B", params={"mix_lambda": 0.9}),
+    "gkv@release": Preset("mix_lambda of the released scripts", params={"mix_lambda": 0.5}),
+    "rkv@gkv": Preset("the same as rkv: G-KV's baseline"),
     "rkv@original": Preset(
-        "largest logits of the group, softmax without the window; window 8, pool of 7",
+        "largest logit of the group, softmax without the window; window 8, pool of 7",
         params={"variant": "original", "window": 8, "pool_kernel": 7},
     ),
     "rkv@ams": Preset(
-        "as the AMS release has it: window 8, sinks kept, redundancy before the window",
+        "as in the AMS release: window 8, sinks kept, redundancy before the window",
         params={"variant": "ams", "window": 8, "pool_kernel": 7, "mix_lambda": 0.07, "sink": 4},
         policy={"schedule": _EVERY_512},
     ),
     "morphkv@gkv": Preset("the same as morphkv"),
     "morphkv@original": Preset(
-        "every row, softmax over distant entries alone, summed over the window",
+        "softmax over the entries before the window alone, summed over the window",
         piece=MorphKV,
         policy={"schedule": Schedule(interval=1, prefill=False)},
     ),
     "cake@gkv": Preset(
-        "G-KV's baseline: standard deviation, the group's largest, layers alike",
+        "G-KV's baseline: standard deviation, largest of the group, equal layer budgets",
         layer_budgets=Even,
         params={"window": 16, "dispersion": "std", "pool": None, "group": "max", "decoding": True},
     ),
     "rpc@ams": Preset(
-        "as the AMS release has it: fixed budget, sets per head, sinks kept",
+        "as in the AMS release: fixed budget, one set per head, sinks kept",
         piece=AmsRPC,
         layer_budgets=Even,
         policy={"schedule": _EVERY_512},
     ),
     "ams@release": Preset(
-        "the released code: its hyper-parameters, segments, rounding and final cut",
+        "as in the released code: hyper-parameters, segments, rounding, a final cut",
         params={
             "segment_mass": 0.02,
             "min_segment": 32,
@@ -312,10 +312,11 @@ _PRESETS: Mapping[str, Preset] = {
         inner=_SHARED,
     ),
     "adakv@kvpress": Preset(
-        "protected entries count among a head's safe ones", params={"protected_in_floor": True}
+        "protected entries count among the guaranteed ones",
+        params={"protected_in_floor": True},
     ),
     "chunkkv@kvpress": Preset(
-        "whole chunks alone, so that sizes miss the budget by a chunk or two",
+        "whole chunks only, so the size can miss the budget by up to two chunks",
         params={"exact": False},
     ),
     "fastkv@proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2}),

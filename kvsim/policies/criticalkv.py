@@ -1,14 +1,15 @@
 """CriticalKV: what an entry can change in the output of the layer, around any scorer.
 
 Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
-arXiv 2502.03805. A share of the budget goes to the best entries of a scorer; the rest is ranked by
-its score times the size of the value behind the output projection, (s_j + epsilon) ||W_o v_j||_1,
-averaged over the query heads of the group.
+arXiv 2502.03805. The first stage gives a share of the budget (`first_stage`) to the best entries of
+the scorer. The rest goes to the largest products of score and projected value,
+(s_j + epsilon) ||W_o v_j||_1, averaged over the query heads of the group, with W_o the output
+projection.
 
-Deviations. Entries that the scorer protects come first, and they count in the first stage. Scores
-that can be negative enter as s - min s. Under an allocator the first stage is a share of the even
-budget of a head. A scorer that weighs values itself, such as expected_attention, is better given
-value_norm="none".
+Deviations. Entries that the scorer protects come first and count in the first stage. Scores that
+can be negative enter as s - min s. Under an allocator the first stage is a share of the head's
+uniform budget. With a scorer that weighs values itself, such as expected_attention,
+value_norm="none" is the better choice.
 """
 
 from __future__ import annotations

@@ -1,28 +1,29 @@
-"""Expected Attention: what queries to come will attend to, if they are distributed like past ones.
+"""Expected Attention: what future queries will attend to, if they are distributed like past ones.
 
 Devoto, Jeblick and Jegou, "Expected Attention: KV Cache Compression by Estimating Attention from
-Future Queries Distribution", arXiv 2510.00636. Queries before the rotary embedding are taken to be
-normal with the mean mu and the covariance S of those seen. At one of the next `n_future` positions
-a query is R q, with R the rotation there, so with the mean rotation R' over these positions and the
-logit scale s the expected weight of a key is exp(x) with
+Future Queries Distribution", arXiv 2510.00636. Queries before the rotary embedding are assumed to
+be normal, with the mean mu and the covariance S of the queries seen so far. At one of the next
+`n_future` positions a query is R q, with R the rotation there. With R' the mean rotation over these
+positions and the logit scale s, the expected weight of a key is exp(x), where
 
     x = s (R' mu).k + s^2/2 k.(R' S R'^T) k,    a = softmax of x over the entries,
 
-per query head, then averaged over the group. The score is (a + epsilon) ||v||. Rotating the key
-back by R'^T instead of the moments forward is the same and is done once per KV head.
+per query head, then averaged over the group. The score is (a + epsilon) ||v||. kvsim rotates the
+key back by R'^T, once per KV head, instead of the moments forward; the result is the same.
 
-Deviations. Sinks take no part in the moments and in the softmax and are kept; the paper does not
-mention them, its code (kvpress) does so. At decode events the queries are those of the last
-`query_buffer` rows at their own positions, and the future begins after the event's row. epsilon is
-that of most of the paper's experiments, where kvpress's class has 0; a head's weights add up to 1,
-so at most 1/epsilon entries weigh more than epsilon and the others rank by little but ||v||.
-`value_norm="wo_v"` is the paper's formula, the norm after the output projection, averaged over the
-group; "v" is what its experiments use. `rope="mixture"` averages the expected weight over
-the positions, log mean exp(x), instead of the rotation; it costs n_future times as much.
-`expected_attention@kvpress` has epsilon 0, and at decode events takes positions from its buffer:
-the rows since the last event but its first `sink`, with the future beginning at their number
-(origin="buffer"). With epsilon 0 weights underflow to 0 in sharp heads; `log=True` ranks by the
-logarithm of the score instead, as AMS does then.
+Deviations. Sinks are left out of the moments and of the softmax, and are protected; the paper does
+not mention this, its code (kvpress) does it. At events in decoding, mu and S come from the queries
+of the last `query_buffer` rows at their own positions, and the future begins after the event's row.
+epsilon is that of most of the paper's experiments, where kvpress's class has 0. The weights of a
+head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are ranked
+almost only by ||v||. `value_norm="wo_v"` is the paper's formula, the norm after the output
+projection, averaged over the group; "v" is what its experiments use. By default the rotation is
+averaged over the positions; `rope="mixture"` averages the expected weight, log mean exp(x), at
+n_future times the cost. `expected_attention@kvpress` has epsilon 0. At events in decoding it counts
+positions from the start of its buffer, which holds the rows since the last event without the first
+`sink`; so the future begins at the number of these rows (origin="buffer"). With epsilon 0, weights
+underflow to 0 in sharp heads; `log=True` ranks by the logarithm of the score instead, which AMS
+does in that case.
 """
 
 from __future__ import annotations

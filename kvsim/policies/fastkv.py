@@ -1,21 +1,21 @@
-"""FastKV: some of the tokens propagate behind one layer of the prefill.
+"""FastKV: only some of the tokens propagate beyond a given layer of the prefill.
 
 Jo et al., "FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective
-Propagation", arXiv 2502.01068. At the end of a prompt, after the token-selective layer, the tokens
-with the largest pooled attention of the last `window` rows, summed over all query heads, and the
-window propagate, `rows` of them, at their own positions. Every layer's cache is cut to the budget
-by SnapKV from the same window; deeper layers choose among the propagated tokens. It is ASL with a
-layer that is given (`kvsim.policies.asl`).
+Propagation", arXiv 2502.01068. At the end of a prompt, after the token-selective layer, `rows`
+tokens propagate at their own positions: the window, and the tokens with the largest pooled
+attention from the last `window` rows, summed over all query heads. Every layer's cache is cut to
+the budget by SnapKV from the same window; deeper layers choose among the propagated tokens. FastKV
+is ASL with a fixed layer.
 
-The layer is the one that ASL's authors ran it with, 15 of 32 and 14 of 28 (appendix C.2), and the
-middle of other models. `rows` is a count (the release's mode "constant", 2048 with a budget of
-512), a share of the prompt (`fastkv@proportional`, 0.2 with a budget of 10%), or None for the
-budget, as ASL compares with it. A prompt of fewer tokens than the budget, or of no more than
-`rows`, propagates whole.
+By default (`layer=None`) the layer is the one that ASL's authors used, 15 of 32 and 14 of 28
+(appendix C.2), and the middle of other models. `rows` is a count (the release's mode "constant",
+2048 with a budget of 512), a share of the prompt (`fastkv@proportional`, 0.2 with a budget of 10%),
+or None for the budget, as in ASL's comparison. A prompt of fewer tokens than the budget, or of no
+more than `rows`, propagates whole.
 
 Deviations. Max-pooling, the default of the released scripts; the class they call has the average.
-In the proportional mode the release takes the same count of tokens from deeper layers, up to
-rounding; here the budget is the same everywhere.
+In the proportional mode, deeper layers of the release keep the same number of entries as the others
+up to rounding; here it is exactly the budget everywhere.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""GemFilter: an early layer finds the tokens, and the model reads these alone.
+"""GemFilter: an early layer selects the tokens, and the model reads these alone.
 
 Shi et al., "Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input
 Token Reduction", arXiv 2409.17422. The prompt runs through the first layers up to `layer`. There
-the product of the last row's queries with the keys, summed over the query heads, neither scaled nor
-normalised, is average-pooled over neighbours; the best tokens of the whole prompt, as many as the
-budget, go through all layers from the start, in their order, at positions 0, 1, 2, ... Nothing
-protects the last token. Every cache holds these tokens, and decoding continues behind them.
+each token's score is the product of its key with the last row's query (neither scaled nor
+normalised), summed over the query heads and average-pooled over neighbours. The best tokens of the
+whole prompt, as many as the budget, go through all layers from the start, in their order, at
+positions 0, 1, 2, ... Nothing protects the last token. Every cache holds these tokens, and decoding
+continues after them.
 
-The layer is 13 of 32 and 14 of 28, as ASL's authors ran it (appendix C.2), and as deep as 13 of 32
-in other models.
+By default (`layer=None`) the layer is 13 of 32 and 14 of 28, as ASL's authors ran it (appendix
+C.2), and the layer at the same depth as 13 of 32 in other models.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
 Models", NeurIPS 2023, arXiv 2306.14048, algorithm 1. Every entry accumulates the attention that it
-receives, prompt rows included; after each row the `recent` newest stay and the heavy hitters among
-the rest.
+receives, also from rows of the prompt. After each row the `recent` newest entries stay; the rest of
+the budget goes to the entries that have accumulated most.
 
-Deviations. Budgets are absolute and half of each kind by default, as in the authors' cache that
-really drops entries; with grouped queries the accumulator adds up the heads of the group. The
-masking variant, in which an entry can come back, is not an eviction policy and is left out.
-`h2o@kvpress` is kvpress's ObservedAttention: the *average* attention per row able to see the entry,
-after the prompt only; in later events it sees no more than the current row.
+Deviations. Budgets are numbers of entries, half of them recent by default (`recent=None`), as in
+the authors' cache that really drops entries. With grouped queries the accumulator sums over the
+heads of the group. The authors' masking variant, in which an entry can come back, is not an
+eviction policy and is left out. `h2o@kvpress` is kvpress's ObservedAttention: the *average*
+attention from the rows that can see the entry, after the prompt only. At later events, if there are
+any, it uses the current row alone.
 """
 
 from __future__ import annotations

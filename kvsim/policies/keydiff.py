@@ -2,8 +2,8 @@
 
 Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments", arXiv 2504.15364. The anchor is the mean of the normalised keys
-in the cache, and the less similar a key is to it, the better: s_j = -cos(k_j, anchor). Keys are
-taken as they are cached, after the rotary embedding.
+in the cache. A key scores higher the less similar it is to the anchor: s_j = -cos(k_j, anchor).
+Keys are taken as they are cached, after the rotary embedding.
 
 Deviations. The paper prefills in blocks and evicts after each of them; here an event sees the whole
 cache.

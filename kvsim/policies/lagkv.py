@@ -1,16 +1,17 @@
-"""LagKV: how much an entry varies, measured by the range of those that follow.
+"""LagKV: how much an entry varies, relative to the range of the entries that follow.
 
 Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
-arXiv 2504.04704. After the sinks the cache is cut into partitions of `lag` entries. Keys and values
-of a partition are scaled, channel by channel, by the least and the greatest of the next partition;
-the standard deviation over the channels goes through a softmax inside the partition, and the mean
-of the two, keys and values, ranks its entries. The last full partition and what follows have
-nothing to be measured by and score 1.
+arXiv 2504.04704. After the sinks the cache is cut into partitions of `lag` entries. Each channel of
+a partition's keys and values is scaled by its minimum and maximum in the next partition. The
+standard deviation of an entry over its channels goes through a softmax inside the partition, once
+for keys and once for values. The mean of the two ranks the entry inside its partition; this rank is
+its score. With `cross_scoring` the mean itself is the score, so that partitions compete. The last
+full partition and the entries behind it have no next partition, and score 1.
 
-Deviations. Partitions are of entries in position order, whatever has left between them. A channel
-in which the next partition does not vary counts as 0, where the formula divides by zero. Equal
-scores rank by position, the lower position lower. While a head holds fewer than sink + 2 lag
-entries, the recent ones score higher (as in kvpress; the paper does not compress yet).
+Deviations. Partitions consist of the entries left, in the order of their positions. A channel that
+does not vary in the next partition counts as 0, where the formula divides by zero. Of equal means
+in a partition, the later position ranks higher. While a head holds fewer than sink + 2 lag entries,
+recent entries score higher (as in kvpress; the paper does not compress yet).
 """
 
 from __future__ import annotations

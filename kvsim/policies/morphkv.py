@@ -1,14 +1,15 @@
 """MorphKV: what the recent tokens attend to among the distant ones.
 
 Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
-ICML 2025, arXiv 2503.00979. At every decoded token the attention of the `window` most recent rows,
-softmax over the candidates before the window alone and the largest of the group, is fused over the
-window by sum or maximum; the best stay, and the window itself.
+ICML 2025, arXiv 2503.00979. At every decoded token, the `window` most recent rows attend to the
+candidates, the entries before the window: softmax over the candidates alone, the largest of the
+group, then the sum or the maximum over the window (`fusion`). The entries with the highest scores
+stay, and those of the window itself.
 
-Deviations. This file is `morphkv@original`; plain `morphkv` (= `morphkv@gkv`) is the local score
-that G-KV compares itself with (see gkv.py). Evicts after the row has attended, where the authors'
-code makes room first and leaves the current row out of the window: a row's difference. Their later
-variant that merges what is dropped into one entry is no eviction policy and is left out.
+Deviations. The rule above is `morphkv@original`; plain `morphkv` (= `morphkv@gkv`) is the baseline
+of the G-KV paper. kvsim evicts after a row has attended. The authors' code evicts before it and
+leaves the current row out of the window, a difference of one row. Their later variant, which merges
+dropped entries into one, is not an eviction policy and is left out.
 """
 
 from __future__ import annotations

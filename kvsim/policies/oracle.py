@@ -1,11 +1,11 @@
-"""The oracle: keeps what later rows will attend to most. It looks ahead; no cache can.
+"""The oracle: keeps the entries that later rows attend to most. It looks ahead; no real cache can.
 
-What it bounds: at one event, with the same quota for every head and the same protected entries, no
-policy retains more attention mass than `by="mass"`, averaged over the later rows and the query
-heads of the group, because retained mass is a sum over the kept entries. Over several events it is
-a reference and no bound: what an early event keeps for all later rows may be worth little after the
-next. `by="output"` ranks by the relative error of the output if that entry alone were missing, and
-is a reference even at one event, for errors do not add up.
+With `by="mass"` (default) it is a bound at one event: with the same quota for every head and the
+same protected entries, no policy retains more attention mass, averaged over the later rows and the
+query heads of the group, because retained mass is a sum over the kept entries. Over several events
+it is a reference and not a bound: an event keeps entries for all later rows, and the next event may
+evict them. `by="output"` ranks by the relative error of the output if that entry alone were
+missing. It is only a reference even at one event, because errors do not add up.
 """
 
 from __future__ import annotations

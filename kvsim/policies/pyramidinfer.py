@@ -1,20 +1,21 @@
 """PyramidInfer: every layer of the prefill drops some of its tokens.
 
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
-arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens the last 1 + R are
-recent, R = int(recent n), and always propagate; the c tokens before them that reach a layer l of L
-are its context. The attention of the recent rows on the context, averaged over the query heads
-and over the rows with weights from 1 for the oldest to 1.2 for the newest, ranks the context, its
-first `sink` tokens before all others. int(c rho_l) of them propagate,
+arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens, the last 1 + R are
+recent, R = int(recent n), and always propagate. The c tokens before them that reach layer l of L
+are its context. They are ranked by the attention of the recent rows, averaged over the query heads
+and over the rows, with weights from 1 for the oldest row to 1.2 for the newest; the first `sink`
+tokens rank before all others. int(c rho_l) of the context propagate,
 
     rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
 
-if these are more than min(least, n - 1 - R), and else all. So nothing is dropped at layer 0, and no
-budget plays a part: the caches hold the tokens that each layer computes, at their own positions.
+if this is more than min(least, n - 1 - R), and otherwise all. So layer 0 drops nothing. No budget
+plays a part: the caches hold the tokens that each layer processes, at their own positions.
 
-Deviations. The paper chooses by a share of the attention; the released code, and so this, by a
+Deviations. The paper chooses tokens by a share of the attention; the released code, and kvsim, by a
 share of the tokens. `ratio` is 0.9, and 0.8 in the configuration of Qwen2.5-14B. In decoding the
-release trims segments by a rule whose trigger compares unlike lengths; decoding here keeps all.
+release trims segments by a rule whose trigger compares lengths of different things; kvsim keeps
+everything in decoding.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
 arXiv 2406.02069, section 4. Scores are SnapKV's. With c the budget and beta the steepness, the last
-layer gets mn = c / beta, the first mx = 2c - mn, and those in between lie on the line.
-Where some layers have a sliding window, which bounds their cache by itself, the layers are the
-others, counted among themselves.
+layer gets mn = c / beta, the first mx = 2c - mn, and the layers between are interpolated linearly.
+Layers with a sliding window, which bounds their cache by itself, are left out and not counted.
 
-Deviations. A layer's budget counts its window, and the schedule is fixed once: from the longest
-cache T that an event can see (mx at most T - window), clipped to [window, T] and shared out by
-largest remainders, so that the mean over the layers is the budget exactly. Implementations compute
-it at every event from what that layer holds: `pyramidkv@kvpress` (window 64, average-pool of 5, the
-plain budget where mn is below the window) and `pyramidkv@reference`, the rule as the AMS release
-carries it. In decoding theirs oscillates, because layers then hold different numbers; and they go
-by a layer's depth among all layers, those with a sliding window included.
+Deviations. A layer's budget includes its window. The layers' budgets are computed once, from the
+longest cache T that an event can see: mx is at most T - window, budgets are clipped to [window, T],
+and rounding by largest remainders makes their mean exactly the budget. Other implementations
+compute them at every event from what the layer holds then: `pyramidkv@kvpress` (window 64,
+average-pool of 5, the plain budget where mn is below the window) and `pyramidkv@reference`, the
+rule in the AMS release. In decoding their budgets oscillate, because layers then hold different
+numbers of entries. They count a layer's depth among all layers, also those with a sliding window.
 """
 
 from __future__ import annotations

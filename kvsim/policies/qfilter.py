@@ -1,15 +1,16 @@
-"""Q-Filters: the direction that queries share, found once; keys that point along it stay.
+"""Q-Filters: keep the keys that point in the direction that a head's queries share.
 
 Godey et al., "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression",
-arXiv 2503.02812. Queries of a head are far from centred: most of what they have in common lies
-along the first right singular vector u of the matrix of queries, oriented so that their mean is on
-its positive side. The projection of a key on it estimates the attention that the key receives:
-s_j = k_j . u, with u averaged over the query heads of the group.
+arXiv 2503.02812. The queries of a head are far from centred: most of what they have in common lies
+along the first right singular vector u of the matrix of queries, with its sign chosen so that their
+mean lies on its positive side. The projection of a key on u estimates the attention that the key
+receives: s_j = k_j . u, with u averaged over the query heads of the group. u is computed once, from
+calibration queries.
 
 Deviations. Queries and keys are both taken after the rotary embedding, as the keys are cached. The
 paper calibrates on many texts; here the queries come from `calibration`. The authors' script
-orients u by the majority of the queries, kvsim by their mean. kvpress downloads filters
-(their negatives) that were made for a few models.
+chooses the sign of u by the majority of the queries, kvsim by their mean. kvpress downloads filters
+(their negatives) that were computed for a few models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random eviction: the null against which every policy is read."""
+"""Random eviction: the baseline with which every policy is compared."""
 
 from __future__ import annotations
 

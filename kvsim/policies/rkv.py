@@ -4,9 +4,9 @@ Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", 
 
     s_j = mix_lambda I_j - (1 - mix_lambda) R_j
 
-with I the attention of the `window` most recent rows on the candidates before it, max-pooled, and R
-the softmax of the mean similarity of keys (see redundancy.py). Three implementations differ in both
-terms:
+I is the attention from the `window` most recent rows on the candidates (the entries before the
+window), max-pooled. R is the softmax of the mean similarity of keys (kvsim/policies/redundancy.py).
+Three implementations differ in both terms:
 
               I                                                  R
     gkv       softmax over all, largest of the group,            all keys
@@ -17,15 +17,14 @@ terms:
               mean over the group and the window                 the original for the rest
 
 `rkv` (= `rkv@gkv`) is G-KV's baseline (window 16, max-pool of 5), `rkv@original` the authors' code
-(window 8, pool 7), `rkv@ams` AMS's baseline, which also keeps `sink` first entries.
+(window 8, pool 7), `rkv@ams` AMS's baseline, which also keeps the first `sink` entries.
 
-Deviations. Entries stay in the order of their positions, which pooling, "last" and "first" refer
-to. The code of the original and of AMS leaves what top-k kept in the order of its scores, before
-the window and what comes later, so that from the second event on neighbours are neighbours in
-score; `slot_order="topk"` scores in that order. In a replay it changes the scores alone: entries
-carry their slot along, and positions, windows and the tie rule stay those of the text. The
-original's events are counted
-from row 0 of the first sample; here from the end of the prompt. AMS's code turns the window's
+Deviations. Entries stay in the order of their positions; pooling refers to this order, and so do
+the "first" and "last" slots of the redundancy. The code of the original and of AMS leaves the
+entries that top-k kept in the order of their scores, before the window and newer entries, so from
+the second event on pooling mixes neighbours in score. `slot_order="topk"` scores in that order;
+this changes the scores alone, not positions, windows and ties. The original counts events from row
+0 of the first sample; kvsim counts from the end of the prompt. AMS's code rotates the window's
 queries to slots of the compacted cache; here rows keep their own positions.
 """
 

@@ -1,15 +1,16 @@
 """SnapKV: what the last rows of the prompt attend to, smoothed over neighbours.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", NeurIPS 2024,
-arXiv 2404.14469, listing 1. The `window` most recent rows vote: their softmax attention, averaged
-over the window, pooled over neighbouring entries; the best stay, and the window itself.
+arXiv 2404.14469, listing 1. The score of an entry is its softmax attention from the `window` most
+recent rows, averaged over these rows and pooled over neighbouring entries. The entries with the
+highest scores stay, and those of the window itself.
 
-Deviations. One set per KV head (mean over the query heads of the group, after pooling), which a
-grouped cache can store; the published code repeats K and V and keeps one per query head:
-`snapkv@original`. The defaults are those of the published configurations (window 32, max-pool of
-7); `snapkv@kvpress` has kvpress's (window 64, average-pool of 5). Mean over the window where the
-paper sums: the same ranking. A window row sees the live entries up to its own position, also when
-the window is longer than the interval.
+Deviations. One set per KV head, which a grouped cache can store: scores are averaged over the query
+heads of the group, after pooling. The published code repeats K and V and keeps one set per query
+head: `snapkv@original`. The defaults are those of the published configurations (window 32, max-pool
+of 7); `snapkv@kvpress` has kvpress's (window 64, average-pool of 5). The paper sums over the
+window; the mean gives the same ranking. A window row attends to the entries that are still in the
+cache, up to its own position, also when the window is longer than the interval.
 """
 
 from __future__ import annotations

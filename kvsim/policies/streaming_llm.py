@@ -4,9 +4,10 @@ Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 20
 arXiv 2309.17453. Keeps the first `sink` positions and the most recent `budget - sink` ones, after
 every row.
 
-Deviations. The released code caches keys before RoPE and rotates them to their slot in the cache
-instead of their position in the text: `streaming_llm@original`. The kept sets are the same; the
-output of the attention is not. The default keeps original positions, as the other policies do.
+Deviations. The released code caches keys before RoPE and rotates each one to its slot in the cache
+instead of its position in the sequence. `streaming_llm@original` does so too: it keeps the same
+entries, but its attention output differs. The default rotates by position, as the other policies
+do.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """TOVA: drop what the latest token attends to least.
 
 Oren et al., "Transformers are Multi-State RNNs", EMNLP 2024, arXiv 2401.06104, section 4. After
-each row the entry with the lowest attention weight of that row, averaged over all query heads of
-the layer, leaves: one ranking for all heads, nothing protected, not even the current token.
+each row it evicts the entry with the lowest attention weight of that row, averaged over all query
+heads of the layer. All heads share this ranking. Nothing is protected, not even the current token.
 
-Deviations. `tova@kvpress` keeps the last token whatever its score and acts after the prompt only.
-Where heads keep sets of their own (inside AMS, AdaKV, CriticalKV), entries at one slot are
-different tokens and an average over all heads means nothing: there each KV head is ranked by its
-own group of query heads, `heads="group"`. `ams@release` averages by slot all the same. In sharp
-heads attention underflows to 0 and the tie rule would decide: `log=True` ranks by the logarithm of
-the average instead. AMS does, because in a segment far from the sharp peak every weight can be 0.
+Deviations. `tova@kvpress` protects the last token and evicts after the prompt only. Inside AMS,
+AdaKV and CriticalKV, each head keeps its own set. One slot then holds different tokens in different
+heads, and an average over all heads has no meaning. There each KV head is ranked by its own query
+heads, `heads="group"`; only `ams@release` averages by slot, as the released code does. In heads
+with sharp attention, weights underflow to 0 and ties would decide: `log=True` ranks by the
+logarithm of the average instead. AMS uses it, because in a segment far from the peak every weight
+can be 0.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""TriAttention: which distances a head attends to, read from the centre of its queries.
+"""TriAttention: which distances a head attends to, computed from the centre of its queries.
 
 Mao et al., "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression",
-arXiv 2604.04921, and github.com/WeianMao/triattention. Before the rotary embedding the queries of
-a head gather around a centre. Read as complex numbers, one per rotated pair f with frequency w_f,
-let q_f be the queries, k_f the keys as they are cached and t the next position. With a_f = E[q_f]
-and b_f = E[|q_f|] of a calibration text, a key scores
+arXiv 2604.04921, and github.com/WeianMao/triattention. Before the rotary embedding, the queries of
+a head gather around a centre. RoPE rotates pairs of dimensions; read each pair f, with frequency
+w_f, as a complex number. Let q_f be the queries, k_f the keys as they are cached, t the next
+position, and a_f = E[q_f] and b_f = E[|q_f|] over the calibration queries. The score of a key is
 
     mean over d of sum_f Re(a_f exp(i w_f (t + d)) conj(k_f)) + sum_f (b_f - |a_f|) |k_f|
 
-over the distances d = 1, 2, 4, ..., 65536 into the future: a trigonometric series in the distance
-from the key, and its norm where the queries are spread. Scores of a query head are standardised
-over the entries (z-score); an entry takes the largest over the group.
+over the distances d = 1, 2, 4, ..., 65536 into the future (`offsets="max"` takes their maximum).
+The first sum is a trigonometric series in the distance from the key. The second is the norm of the
+key, weighted by the spread of the queries. Scores of a query head are standardised over the entries
+(z-score); an entry gets the largest of its group.
 
-Deviations. One set per KV head and layer, the mode that upstream calls per_layer_perhead; its
-default shares a set among the layers. No noise breaks ties. The prompt is kept and counts in the
-budget (protect_prompt); under an allocator or a wrapper it competes like the rest. Dimensions that
-the rotary embedding leaves alone, for which upstream has no rule, add the product with the mean
-query.
+Deviations. One set per KV head and layer, the mode that the released code calls per_layer_perhead;
+its default shares one set among the layers. No noise breaks ties. The prompt is protected and
+counts in the budget (`protect_prompt`); under an allocator or a wrapper it competes like all other
+entries. Dimensions that the rotary embedding does not rotate, for which the released code has no
+rule, add the product with the mean query.
 """
 
 from __future__ import annotations
