@@ -245,13 +245,17 @@ def test_policy_and_parameter_are_changed(seen, address, capsys):
         print(f"\nchange of a policy: {policy:.1f} s, of a parameter: {parameter:.1f} s")
 
 
-def test_the_next_page_is_a_click_away(seen, address, capsys):
-    """With the server warm; layer and head stay."""
+def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(seen, address, capsys):
+    """With the server warm; layer and head stay, and nothing has to be scrolled sideways."""
+    seen.page.set_viewport_size({"width": 1900, "height": 900})
+    seen.page.emulate_media(color_scheme="dark")
     seen.open(address, trace="sample.zarr", layer="1", head="2")
     times = {}
     for page in (*PAGES[1:], PAGES[0]):
         times[page] = seen.follow(page)
+        seen.shoot(f"{page}-dark")
         seen.check()
+        assert seen.overflow() <= 0, page
         assert (seen.chosen("Layer"), seen.chosen("KV head")) == ("1", "2")
     with capsys.disabled():
         print("\nnext page:", ", ".join(f"{page} {took:.1f} s" for page, took in times.items()))
@@ -296,14 +300,3 @@ def test_a_broken_trace_is_a_message(seen, address):
 
     seen.check()
     assert "cannot be read" in seen.page.locator("[data-testid=stAlert]").first.inner_text()
-
-
-def test_pages_fit_a_wide_dark_screen(seen, address):
-    """Nothing has to be scrolled sideways."""
-    seen.page.set_viewport_size({"width": 1900, "height": 900})
-    seen.page.emulate_media(color_scheme="dark")
-    seen.open(address, trace="sample.zarr")
-    for name in PAGES:
-        seen.follow(name)
-        seen.shoot(f"{name}-dark")
-        assert seen.overflow() <= 0, name
