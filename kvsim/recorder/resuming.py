@@ -16,7 +16,7 @@ from kvsim.recorder.answers import check_answer
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Encoded, Labels
-from kvsim.store.documents import object_at
+from kvsim.store.metadata import object_at
 
 
 @contextmanager

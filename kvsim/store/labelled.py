@@ -16,7 +16,7 @@ from xarray.core.indexing import (
 
 from kvsim.core.trace import Trace
 from kvsim.schema import AXES
-from kvsim.store.attributes import attributes_of
+from kvsim.store.metadata import attributes_of
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)

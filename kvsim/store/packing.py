@@ -13,8 +13,7 @@ from kvsim.errors import TraceError, TraceExistsError
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.draft import hidden
-from kvsim.store.packed import MEMBER, SUFFIX, Packed
-from kvsim.store.place import Folder
+from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed
 from kvsim.store.publication import check_writable, sync, sync_tree, unbroken
 from kvsim.store.reader import StoredTrace
 
@@ -41,7 +40,7 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
     _check_target(target)
     for array in stored.arrays.values():
         for index in array.indices():
-            check_chunk(array, index, place, stored.where)
+            check_chunk(array, index, place)
     sizes = place.sizes()
 
     def write(draft: Path) -> None:
@@ -97,7 +96,8 @@ def _publish(target: Path, write: Callable[[Path], None]) -> Path:
     try:
         with _write_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            unbroken(lambda: write(draft))
+            with unbroken():
+                write(draft)
             sync_tree(draft)
             _check_free(target)
             draft.rename(target)

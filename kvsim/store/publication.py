@@ -9,22 +9,19 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store.attributes import attributes_of
-from kvsim.store.documents import object_at, read_json
-from kvsim.store.draft import TokenFile, hidden
-from kvsim.store.group import Group
-
-T = TypeVar("T")
+from kvsim.store.draft import Group, TokenFile, hidden
+from kvsim.store.metadata import attributes_of, group_attributes
+from kvsim.store.place import Folder
 
 # Errors of renaming to a path that exists.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -42,8 +39,7 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     marked = False
     if path.is_dir() and not path.is_symlink():
         with contextlib.suppress(TraceError):
-            root = read_json(path / "zarr.json", str(path))
-            marked = "kvsim_format" in object_at(root, "attributes")
+            marked = "kvsim_format" in group_attributes(Folder(path))
     if not marked:
         raise TraceExistsError(
             f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
@@ -76,7 +72,6 @@ def complete(
     group: Group,
     header: Header,
     digest: ContentDigest,
-    *,
     tokens: np.ndarray[Any, Any] | None,
     token_text: Sequence[str] | None,
     where: str,
@@ -196,19 +191,21 @@ def _exists(path: Path) -> str:
     return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
 
 
-def unbroken(do: Callable[[], T]) -> T:
-    """Call `do` and return its result; an interrupt meanwhile is raised when it has ended.
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Run a block to its end; an interrupt meanwhile is raised after it.
 
     A file is then whole, and a trace that is being replaced is either old or new. Python interrupts
-    the main thread only, so other threads just call `do`.
+    the main thread only, so other threads just run the block.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
-        return do()
+        yield
+        return
     pending: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
     try:
-        return do()
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
         if pending:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store.documents import error_line
+from kvsim.errors import TraceError, TraceExistsError, error_line
 from kvsim.store.place import Folder, Place, check_limit
 
 #: Files that are on their way at the same time.

@@ -15,8 +15,8 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_c
 from kvsim.core.header import Header
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
-from kvsim.store.documents import object_at
 from kvsim.store.layout import DENSE, pos_axis
+from kvsim.store.metadata import object_at
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)

@@ -74,7 +74,8 @@ class Run:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
         try:
             (draft / "run.json").write_text(json.dumps(self.describe(), indent=2) + "\n")
-            unbroken(lambda: write_records(draft / "records.zarr", self.records))
+            with unbroken():
+                write_records(draft / "records.zarr", self.records)
             self.table.write_parquet(draft / "results.parquet")
             draft.chmod(0o755)  # a temporary folder is private, a result is not
             draft.rename(folder)
