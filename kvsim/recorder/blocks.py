@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Formula, Rope, recent_attention
+from kvsim.core.attention import Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.core.header import Header
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, projected_keys
 from kvsim.schema import CHUNK
 from kvsim.store.layout import pos_axis
+from kvsim.store.writer import TraceWriter
 
 # Models take angles in float32: a position of this relative error times a frequency.
 _ANGLE = 2.0**-22
@@ -27,18 +28,8 @@ _PRE_ROPE = "pre_rope"
 _NO_ROPE = Rope(())
 
 
-class Sink(Protocol):
-    """A destination of blocks: a writer on disk, or memory."""
-
-    def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Take the next positions of one layer: a block [head, pos, ...] or [pos, hidden]."""
-
-    def set_length(self, n_pos: int) -> None:
-        """Learn how many positions there will be, before the last block."""
-
-
 class MemorySink:
-    """Blocks in memory."""
+    """Blocks in memory, with the methods of a TraceWriter that take them."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, dict[int, list[Tensor]]] = {}
@@ -127,9 +118,9 @@ class BlockRecorder:
     Args:
         open_sink: opens the sink from the first call, which shows the shapes, after its check.
         read_ropes: returns the rotary embeddings in effect.
+        layer_ids: the numbers of the recorded layers, ascending.
+        begin: called once every layer has been called, before the first block of the last one.
         store_dtype: ``float16`` if the sink stores less than the model's precision.
-        begin: called with the number of each layer after the check of its first call and before its
-            first block.
         rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
             rounding grows with the logits, and with it the tolerance.
 
@@ -140,16 +131,17 @@ class BlockRecorder:
 
     def __init__(
         self,
-        open_sink: Callable[[KernelCall], Sink],
+        open_sink: Callable[[KernelCall], MemorySink | TraceWriter],
         read_ropes: Callable[[], Sequence[Rope]],
         *,
-        begin: Callable[[int], None],
+        layer_ids: Sequence[int],
+        begin: Callable[[], None],
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
     ) -> None:
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
-        self.begin, self.rounds_logits = begin, rounds_logits
-        self.sink: Sink | None = None
+        self.layer_ids, self.begin, self.rounds_logits = layer_ids, begin, rounds_logits
+        self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
         self.last: int | None = None
         self.allowed = 0.0
@@ -165,7 +157,8 @@ class BlockRecorder:
         layer = self.layers.get(call.layer)
         if layer is None:
             layer = self._first(call)
-            self.begin(call.layer)
+            if call.layer == self.layer_ids[-1]:
+                self.begin()
         if call.start != layer.start + layer.filled:
             raise CaptureError(
                 f"layer {call.layer} has {call.start} earlier entries, expected "
@@ -188,20 +181,22 @@ class BlockRecorder:
                 self._flush(layer, layer.block(), history)
                 layer.filled = 0
 
-    @property
-    def errors(self) -> list[float]:
-        """The largest relative error of a head and block, for each layer."""
-        return [self.layers[layer].error for layer in sorted(self.layers)]
-
-    @property
-    def formulas(self) -> tuple[Formula, ...]:
-        """The formula of each layer."""
-        return tuple(layer.formula for _, layer in sorted(self.layers.items()))
-
-    @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embedding of each layer."""
-        return tuple(layer.ropes[0] for _, layer in sorted(self.layers.items()))
+    def described(self, header: Header) -> Header:
+        """Return the header with formulas, rotary embeddings and errors of the layers so far."""
+        if len(self.layers) != len(self.layer_ids):
+            raise CaptureError(
+                f"{len(self.layers)} of {len(self.layer_ids)} layers called the attention "
+                "kernel of transformers' table, expected all; this model cannot be recorded"
+            )
+        layers = [self.layers[number] for number in self.layer_ids]
+        errors = [layer.error for layer in layers]  # the largest of a head and block
+        check = {"max_relative_error": errors, "tolerance": self.allowed}
+        return replace(
+            header,
+            formulas=tuple(layer.formula for layer in layers),
+            ropes=tuple(layer.ropes[0] for layer in layers),
+            meta={**header.meta, "capture_check": check},
+        )
 
     def _first(self, call: KernelCall) -> _Layer:
         """Begin a layer: check its first call before anything is stored."""
@@ -311,9 +306,8 @@ class BlockRecorder:
             )
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
-        for name, part in block.items():
-            self.sink.append(name, number, part)
-        self.sink.append("lse", number, lse)
+        for name, part in {**block, "lse": lse}.items():
+            self.sink.append(name, self.layer_ids.index(number), part)
         layer.start += size
 
     def _check_output(self, layer: int, out: Tensor, recomputed: Tensor, lse: Tensor) -> float:

@@ -131,12 +131,12 @@ def capture_many(
         sessions.append(
             Session(model, tokenizer, encoded, checked, path, prompt.answer, label, prompt.id)
         )
-    existing = [session.existing() for session in sessions]
-    traces = []
-    for place, (session, trace) in enumerate(zip(sessions, existing, strict=True)):
-        with naming_prompt(prompts[place].id, place, len(sessions)):
-            traces.append(trace or session.run())
-    return traces
+    traces = [session.existing() for session in sessions]
+    for place, prompt in enumerate(prompts):
+        session = sessions.pop(0)  # a session that has run keeps blocks
+        with naming_prompt(prompt.id, place, len(prompts)):
+            traces[place] = traces[place] or session.run()
+    return [trace for trace in traces if trace is not None]
 
 
 def _check_local(out: str | Path) -> None:

@@ -1,10 +1,10 @@
-"""Prompts: text, chat messages or token ids, encoded for a model."""
+"""Prompts: text, chat messages or token ids, encoded for a model; and the check of an answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from kvsim.errors import CaptureError
 from kvsim.schema import LABELS
+from kvsim.tiny import ledger
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int]
@@ -287,3 +288,27 @@ def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
 def file_name(prompt_id: str) -> str:
     """Return the name of a prompt's trace: letters, digits, dots and dashes."""
     return (re.sub(r"[^A-Za-z0-9._-]+", "-", prompt_id).strip(".-") or "prompt") + ".zarr"
+
+
+def check_answer(
+    text: str | None, response: str | None, expected: str | None, *, tiny: bool
+) -> dict[str, Any] | None:
+    """Compare a response with the right one, ready for JSON; None without anything to compare.
+
+    For tiny the right response follows from the prompt. For other models the response is right if
+    `expected` occurs after the last ``</think>``, as whole words, upper or lower case.
+    """
+    if response is None:
+        return None
+    if tiny and text is not None:
+        try:
+            check = ledger.check(text, response)
+        except ledger.LedgerError as error:
+            return {"kind": "none", "right": None, "reason": str(error)}
+        return {"kind": "ledger", "right": check.exact, **asdict(check)}
+    if expected is None:
+        return None
+    final = response.rpartition("</think>")[2]
+    pattern = rf"(?<!\w){re.escape(expected.strip())}(?!\w)"
+    right = bool(expected.strip()) and re.search(pattern, final, re.IGNORECASE) is not None
+    return {"kind": "text", "right": right, "expected": expected, "answer": final.strip()[-200:]}

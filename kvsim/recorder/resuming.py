@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceExistsError
-from kvsim.recorder.answers import check_answer
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
-from kvsim.recorder.prompts import Encoded, Labels
+from kvsim.recorder.prompts import Encoded, Labels, check_answer
 from kvsim.store.metadata import object_at
 
 
