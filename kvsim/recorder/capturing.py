@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.models import context_length, is_tiny, load_model
+from kvsim.recorder.models import load_model
 from kvsim.recorder.options import Options, check_output, takes_options
 from kvsim.recorder.prompts import (
-    Encoded,
     Labels,
     Prompt,
     PromptLike,
@@ -76,7 +74,7 @@ def capture(
         check_writable(Path(out).parent)
     checked_labels = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
-    encoded = _encode(model, tokenizer, prompt, checked)
+    encoded = encode(prompt, model, tokenizer, system=checked.system, chat=checked.chat)
     session = Session(model, tokenizer, encoded, checked, out, answer, checked_labels, name)
     return session.existing() or session.run()
 
@@ -124,8 +122,9 @@ def capture_many(
     model, tokenizer = _resolve(model, tokenizer)
     sessions = []
     for prompt, path, label in zip(prompts, paths, labels, strict=True):
+        system = checked.system if prompt.system is None else prompt.system
         try:
-            encoded = _encode(model, tokenizer, prompt.content, checked, prompt.system)
+            encoded = encode(prompt.content, model, tokenizer, system=system, chat=checked.chat)
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
         sessions.append(
@@ -160,22 +159,3 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer
     return model, tokenizer
-
-
-def _encode(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    prompt: PromptLike,
-    options: Options,
-    system: str | None = None,
-) -> Encoded:
-    embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
-    return encode(
-        prompt,
-        tokenizer,
-        system=options.system if system is None else system,
-        chat=options.chat,
-        vocab_size=embedding.weight.shape[0],
-        context=context_length(model),
-        tiny=is_tiny(model),
-    )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError
+from kvsim.recorder.models import context_length, is_tiny
 from kvsim.schema import LABELS
 from kvsim.tiny import ledger
 
@@ -55,15 +57,13 @@ class Encoded:
 
 def encode(
     prompt: PromptLike,
+    model: PreTrainedModel,
     tokenizer: Any,
     *,
-    vocab_size: int,
-    context: int | None,
-    tiny: bool,
-    system: str | None = None,
-    chat: bool = False,
+    system: str | None,
+    chat: bool,
 ) -> Encoded:
-    """Encode a prompt as token ids.
+    """Encode a prompt as token ids of a model.
 
     system: a message before it, which makes text a chat. chat: text is a user's message.
 
@@ -82,15 +82,17 @@ def encode(
     if text is None:
         ids = _ids(prompt)
     else:
-        ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=tiny)
+        ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=is_tiny(model))
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
+    vocab_size = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
     unknown = [token for token in ids if not 0 <= token < vocab_size]
     if unknown:
         raise CaptureError(
             f"token id {unknown[0]} is not in the model's vocabulary, expected 0 to "
             f"{vocab_size - 1}; encode the prompt with the model's own tokenizer"
         )
+    context = context_length(model)
     if context is not None and len(ids) > context:
         raise CaptureError(
             f"the prompt has {len(ids)} tokens, expected at most the model's context of {context}; "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -59,30 +58,46 @@ def differences(
 
     Weights are not compared: models of one name and one configuration count as equal.
     """
-    generation = object_at(trace.meta, "generation")
+    generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
     if generation.get("stopped") == "interrupted":
         return ["it was recovered from an interrupted capture and is not complete"]
-    return [
-        *_prompt(trace, encoded, answer, labels, tiny=is_tiny(model)),
-        *_model(object_at(trace.meta, "model"), describe_model(model)),
-        # older traces have no stop strings
-        *_unequal({"stop": [], **generation}, options.generation, {}),
-        *_arrays(trace, options, layer_ids),
-    ]
+    generation = {"stop": [], **generation}  # older traces have no stop strings
+    expected = describe_model(model)
+    shapes = trace.source.shapes
+    dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
+    exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
+    stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
+    pairs = {
+        "its model is": (recorded.get("name"), expected["name"]),
+        "its model's dtype is": (recorded.get("dtype"), expected["dtype"]),
+        "its attention kernel is": (recorded.get("attention"), expected["attention"]),
+        **{
+            f"its {key} is": (generation.get(key), value)
+            for key, value in options.generation.items()
+        },
+        "its layers are": (list(trace.layer_ids), list(layer_ids)),
+        "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
+        "it is stored in": (stored, options.store_dtype or exact),
+    }
+    differing = [f"{text} {a}, expected {b}" for text, (a, b) in pairs.items() if a != b]
+    if recorded.get("config_digest") != expected["config_digest"]:
+        differing.append("its model has another configuration")
+    for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
+        if trace.has(name) != requested:
+            differing.append(f"it has {'no ' if requested else ''}{name}")
+    return [*_prompt_differences(trace, encoded, answer, labels, tiny=is_tiny(model)), *differing]
 
 
-def _prompt(
+def _prompt_differences(
     trace: Trace, encoded: Encoded, answer: str | None, labels: Labels, *, tiny: bool
 ) -> list[str]:
-    tokens = trace.tokens
-    prompt = [] if tokens is None else tokens[: trace.prompt_len].tolist()
+    prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
     if prompt != encoded.ids:
-        same = next(
-            (i for i, (a, b) in enumerate(zip(prompt, encoded.ids, strict=False)) if a != b),
-            min(len(prompt), len(encoded.ids)),
-        )
+        pairs = enumerate(zip(prompt, encoded.ids, strict=False))
+        shorter = min(len(prompt), len(encoded.ids))
+        first = next((place for place, (a, b) in pairs if a != b), shorter)
         expected = f"expected {len(encoded.ids)} tokens"
-        return [f"its prompt of {len(prompt)} tokens differs from token {same} on, {expected}"]
+        return [f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"]
     differing = []
     if dict(trace.labels) != dict(labels):
         differing.append(f"its labels are {dict(trace.labels)}, expected {dict(labels)}")
@@ -90,42 +105,4 @@ def _prompt(
     check = check_answer(encoded.text, response, answer, tiny=tiny)
     if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
         differing.append("its response was compared with another answer")
-    return differing
-
-
-def _model(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    names = {"name": "model", "dtype": "model's dtype", "attention": "attention kernel"}
-    differing = _unequal(recorded, {key: expected[key] for key in names}, names)
-    if recorded.get("config_digest") != expected["config_digest"]:
-        differing.append("its model has another configuration")
-    return differing
-
-
-def _unequal(
-    recorded: Mapping[str, Any], expected: Mapping[str, Any], names: Mapping[str, str]
-) -> list[str]:
-    """Return how recorded values differ; names: of keys, in words."""
-    return [
-        f"its {names.get(key, key)} is {recorded.get(key)}, expected {value}"
-        for key, value in expected.items()
-        if recorded.get(key) != value
-    ]
-
-
-def _arrays(trace: Trace, options: Options, layer_ids: tuple[int, ...]) -> list[str]:
-    if trace.layer_ids != layer_ids:
-        return [f"its layers are {list(trace.layer_ids)}, expected {list(layer_ids)}"]
-    differing = []
-    for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
-        if trace.has(name) != requested:
-            differing.append(f"it has {'no ' if requested else ''}{name}")
-    shapes = trace.source.shapes
-    dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
-    if dense != options.dense_rows(trace.n_pos):
-        expected = options.dense_rows(trace.n_pos)
-        differing.append(f"it has {dense} rows of dense attention, expected {expected}")
-    stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
-    exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
-    if stored != (options.store_dtype or exact):
-        differing.append(f"it is stored in {stored}, expected {options.store_dtype or exact}")
     return differing
