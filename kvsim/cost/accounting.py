@@ -7,16 +7,17 @@ kernels do beside that is not in them: docs/cost.md compares with measured ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import numpy as np
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
-from kvsim.cost.cases import Case, mean_of
+from kvsim.cost.cases import Case, unknown
 from kvsim.cost.model import Model
-from kvsim.cost.scoring import unknown
 from kvsim.cost.selection import selection_layer as find_selection_layer
 from kvsim.errors import BudgetError, PolicyError
 
@@ -107,8 +108,8 @@ class Cost:
     @property
     def scoring_token_share(self) -> float | None:
         """FLOPs of scoring per generated token, relative to those of the token."""
-        each = self.scoring_per_token
-        return None if each is None else each / self.decode_flops
+        per_token = self.scoring_per_token
+        return None if per_token is None else per_token / self.decode_flops
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the model, ready for JSON."""
@@ -121,14 +122,8 @@ class Cost:
         out["params"] = {key: _plain(value) for key, value in self.params.items()}
         out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
         out["kv_peak_bytes_per_layer"] = [n * self.position_bytes for n in self.peak]
-        names = (
-            "fidelity",
-            "kv_ratio",
-            "kv_peak_ratio",
-            "scoring_per_token",
-            "scoring_prompt_share",
-            "scoring_token_share",
-        )
+        names = ["fidelity", "kv_ratio", "kv_peak_ratio", "scoring_per_token"]
+        names += ["scoring_prompt_share", "scoring_token_share"]
         return {**out, **{name: getattr(self, name) for name in names}}
 
 
@@ -153,20 +148,19 @@ def estimate(
     _check(policy, model, budget, context, prompt)
     selection = find_selection_layer(policy, model, budget, prompt, selection_layer, trace)
     cases = [
-        Case.of(model, policy, budget, context, prompt, layer=layer, weight=weight)
+        Case(model, policy, budget, context, prompt, layer, weight)
         for layer, weight in selection.weights(model.n_layers)
     ]
-    held = model.per_query_head() if policy.per_query_head else model
-    position_bytes = held.n_heads * held.entry_bytes
-    rows, entries, peak, mean = (
-        mean_of(cases, name) for name in ("rows", "entries", "peak", "mean")
-    )
+    n_heads = model.n_qheads if policy.per_query_head else model.n_heads
+    position_bytes = n_heads * model.entry_bytes
+    layers = np.sum([c.weight * np.column_stack([c.rows, c.sizes]) for c in cases], axis=0)
+    rows, entries, peak, mean = (tuple(column) for column in layers.T.tolist())
     full = model.kv_bytes(context)
     missing = _unknown(policy, model, budget, context)
-
-    def scoring(of: Callable[[Case, Policy, Model], Flops]) -> Flops | None:
-        return None if missing else sum((of(c, policy, model) * c.weight for c in cases), Flops())
-
+    scoring_prompt = scoring_event = None
+    if not missing:
+        scoring_prompt = sum((c.prompt_scoring * c.weight for c in cases), Flops())
+        scoring_event = sum((c.event_scoring * c.weight for c in cases), Flops())
     return Cost(
         model=model,
         policy=policy.name,
@@ -193,14 +187,14 @@ def estimate(
         kv_bytes=sum(entries) * position_bytes,
         kv_peak_bytes=sum(peak) * position_bytes,
         kv_full_bytes=full,
-        score_bytes=len(policy.columns) * held.n_heads * sum(peak) * COLUMN_BYTES,
+        score_bytes=len(policy.columns) * n_heads * sum(peak) * COLUMN_BYTES,
         rank_bytes=_rank_bytes(policy, model, budget, prompt, selection.layer),
-        mask_bytes=model.n_layers * held.n_heads * context**2,
-        evicted_at_bytes=model.n_layers * held.n_heads * context * TIME_BYTES,
-        prefill_flops=sum(c.weight * c.prefill_flops(model) for c in cases),
+        mask_bytes=model.n_layers * n_heads * context**2,
+        evicted_at_bytes=model.n_layers * n_heads * context * TIME_BYTES,
+        prefill_flops=sum(c.weight * c.prefill_flops for c in cases),
         decode_flops=model.decode_flops(sum(mean) / model.n_layers),
-        scoring_prompt=scoring(Case.prompt_scoring),
-        scoring_event=scoring(Case.event_scoring),
+        scoring_prompt=scoring_prompt,
+        scoring_event=scoring_event,
         assumptions=(
             *model.remarks,
             *selection.remarks,
