@@ -241,12 +241,16 @@ def _checked(archive: zipfile.ZipFile, where: str, size: int) -> dict[str, zipfi
 
 @contextmanager
 def _zip_errors(where: str) -> Iterator[None]:
-    """Raise TraceError, with one line, for what zipfile raises for unusable files."""
+    """Raise TraceError, with one line, for what zipfile raises for unusable files.
+
+    NotImplementedError: a later version of zip. ValueError: a name that is not UTF-8, or an offset
+    out of range.
+    """
     try:
         yield
     except TraceError:
         raise
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
         raise TraceError(
             f"{where} is not a usable packed trace ({error_line(error)}), expected a folder or "
             "what `kvsim trace pack` writes"
