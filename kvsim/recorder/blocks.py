@@ -90,13 +90,12 @@ def _shape(call: KernelCall) -> tuple[int, ...]:
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
     """Return views of what only this call has of its rows."""
-    rows = slice(row, row + count)
-    parts = {"q": call.q[:, rows], "attn_out": call.out[:, rows]}
-    if call.pre_rope is not None:
-        parts[_PRE_ROPE] = call.pre_rope[:, rows]
-    if call.residual is not None:
-        parts["residual"] = call.residual[rows]
-    return parts
+    parts = {"q": call.q, "attn_out": call.out, _PRE_ROPE: call.pre_rope, "residual": call.residual}
+    return {
+        name: part.narrow(_row_axis(name), row, count)
+        for name, part in parts.items()
+        if part is not None
+    }
 
 
 def _row_axis(name: str) -> int:
@@ -115,18 +114,15 @@ class BlockRecorder:
     Every row is checked: attention is recomputed from q, k, v by the kernel's formula and compared
     with the kernel's output; keys before RoPE are rotated and compared with the kernel's keys.
 
-    Args:
-        open_sink: opens the sink from the first call, which shows the shapes, after its check.
-        read_ropes: returns the rotary embeddings in effect.
-        layer_ids: the numbers of the recorded layers, ascending.
-        begin: called once every layer has been called, before the first block of the last one.
-        store_dtype: ``float16`` if the sink stores less than the model's precision.
-        rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
-            rounding grows with the logits, and with it the tolerance.
+    open_sink: opens the sink from the first call, which shows the shapes, after its check.
+    read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
+    begin: called once every layer has been called, before the first block of the last one.
+    store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
+    kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
+    logits, and with it the tolerance.
 
-    Raises:
-        CaptureError: (while calls come in) the model computes something else than attention by this
-            formula of these q, k, v, or rotates in another way.
+    Raises CaptureError, while calls come in, if the model computes something else than attention by
+    this formula of these q, k, v, or rotates in another way.
     """
 
     def __init__(
@@ -228,14 +224,12 @@ class BlockRecorder:
                 f"and {shape[1]} KV heads with values of {shape[3]}; expected a multiple, and "
                 "queries, keys and values of one size; this model cannot be recorded"
             )
-        if self.layers:
-            first = next(iter(self.layers.values())).shape
-            if shape != first:
-                raise CaptureError(
-                    f"layer {call.layer} has (query heads, KV heads, dimensions, of values) "
-                    f"{shape}, earlier layers {first}; expected the same, this model cannot be "
-                    "recorded"
-                )
+        first = next((layer.shape for layer in self.layers.values()), shape)
+        if shape != first:
+            raise CaptureError(
+                f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
+                f"earlier layers {first}; expected the same, this model cannot be recorded"
+            )
 
     def _without_rope(self, call: KernelCall, keys: Tensor) -> list[Rope]:
         """Return the rotary embedding of a layer that called no function to rotate its keys.
@@ -293,17 +287,15 @@ class BlockRecorder:
         new = slice(layer.start, layer.start + size)
         block = {**rows, "k": history.call.k[:, new], "v": history.call.v[:, new]}
         recomputed, lse = history.attend(block["q"], layer.start)
-        layer.error = max(
-            layer.error, self._check_output(number, block["attn_out"], recomputed, lse)
-        )
+        error = self._check_output(number, block["attn_out"], recomputed, lse)
+        layer.error = max(layer.error, error)
         before = block.pop(_PRE_ROPE, None)
         if before is not None:
             layer.ropes = self._matching_ropes(number, before, block["k"], layer.start, layer.ropes)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
-            _, lse = history.rounded(self.store_dtype).attend(
-                block["q"].to(self.store_dtype), layer.start
-            )
+            rounded = history.rounded(self.store_dtype)
+            _, lse = rounded.attend(block["q"].to(self.store_dtype), layer.start)
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
         for name, part in {**block, "lse": lse}.items():

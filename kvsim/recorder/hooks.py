@@ -148,10 +148,9 @@ class _Interceptor:
 
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
         """Return the sinks as numbers, read once: reading waits for the device."""
-        cached = self.sinks.get(layer)
-        if cached is None or cached[0] is not sinks:
-            cached = self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
-        return cached[1]
+        if layer not in self.sinks or self.sinks[layer][0] is not sinks:
+            self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
+        return self.sinks[layer][1]
 
     def _pre_rope(self, layer: int, rows: int, key: Tensor) -> Tensor | None:
         if not self.rotations:
@@ -226,10 +225,8 @@ def intercepting(
 ) -> Iterator[None]:
     """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
 
-    Args:
-        model: a decoder model of transformers.
-        receive: called after the kernel, before the output projection; may raise.
-        layers: the layers to intercept, by number; None for all.
+    receive: called after the kernel, before the output projection; may raise. layers: the layers to
+    intercept, by number; None for all.
     """
     modules = {
         layer: module
@@ -250,8 +247,11 @@ def intercepting(
                 interceptor.called(module, (query, key, value), result[0], options)
             return result
 
-        stack.callback(_restore, name, ALL_ATTENTION_FUNCTIONS._local_mapping.get(name))  # noqa: SLF001
-        ALL_ATTENTION_FUNCTIONS[name] = kernel
+        table = ALL_ATTENTION_FUNCTIONS._local_mapping  # noqa: SLF001  the library's entries stay
+        before = {name: table[name]} if name in table else {}
+        stack.callback(table.update, before)
+        stack.callback(table.pop, name, None)
+        table[name] = kernel
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:
@@ -280,14 +280,6 @@ def _intercepted_rotation(
     return wrapper
 
 
-def _restore(name: str, previous: object) -> None:
-    """Restore a local entry of the table; without one, the library's entry shows again."""
-    if previous is None:
-        ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)  # noqa: SLF001
-    else:
-        ALL_ATTENTION_FUNCTIONS[name] = previous
-
-
 def _eager_kernel(module: nn.Module) -> Kernel:
     """Return the eager kernel, which is not in the table but in the model's own file."""
     home = sys.modules[type(module).__module__]
@@ -301,12 +293,9 @@ def _eager_kernel(module: nn.Module) -> Kernel:
 
 
 def projected_keys(call: KernelCall, rows: int) -> Tensor | None:
-    """Return the first new keys [head, rows, dim] as the projection computes them.
+    """Return the first new keys [head, rows, dim] as llama, qwen2 and qwen3 compute them.
 
-    None if the module has no such projection.
-
-    Computed as llama, qwen2 and qwen3 compute them: a projection, and a norm over the head where
-    there is one.
+    By a projection, and a norm over the head where there is one; None without such a projection.
     """
     projection = getattr(call.module, "k_proj", None)
     if not isinstance(projection, nn.Module):

@@ -107,7 +107,7 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
         if not chat and system is None:
             return None
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    elif _is_chat(prompt):
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(x, Mapping) for x in prompt):
         messages = joined_parts(prompt)  # type: ignore[arg-type]  # checked above
     elif system is None:
         return None
@@ -162,14 +162,6 @@ def _text_of(part: object, where: str) -> str:
             "{'type': 'text', 'text': '...'}; leave the others out"
         )
     return text
-
-
-def _is_chat(prompt: PromptLike) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and len(prompt) > 0
-        and all(isinstance(message, Mapping) for message in prompt)
-    )
 
 
 def _ids(prompt: object) -> list[int]:

@@ -55,7 +55,8 @@ class Residual:
     def following(self) -> Iterator[None]:
         """Follow the stream through the layers until the block ends, by an error too."""
         with ExitStack() as stack:
-            stack.callback(self._forget)
+            stack.callback(setattr, self, "_returned", None)
+            stack.callback(setattr, self, "_running", None)
             for layer, module in self.layers.items():
                 enter, leave = partial(self._enter, layer), partial(self._leave, layer)
                 stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -63,11 +64,7 @@ class Residual:
             yield
 
     def rows(self, call: KernelCall) -> Tensor:
-        """Return the residual [w, hidden] that the rows of a kernel call were computed from.
-
-        Raises:
-            CaptureError: the call is of another layer than the running one, or of other rows.
-        """
+        """Return the residual [w, hidden] that the rows of a kernel call were computed from."""
         running, hidden = self._running or (None, None)
         if hidden is None or running != call.layer:
             raise CaptureError(
@@ -115,9 +112,6 @@ class Residual:
         if isinstance(output, tuple):
             output = output[0]
         self._returned = None if layer == self._last else (layer, output, _writes(output))
-
-    def _forget(self) -> None:
-        self._returned = self._running = None
 
     def _check_norm(self, call: KernelCall, hidden: Tensor) -> None:
         children = dict(self.layers[call.layer].named_children())
@@ -171,9 +165,7 @@ def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 def _same(returned: object, hidden: Tensor) -> bool:
     """Return whether the output of a layer is the input of the next, bit for bit."""
-    if returned is hidden:
-        return True
-    return (
+    return returned is hidden or (
         isinstance(returned, Tensor)
         and (returned.shape, returned.dtype) == (hidden.shape, hidden.dtype)
         and torch.equal(returned.to(hidden.device), hidden)

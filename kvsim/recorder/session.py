@@ -43,17 +43,10 @@ MAX_ATTENTION_BYTES = 4 << 30
 
 
 class Session:
-    """One capture. What can be checked before the model runs is checked when it is created.
+    """One capture, checked as far as possible before the model runs.
 
-    Args:
-        model: a decoder model.
-        tokenizer: the model's tokenizer, or None.
-        encoded: the prompt.
-        options: the options of the capture.
-        out: where to write the trace; None keeps it in memory.
-        answer: the expected answer, or None.
-        labels: the prompt's labels.
-        name: the trace's name; None takes that of `out`, or the model's.
+    out: where to write the trace; None keeps it in memory. answer: the expected one. name: of the
+    trace; None takes that of `out`, or the model's.
 
     Raises:
         CaptureError: a layer that the model does not have, a model without what an option needs, or
@@ -76,7 +69,13 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = name or (self.out.stem if self.out else model_name(model))
         self.notes: list[str] = []
-        self.new_tokens = self._response_limit()
+        self.new_tokens, context = options.max_new_tokens, context_length(model)
+        if context is not None and len(encoded.ids) + self.new_tokens > context:
+            self.new_tokens = context - len(encoded.ids)
+            self.notes.append(
+                f"the response was cut to {self.new_tokens} of {options.max_new_tokens} new "
+                f"tokens, where the model's context of {context} ends"
+            )
         cap = softcap(model)
         if cap is not None and kernel_name(model) == "sdpa":
             self.notes.append(
@@ -99,24 +98,8 @@ class Session:
             rounds_logits=kernel_name(model) == "eager",
         )
 
-    def _response_limit(self) -> int:
-        """Return how many new tokens fit into the model's context."""
-        requested, context = self.options.max_new_tokens, context_length(self.model)
-        if context is None or len(self.encoded.ids) + requested <= context:
-            return requested
-        room = context - len(self.encoded.ids)
-        self.notes.append(
-            f"the response was cut to {room} of {requested} new tokens, "
-            f"where the model's context of {context} ends"
-        )
-        return room
-
     def existing(self) -> Trace | None:
-        """Return the trace that `resume` keeps, if there is one.
-
-        Raises:
-            CaptureError: a trace at `out` that is of another capture.
-        """
+        """Return the trace that `resume` keeps, if there is one; CaptureError if it is another."""
         if not self.options.resume or self.out is None or not self.out.exists():
             return None
         trace = open_trace(self.out)

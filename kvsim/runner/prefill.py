@@ -31,7 +31,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.models import describe_model
+from kvsim.recorder.models import NOTED, describe_model
 from kvsim.runner.decoder import Computed, Decoder
 
 
@@ -141,10 +141,6 @@ def recompute(
         return _compare_with_full(trace, down, record)
 
 
-# Keys of a configuration that do not define what a model computes, but for the precision, which is
-# compared by itself.
-_IGNORED = ("dtype", "architectures")
-
 #: Rows of the prompt on which every recomputed layer is compared with the recording.
 _CHECKED = 64
 
@@ -156,7 +152,7 @@ def _check_model(trace: Trace, model: PreTrainedModel) -> None:
     if expected is None:
         return
     config = given["config"]
-    keys = sorted((set(config) | set(expected)) - set(_IGNORED))
+    keys = sorted((set(config) | set(expected)) - set(NOTED))
     differing = [key for key in keys if config.get(key) != expected.get(key)]
     if differing:
         raise CaptureError(
