@@ -156,7 +156,8 @@ def estimate(
     layers = np.sum([c.weight * np.column_stack([c.rows, c.sizes]) for c in cases], axis=0)
     rows, entries, peak, mean = (tuple(column) for column in layers.T.tolist())
     full = model.kv_bytes(context)
-    missing = _unknown(policy, model, budget, context)
+    events = [Event(model, context, context, 1, budget, prompt=at) for at in (True, False)]
+    missing = dict.fromkeys(name for event in events for name in unknown(policy, event))
     scoring_prompt = scoring_event = None
     if not missing:
         scoring_prompt = sum((c.prompt_scoring * c.weight for c in cases), Flops())
@@ -199,7 +200,10 @@ def estimate(
             *model.remarks,
             *selection.remarks,
             *_remarks(policy, model, budget, prompt),
-            *(f"{policy.name}: FLOPs of scoring are unknown, {why}" for why in missing),
+            *(
+                f"{policy.name}: FLOPs of scoring are unknown, because there is no formula for {x}"
+                for x in missing
+            ),
         ),
     )
 
@@ -221,18 +225,11 @@ def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> 
 def _rank_bytes(
     policy: Policy, model: Model, budget: int, prompt: int, layer: float | None
 ) -> float:
-    """Numbers that are carried up to the selection, such as ASL's ranks; of all layers for none."""
+    """Return the bytes carried up to the selection, such as ASL's ranks; of all layers for none."""
     piece = policy.propagation
     if piece is None or piece.keeps_whole(budget, prompt):
         return 0.0
     return piece.carried(prompt, model.n_layers - 1 if layer is None else layer) * RANK_BYTES
-
-
-def _unknown(policy: Policy, model: Model, budget: int, context: int) -> list[str]:
-    """Why FLOPs are unknown, for each piece that gives none of an event."""
-    events = (Event(model, context, context, 1, budget, prompt=at) for at in (True, False))
-    names = dict.fromkeys(name for event in events for name in unknown(policy, event))
-    return [f"because there is no formula for {name}" for name in names]
 
 
 def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int) -> None:
@@ -259,7 +256,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
 
 
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
-    """What a reader of the numbers should know of the policy."""
+    """Yield the assumptions about the policy."""
     name, interval, piece = policy.name, policy.schedule.interval, policy.propagation
     if piece is not None and (remark := piece.remark(model.n_layers, prompt, budget)):
         yield f"{name}: {remark}"
@@ -287,5 +284,5 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
 
 
 def _plain(value: object) -> object:
-    """A parameter as JSON takes it."""
+    """Return a parameter as JSON takes it."""
     return value if value is None or type(value) in (bool, int, float, str, dict) else str(value)

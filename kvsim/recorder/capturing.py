@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, KvsimError
 from kvsim.recorder.models import load_model
 from kvsim.recorder.options import Options, check_output, takes_options
 from kvsim.recorder.prompts import (
@@ -21,7 +21,7 @@ from kvsim.recorder.prompts import (
     file_name,
     with_distinct_ids,
 )
-from kvsim.recorder.resuming import naming_prompt, suggesting_resume
+from kvsim.recorder.resuming import suggesting_resume
 from kvsim.recorder.session import Session
 from kvsim.schema import is_url
 from kvsim.store.publication import check_target, check_writable
@@ -133,8 +133,13 @@ def capture_many(
     traces = [session.existing() for session in sessions]
     for place, prompt in enumerate(prompts):
         session = sessions.pop(0)  # a session that has run keeps blocks
-        with naming_prompt(prompt.id, place, len(prompts)):
+        try:
             traces[place] = traces[place] or session.run()
+        except KvsimError as error:
+            before = "the prompts before it are complete and stay" if place else "none is complete"
+            done = f" ({place + 1} of {len(prompts)}, {before})" if len(prompts) > 1 else ""
+            more = "; in the same place resume=True (--resume) records the others" if place else ""
+            raise type(error)(f"prompt {prompt.id!r}{done}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
 
 

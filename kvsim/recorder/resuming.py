@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.trace import Trace
-from kvsim.errors import KvsimError, TraceExistsError
+from kvsim.errors import TraceExistsError
 from kvsim.recorder.models import describe_model, is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Encoded, Labels, check_answer
@@ -29,20 +29,6 @@ def suggesting_resume(*, applies: bool) -> Iterator[None]:
             f"{error}, or resume=True (--resume), which keeps traces of the same capture and "
             "records the others"
         ) from error
-
-
-@contextmanager
-def naming_prompt(prompt_id: str, place: int, count: int) -> Iterator[None]:
-    """Add to an error which of `count` prompts it is about, and which traces are complete."""
-    try:
-        yield
-    except KvsimError as error:
-        done = ""
-        if count > 1:
-            before = "the prompts before it are complete and stay" if place else "none is complete"
-            done = f" ({place + 1} of {count}, {before})"
-        more = "; in the same place resume=True (--resume) records the others" if place else ""
-        raise type(error)(f"prompt {prompt_id!r}{done}: {error}{more}") from error
 
 
 def differences(
