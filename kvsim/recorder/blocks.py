@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -165,8 +166,7 @@ class BlockRecorder:
                 f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
                 "formula and one rotary embedding for all rows; this model cannot be recorded"
             )
-        row = 0
-        history = _History(call, compute_dtype(call.q.dtype))
+        row, history = 0, _History(call)
         while row < call.q.shape[1]:
             if not layer.filled and call.q.shape[1] - row >= CHUNK:
                 self._flush(layer, _rows(call, row, CHUNK), history)
@@ -198,8 +198,8 @@ class BlockRecorder:
         """Begin a layer: check its first call before anything is stored."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
-        history = _History(call, compute_dtype(call.q.dtype))
-        self._check_output(call.layer, call.out[:, :rows], *history.attend(call.q[:, :rows], 0))
+        first = _History(call).attend(call.q[:, :rows], 0)
+        self._check_output(call.layer, call.out[:, :rows], *first)
         new = call.k[:, call.start : call.start + rows]
         if call.pre_rope is None:
             ropes = self._without_rope(call, new)
@@ -294,7 +294,7 @@ class BlockRecorder:
             layer.ropes = self._matching_ropes(number, before, block["k"], layer.start, layer.ropes)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
-            rounded = history.rounded(self.store_dtype)
+            rounded = _History(history.call, self.store_dtype)
             _, lse = rounded.attend(block["q"].to(self.store_dtype), layer.start)
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
@@ -321,22 +321,19 @@ class BlockRecorder:
 class _History:
     """All keys and values of a call, converted once, for attention from any block of rows."""
 
-    def __init__(self, call: KernelCall, dtype: torch.dtype) -> None:
-        self.call, self.dtype = call, dtype
-        self.kv: tuple[Tensor, Tensor] | None = None
+    def __init__(self, call: KernelCall, rounded: torch.dtype | None = None) -> None:
+        self.call, self.rounded = call, rounded or call.k.dtype  # keys are rounded to this dtype
 
-    def rounded(self, dtype: torch.dtype) -> _History:
-        """Return the same history with keys rounded to `dtype`."""
-        history = _History(self.call, self.dtype)
-        history.kv = self.call.k.to(dtype).to(self.dtype), self.call.v.to(self.dtype)
-        return history
+    @cached_property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [head, n, d]."""
+        dtype = compute_dtype(self.call.q.dtype)
+        return self.call.k.to(self.rounded).to(dtype), self.call.v.to(dtype)
 
     def attend(self, q: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Compute attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
-        if self.kv is None:
-            self.kv = self.call.k.to(self.dtype), self.call.v.to(self.dtype)
         end = start + q.shape[1]
         k, v = (part[:, None, :end] for part in self.kv)  # [head, 1, n, d]
-        rows = q.to(self.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
+        rows = q.to(k.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
         out, lse = recent_attention(rows, k, v, self.call.formula, start)
         return out.flatten(0, 1), lse.flatten(0, 1)

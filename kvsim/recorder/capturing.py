@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError, KvsimError
+from kvsim.errors import CaptureError, KvsimError, TraceExistsError
 from kvsim.recorder.models import load_model
 from kvsim.recorder.options import Options, check_output, takes_options
 from kvsim.recorder.prompts import (
@@ -21,7 +22,6 @@ from kvsim.recorder.prompts import (
     file_name,
     with_distinct_ids,
 )
-from kvsim.recorder.resuming import suggesting_resume
 from kvsim.recorder.session import Session
 from kvsim.schema import is_url
 from kvsim.store.publication import check_target, check_writable
@@ -164,3 +164,17 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer
     return model, tokenizer
+
+
+@contextmanager
+def suggesting_resume(*, applies: bool) -> Iterator[None]:
+    """Add to the error about an existing trace what `resume` would do, if it applies."""
+    try:
+        yield
+    except TraceExistsError as error:
+        if not applies:
+            raise
+        raise TraceExistsError(
+            f"{error}, or resume=True (--resume), which keeps traces of the same capture and "
+            "records the others"
+        ) from error

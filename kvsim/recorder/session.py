@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import attention_weights
-from kvsim.core.checks import DTYPES
+from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import Ended, StopStrings, generate, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
+from kvsim.recorder.layers import Projections, Residual
 from kvsim.recorder.models import (
     context_length,
     describe_model,
@@ -30,13 +33,12 @@ from kvsim.recorder.models import (
 )
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
-from kvsim.recorder.projections import Projections
-from kvsim.recorder.prompts import Encoded, Labels, check_answer, token_strings
-from kvsim.recorder.residual import Residual
-from kvsim.recorder.resuming import differences
+from kvsim.recorder.prompts import Encoded, Labels, token_strings
 from kvsim.schema import CHUNK
 from kvsim.store import open_trace
+from kvsim.store.metadata import object_at
 from kvsim.store.writer import TraceWriter
+from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
@@ -103,15 +105,83 @@ class Session:
         if not self.options.resume or self.out is None or not self.out.exists():
             return None
         trace = open_trace(self.out)
-        differing = differences(
-            trace, self.model, self.encoded, self.options, self.layer_ids, self.answer, self.labels
-        )
+        differing = self._differences(trace)
         if differing:
             raise CaptureError(
                 f"{self.out} is of another capture: {'; '.join(differing)}; --resume keeps traces "
                 "of the same capture, give another --out, or overwrite=True (--overwrite)"
             )
         return trace
+
+    def _differences(self, trace: Trace) -> list[str]:
+        """Return in words how `trace` differs from what this capture would record.
+
+        Weights are not compared: models of one name and one configuration count as equal.
+        """
+        generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
+        if generation.get("stopped") == "interrupted":
+            return ["it was recovered from an interrupted capture and is not complete"]
+        generation = {"stop": [], **generation}  # older traces have no stop strings
+        expected, options = describe_model(self.model), self.options
+        shapes = trace.source.shapes
+        dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
+        exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
+        stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
+        pairs = {
+            "its model is": (recorded.get("name"), expected["name"]),
+            "its model's dtype is": (recorded.get("dtype"), expected["dtype"]),
+            "its attention kernel is": (recorded.get("attention"), expected["attention"]),
+            **{f"its {k} is": (generation.get(k), x) for k, x in options.generation.items()},
+            "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
+            "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
+            "it is stored in": (stored, options.store_dtype or exact),
+        }
+        differing = self._prompt_differences(trace)
+        differing += [f"{text} {a}, expected {b}" for text, (a, b) in pairs.items() if a != b]
+        if recorded.get("config_digest") != expected["config_digest"]:
+            differing.append("its model has another configuration")
+        for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
+            if trace.has(name) != requested:
+                differing.append(f"it has {'no ' if requested else ''}{name}")
+        return differing
+
+    def _prompt_differences(self, trace: Trace) -> list[str]:
+        prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
+        ids, labels = self.encoded.ids, dict(trace.labels)
+        if prompt != ids:
+            pairs = enumerate(zip(prompt, ids, strict=False))
+            first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
+            expected = f"expected {len(ids)} tokens"
+            return [f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"]
+        differing = []
+        if labels != dict(self.labels):
+            differing.append(f"its labels are {labels}, expected {dict(self.labels)}")
+        check = self._answer_check(object_at(trace.meta, "text").get("response"))
+        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
+            differing.append("its response was compared with another answer")
+        return differing
+
+    def _answer_check(self, response: str | None) -> dict[str, Any] | None:
+        """Compare a response with the right one, ready for JSON; None without anything to compare.
+
+        For tiny the right response follows from the prompt. For other models the response is right
+        if the answer occurs after the last ``</think>``, as whole words, upper or lower case.
+        """
+        if response is None:
+            return None
+        if is_tiny(self.model) and self.encoded.text is not None:
+            try:
+                check = ledger.check(self.encoded.text, response)
+            except ledger.LedgerError as error:
+                return {"kind": "none", "right": None, "reason": str(error)}
+            return {"kind": "ledger", "right": check.exact, **asdict(check)}
+        if self.answer is None:
+            return None
+        final, answer = response.rpartition("</think>")[2], self.answer.strip()
+        pattern = rf"(?<!\w){re.escape(answer)}(?!\w)"
+        right = bool(answer) and re.search(pattern, final, re.IGNORECASE) is not None
+        end = final.strip()[-200:]
+        return {"kind": "text", "right": right, "expected": self.answer, "answer": end}
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -250,9 +320,7 @@ class Session:
                 "new_tokens": len(tokens) - prompt_len,
                 "stopped": ended or ("context" if cut else "length"),
             },
-            "answer_check": check_answer(
-                self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
-            ),
+            "answer_check": self._answer_check(response),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
 

@@ -179,14 +179,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise TraceError(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
     try:
         system, root = url_to_fs(url.rstrip("/"))
-    except ImportError as error:
-        raise TraceError(
-            f"{url} needs a driver that is not installed ({error_line(error)})"
-        ) from error
-    except (ValueError, TypeError, OSError) as error:
-        raise TraceError(
-            f"{url} is not a URL that fsspec supports ({error_line(error)})"
-        ) from error
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        missing = "needs a driver that is not installed"
+        reason = missing if isinstance(error, ImportError) else "is not a URL that fsspec supports"
+        raise TraceError(f"{url} {reason} ({error_line(error)})") from error
     if "file" in system.protocol or "local" in system.protocol:
         raise TraceError(f"{url} is local; give its path, without file://")
     return system, root
