@@ -16,9 +16,8 @@ import numpy as np
 from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
-from kvsim.cost.cases import Case, unknown
+from kvsim.cost.cases import Case, find_selection, unknown
 from kvsim.cost.model import Model
-from kvsim.cost.selection import selection_layer as find_selection_layer
 from kvsim.errors import BudgetError, PolicyError
 
 #: Bytes of a number that a policy carries with each entry, of an eviction time, and of a rank.
@@ -146,7 +145,7 @@ def estimate(
     """
     prompt = context if prompt is None else prompt
     _check(policy, model, budget, context, prompt)
-    selection = find_selection_layer(policy, model, budget, prompt, selection_layer, trace)
+    selection = find_selection(policy, model, budget, prompt, selection_layer, trace)
     cases = [
         Case(model, policy, budget, context, prompt, layer, weight)
         for layer, weight in selection.weights(model.n_layers)
