@@ -118,7 +118,10 @@ class Cost:
                 out[name] = {**vars(value), "total": value.total}
             elif name != "model":
                 out[name] = list(value) if isinstance(value, tuple) else value
-        out["params"] = {key: _plain(value) for key, value in self.params.items()}
+        plain = (bool, int, float, str, dict, type(None))
+        out["params"] = {
+            key: value if type(value) in plain else str(value) for key, value in self.params.items()
+        }
         out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
         out["kv_peak_bytes_per_layer"] = [n * self.position_bytes for n in self.peak]
         names = ["fidelity", "kv_ratio", "kv_peak_ratio", "scoring_per_token"]
@@ -280,8 +283,3 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield f"{name}: looks at later rows, so its FLOPs are those of an analysis"
     if policy.per_query_head:
         yield f"{name}: keeps a set for each query head, which a grouped cache cannot store"
-
-
-def _plain(value: object) -> object:
-    """Return a parameter as JSON takes it."""
-    return value if value is None or type(value) in (bool, int, float, str, dict) else str(value)

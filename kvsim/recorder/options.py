@@ -192,26 +192,14 @@ def takes_options(function: Function) -> Function:
     They replace `**options` in the signature and its line in the docstring.
     """
     signature = inspect.signature(function)
-    *parameters, _ = signature.parameters.values()
-    parameters += [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=option.kind,
-        )
-        for option in declared(Options)
-    ]
+    *parameters, options = signature.parameters.values()
+    keyword = options.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    lines = []
+    for name, kind, default, text, _ in declared(Options):
+        parameters.append(keyword.replace(name=name, default=default, annotation=kind))
+        lines.append(wrapper.fill(f"{name}: {text.text}"))
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    lines = [
-        textwrap.fill(
-            f"{option.name}: {option.help.text}",
-            width=100,
-            initial_indent=" " * 8,
-            subsequent_indent=" " * 12,
-        )
-        for option in declared(Options)
-    ]
     if function.__doc__ is not None:  # python -OO
         function.__doc__ = re.sub(r" +\*\*options: .*", "\n".join(lines), function.__doc__)
     return function

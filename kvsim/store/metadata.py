@@ -116,7 +116,13 @@ def attributes_of(header: Header) -> dict[str, Any]:
     else:
         ropes = list(dict.fromkeys(header.ropes))
         attributes["attention"] = [
-            {**_formula_attributes(formula), "rope": ropes.index(rope)}
+            {
+                "scale": formula.scale,
+                **({} if formula.softcap is None else {"softcap": formula.softcap}),
+                **({} if formula.window is None else {"window": formula.window}),
+                **({"sinks": list(formula.sinks)} if formula.sinks else {}),
+                "rope": ropes.index(rope),
+            }
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
         ]
         attributes["ropes"] = [_rope_attributes(rope) for rope in ropes]
@@ -180,15 +186,6 @@ def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mappi
         "attention": [layer] * n_layers,
         "ropes": [_get(attributes, "rope", dict, where)],
     }
-
-
-def _formula_attributes(formula: Formula) -> dict[str, Any]:
-    optional = {
-        "softcap": formula.softcap,
-        "window": formula.window,
-        "sinks": list(formula.sinks) or None,
-    }
-    return {"scale": formula.scale, **{key: x for key, x in optional.items() if x is not None}}
 
 
 def _rope_attributes(rope: Rope) -> dict[str, Any]:

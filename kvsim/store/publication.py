@@ -161,7 +161,13 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
         folder.rename(path)
     except BaseException as error:
         if replaced:
-            _put_back(aside, path)
+            try:
+                aside.rename(path)
+            except OSError as other:
+                raise TraceError(
+                    f"{path} cannot be put back ({other.strerror or other}), the trace that was "
+                    f"there is {aside}; rename it when {path} is free"
+                ) from other
         if isinstance(error, OSError) and error.errno in _TAKEN:
             raise TraceExistsError(_exists(path)) from error
         raise
@@ -175,16 +181,6 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
         ) from error
     if replaced:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _put_back(aside: Path, path: Path) -> None:
-    try:
-        aside.rename(path)
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be put back ({error.strerror or error}), the trace that was there is "
-            f"{aside}; rename it when {path} is free"
-        ) from error
 
 
 def _exists(path: Path) -> str:

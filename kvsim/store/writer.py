@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -96,12 +95,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # errors of kvsim, except a full disk, are about the model or the numbers
         usable = error is not None and (self._refused or not isinstance(error, KvsimError))
         if not self._complete and not (usable and self._committed):
@@ -172,8 +166,13 @@ class TraceWriter:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         self._store(name, layer, block, start)
         self._next[name][layer] = start + size
-        with self._writing():
-            self._commit()
+        if self._header is None:  # nothing could be recovered
+            return
+        committed = min(min(ends) for name, ends in self._next.items() if name not in LATE)
+        if committed > self._committed:
+            with self._writing():
+                self._group.set(**self._attributes(self._header), committed_tokens=committed)
+                self._committed = committed
 
     def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
         """Check part of one layer and write it; start: its position, for arrays with positions."""
@@ -191,15 +190,6 @@ class TraceWriter:
         with self._writing():
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
-
-    def _commit(self) -> None:
-        if self._header is None:  # nothing could be recovered
-            return
-        written = self._next.items()
-        committed = min(min(ends) for name, ends in written if name not in LATE)
-        if committed > self._committed:
-            self._group.set(**self._attributes(self._header), committed_tokens=committed)
-            self._committed = committed
 
     def write_o_proj(self, layer: int, weights: Tensor) -> None:
         """Store the output projection of one layer: weights [qhead, dim, hidden].
