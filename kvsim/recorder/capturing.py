@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceExistsError
 from kvsim.recorder.models import load_model
-from kvsim.recorder.options import Options, check_output, takes_options
+from kvsim.recorder.options import Options, check_in_memory, takes_options
 from kvsim.recorder.prompts import (
     Labels,
     Prompt,
@@ -67,8 +67,9 @@ def capture(
         TypeError: an unknown keyword.
     """
     checked = Options.of(options)
-    check_output(checked, stored=out is not None)
-    if out is not None:
+    if out is None:
+        check_in_memory(checked)
+    else:
         _check_local(out)
         _check_target(Path(out), checked)
         check_writable(Path(out).parent)

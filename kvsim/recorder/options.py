@@ -205,15 +205,10 @@ def takes_options(function: Function) -> Function:
     return function
 
 
-def check_output(options: Options, *, stored: bool) -> None:
-    """Raise CaptureError for an option about the stored trace where nothing is stored."""
-    needs_file = {
-        "attention": options.attention is not False,
-        "store_dtype": options.store_dtype is not None,
-        "resume": options.resume,
-    }
-    given = [name for name, is_given in needs_file.items() if is_given]
-    if given and not stored:
+def check_in_memory(options: Options) -> None:
+    """Raise CaptureError for an option about the stored trace, where nothing is stored."""
+    given = [name for name in ("attention", "store_dtype", "resume") if getattr(options, name)]
+    if given:
         raise CaptureError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about what is written, "
             "but out is None; give out=..., or use trace.attention(layer, rows)"
@@ -223,10 +218,8 @@ def check_output(options: Options, *, stored: bool) -> None:
 def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
     """Return the layers to record among the model's `numbers`, in order.
 
-    Negative numbers count from the end; None selects all.
-
-    Raises:
-        CaptureError: no layer, one twice, or one that the model does not have.
+    Negative numbers count from the end; None selects all. Raises CaptureError for no layer, one
+    twice, or one that the model does not have.
     """
     available = sorted(numbers)
     if requested is None:

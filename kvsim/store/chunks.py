@@ -48,10 +48,8 @@ def check_chunks(array: StoredArray, sizes: Mapping[str, int], where: str) -> No
 def read_part(array: StoredArray, part: Sequence[slice], place: Place) -> Values:
     """Return part of an array in its stored dtype, reading only the chunks that it touches.
 
-    part: a slice of step 1 for each leading axis; the axes after them are read whole.
-
-    Raises:
-        TraceError: a chunk is missing or damaged.
+    part: a slice of step 1 for each leading axis; the axes after them are read whole. Raises
+    TraceError if a chunk is missing or damaged.
     """
     slices = [*part, *[slice(None)] * (len(array.shape) - len(part))]
     ranges = [range(n)[part] for n, part in zip(array.shape, slices, strict=True)]
@@ -92,8 +90,7 @@ def read_chunk(array: StoredArray, index: Index, place: Place) -> Values:
 def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
     """Return a chunk whose checksum is right, still compressed and without the checksum.
 
-    Raises:
-        TraceError: the chunk is missing or damaged.
+    Raises TraceError if it is missing or damaged.
     """
     key = array.key(index)
     try:

@@ -73,7 +73,7 @@ class TokenFile:
 
     Args:
         folder: the draft.
-        wait: wait until the lock is free; otherwise `held` is False if it is not.
+        wait: wait until the lock is free; otherwise `locked` is False if it is not.
 
     Raises:
         OSError: the file cannot be opened.
@@ -83,7 +83,7 @@ class TokenFile:
         self.path = folder / TOKENS
         # unbuffered: lines reach the system as a whole, so a kill cannot lose them
         self._file = self.path.open("ab", buffering=0)
-        self.held = _lock(self._file, wait=wait)
+        self.locked = _lock(self._file, wait=wait)
 
     def add(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
         """Append tokens, with their texts if they have any."""
@@ -104,7 +104,7 @@ class TokenFile:
         self.path.unlink(missing_ok=True)
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process is writing the draft."""
     with contextlib.suppress(OSError), (folder / TOKENS).open("r+b", buffering=0) as file:
         return not _lock(file, wait=False)

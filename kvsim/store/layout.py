@@ -57,11 +57,7 @@ _NUMPY = {
 class StoredArray:
     """One array of a stored trace.
 
-    Attributes:
-        name: its name in the group.
-        shape: its shape.
-        dtype: the dtype in which it is stored; object for text.
-        source_dtype: the dtype that it had in the model, None if not recorded.
+    dtype: as stored; object for text. source_dtype: in the model; None if not recorded.
     """
 
     name: str

@@ -78,8 +78,7 @@ def complete(
 ) -> None:
     """Write tokens and the final attributes, once everything else is there.
 
-    Raises:
-        TraceError: a chunk is missing, the header does not fit, or a text is half of a character.
+    Raises TraceError for a missing chunk, a header that does not fit, or half of a character.
     """
     if tokens is not None:
         ids = tokens.astype(np.int32)

@@ -25,7 +25,7 @@ from kvsim.store.draft import (
     Kind,
     TokenFile,
     belongs_to,
-    is_held,
+    is_locked,
     read_tokens,
     recover_command,
 )
@@ -169,7 +169,7 @@ def _locked(folder: Path) -> Iterator[TokenFile | None]:
         yield None
         return
     with closing(TokenFile(folder, wait=False)) as file:
-        if not file.held:
+        if not file.locked:
             raise TraceError(
                 f"{folder} is being written by a capture, or recovered; expected one that was "
                 "interrupted, wait for it or end it"
@@ -226,7 +226,7 @@ def _draft(path: Path, target: Path, kind: Kind) -> Draft:
         kind=kind,
         tokens=_committed(attributes),
         complete=attributes.get("complete") is True,
-        writing=is_held(path),
+        writing=is_locked(path),
     )
 
 

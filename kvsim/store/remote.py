@@ -90,11 +90,7 @@ class Remote:
 
 
 def find_remote(url: str) -> Place:
-    """Return the place behind a URL.
-
-    Raises:
-        TraceError: kvsim cannot read such a URL, or a package is missing for it.
-    """
+    """Return the place behind a URL; TraceError if kvsim or a missing package cannot read it."""
     if _split(url).path.endswith(".zip"):
         raise TraceError(
             f"{url} is a packed file, which can only be read locally; download it first"
@@ -103,11 +99,7 @@ def find_remote(url: str) -> Place:
 
 
 def check_free(url: str, *, overwrite: bool) -> None:
-    """Raise TraceError unless a trace can be written to `url`, which must be free.
-
-    Raises:
-        TraceExistsError: something is there.
-    """
+    """Raise TraceError unless a trace can be written to `url`, TraceExistsError if it is taken."""
     if _is_web(url):
         raise TraceError(f"{url}: HTTP is read-only; write to a folder or to a store, as s3://")
     if overwrite:

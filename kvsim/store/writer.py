@@ -192,11 +192,7 @@ class TraceWriter:
         self._digest.update(name, layer, array)
 
     def write_o_proj(self, layer: int, weights: Tensor) -> None:
-        """Store the output projection of one layer: weights [qhead, dim, hidden].
-
-        Raises:
-            TraceError: NaN or infinity, or a number too large for float16 storage.
-        """
+        """Store the output projection of one layer [qhead, dim, hidden]; raise as `append`."""
         self._store("o_proj", layer, weights)
 
     def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
