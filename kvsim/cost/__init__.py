@@ -1,4 +1,4 @@
-"""What policies cost: memory, time and FLOPs, from a model's configuration.
+"""Cost of policies: memory, time and FLOPs, from a model's configuration.
 
     model = Model.from_config("config.json")
     cost = estimate(model, kvsim.policy("snapkv"), budget=2048, context=131072)

@@ -1,4 +1,4 @@
-"""What a policy costs on a model at a context: memory, time and FLOPs, with what was assumed.
+"""Cost of a policy on a model at a context: memory, time and FLOPs, with all assumptions.
 
 Prefill time is proportional to FLOPs, or to the paper's n^2 d + n d^2; time per output token to the
 bytes that are read, or to entries. Both are ratios to the full cache. What the machine and its
@@ -26,7 +26,7 @@ COLUMN_BYTES = TIME_BYTES = RANK_BYTES = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a policy costs; sequences have one value per layer, entries are of one KV head.
+    """Cost of a policy; sequences have one value per layer, entries are of one KV head.
 
     What counts (rows, entries, bytes, FLOPs) is `exact` accounting: it follows from sizes, and from
     a selection layer, of which `selection` and `assumptions` say where it comes from. The ratios of
@@ -111,7 +111,7 @@ class Cost:
         return None if per_token is None else per_token / self.decode_flops
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the model, ready for JSON."""
+        """Return all fields but the model, ready for JSON."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Flops):
@@ -139,7 +139,7 @@ def estimate(
     selection_layer: float | None = None,
     trace: Trace | None = None,
 ) -> Cost:
-    """What `policy` costs on `model` at `budget` entries per KV head and `context` tokens.
+    """Return the cost of `policy` on `model` at `budget` entries per KV head and `context` tokens.
 
     prompt: tokens of the context that are its prompt, all by default. selection_layer: of a policy
     that drops rows on the way down, also a mean such as 23.9, between whose neighbours everything
@@ -211,7 +211,7 @@ def estimate(
 
 
 def bounded(policy: Policy) -> bool:
-    """Whether the budget plays a part, be it in some layers."""
+    """Return whether the budget has an effect in any layer."""
     piece = policy.propagation
     return policy.bounded or (piece is not None and not piece.alone)
 

@@ -42,7 +42,7 @@ class SelectionLayer:
 
 
 def no_selection(policy: Policy, budget: int, prompt: int) -> str:
-    """Why there is no one layer behind which rows are dropped; empty where there is."""
+    """Return why no layer is the one after which rows are dropped; empty if one is."""
     piece, any_depth = policy.propagation, 1  # whether there is one does not depend on the depth
     if piece is None or piece.expected_layer(any_depth) is None:
         return f"{policy.name} has no such layer"
@@ -98,7 +98,7 @@ def find_selection(
 
 
 def _measured(policy: Policy, trace: Trace, prompt: int, selection: Selection) -> Iterator[str]:
-    """What a reader should know of a selection that was measured."""
+    """Yield the remarks on a selection that was measured."""
     name, piece = policy.name, policy.propagation
     if selection.layer is None:
         yield f"{name}: never selects on {trace.name}, so every layer computes the whole prompt"
@@ -149,7 +149,7 @@ class Case:
 
     @property
     def rows(self) -> list[int]:
-        """The same, added up for each layer."""
+        """Rows that each layer computes, in both passes."""
         again = [] if self.first is self.last else self.first
         return [n + (again[at] if at < len(again) else 0) for at, n in enumerate(self.last)]
 
@@ -163,7 +163,7 @@ class Case:
 
     @cached_property
     def budgets(self) -> list[int]:
-        """What each layer is cut to; the context where nothing is."""
+        """Entries that each layer is cut to; the context where nothing is evicted."""
         policy, n_layers = self.policy, self.model.n_layers
         size = policy.layer_budgets.unbounded_size(self.prompt, self.context)
         if size is not None:

@@ -111,7 +111,7 @@ class Model:
         return self.n_layers * self.n_heads * entries * self.entry_bytes
 
     def per_query_head(self) -> Model:
-        """As a model in which every query head has keys and values of its own."""
+        """Return the model with keys and values of its own for every query head."""
         return replace(self, n_heads=self.n_qheads)
 
     def as_dict(self) -> dict[str, Any]:

@@ -90,10 +90,18 @@ class _Interceptor:
         hidden = hidden_states(f"layer {layer}", args, kwargs, ": one sequence at a time")
         self.running, self.hidden, self.calls, self.rotations = layer, hidden[0], 0, []
 
-    def rotated(self, before: Tensor, after: Tensor) -> None:
-        """Take the running module's keys [1, head, w, dim] before and after RoPE."""
-        if self.running is not None and threading.get_ident() == self.thread:
-            self.rotations.append((before, after))
+    def rotating(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that applies RoPE as `rotate` does, and notes keys before and after."""
+
+        @functools.wraps(rotate)
+        def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+            result = rotate(q, k, *args, **options)
+            here = self.running is not None and threading.get_ident() == self.thread
+            if here and isinstance(result, tuple):  # some families rotate q and k in two calls
+                self.rotations.append((k, result[1]))  # [1, head, w, dim]
+            return result
+
+        return wrapper
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -256,28 +264,13 @@ def intercepting(
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:
                 stack.callback(setattr, home, _ROTARY, rotate)
-                setattr(home, _ROTARY, _intercepted_rotation(rotate, interceptor))
+                setattr(home, _ROTARY, interceptor.rotating(rotate))
         for module in modules.values():
             stack.enter_context(
                 module.register_forward_pre_hook(interceptor.before, with_kwargs=True)
             )
             stack.enter_context(module.register_forward_hook(interceptor.after, with_kwargs=True))
         yield
-
-
-def _intercepted_rotation(
-    rotate: Callable[..., Any], interceptor: _Interceptor
-) -> Callable[..., Any]:
-    """Return a function that applies RoPE as `rotate` does, and passes the keys on."""
-
-    @functools.wraps(rotate)
-    def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        result = rotate(q, k, *args, **options)
-        if isinstance(result, tuple):  # some families rotate queries and keys in separate calls
-            interceptor.rotated(k, result[1])
-        return result
-
-    return wrapper
 
 
 def _eager_kernel(module: nn.Module) -> Kernel:

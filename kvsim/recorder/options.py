@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Help:
-    """What an option does, for docstrings and `--help`, and how its value is written there."""
+    """Text of an option for docstrings and `--help`, and how its value is written there."""
 
     text: str
     metavar: str | None = None
@@ -144,7 +144,7 @@ class Options:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What a trace says about how its response was generated."""
+        """The settings of generation that a trace notes."""
         return {
             "temperature": self.temperature,
             "seed": self.seed,

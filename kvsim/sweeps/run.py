@@ -58,7 +58,7 @@ class Run:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the results should know."""
+        """Remarks on the results, each once."""
         layers = uneven({record.trace: record.layers for record in self.records})
         remarks = (*(record.remark for record in self.records), layers)
         return list(dict.fromkeys(filter(None, remarks)))
