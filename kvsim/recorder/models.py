@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
 from kvsim.core.attention import Rope
-from kvsim.errors import CaptureError, suggest
+from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.hooks import attention_modules, kernel_name
 
 #: The models that come with kvsim, in words.
@@ -126,8 +126,7 @@ def unreachable() -> str | None:
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # OSError: HF_HUB_OFFLINE is set
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        return f"{constants.ENDPOINT} cannot be reached ({reason})"
+        return f"{constants.ENDPOINT} cannot be reached ({error_line(error).rstrip('.')})"
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError, suggest
+from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.models import context_length, is_tiny
 from kvsim.schema import LABELS
 
@@ -218,10 +218,9 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, reason: str) -> str:
         )
     except (TemplateError, TypeError, ValueError) as error:
         # templates refuse unknown roles, and content of another kind
-        cause = " ".join(str(error).split())
         raise CaptureError(
-            f"the tokenizer's chat template refuses the messages ({cause}), expected roles and "
-            "content that it accepts; see the template, or leave --system out"
+            f"the tokenizer's chat template refuses the messages ({error_line(error)}), expected "
+            "roles and content that it accepts; see the template, or leave --system out"
         ) from error
 
 
