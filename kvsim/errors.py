@@ -72,3 +72,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest known name, or the empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def error_line(error: BaseException) -> str:
+    """Return the message of an error on one line, shortened; its class if it has none."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

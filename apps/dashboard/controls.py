@@ -21,7 +21,7 @@ from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
-from kvsim.store.listing import find_runs, find_traces
+from kvsim.store.index import find_runs, find_traces
 from kvsim.tiny.sample import sample_trace
 
 from . import cache

@@ -89,8 +89,8 @@ def capture(
 
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
+    from kvsim.recorder.capturing import suggesting_resume
     from kvsim.recorder.prompts import file_name
-    from kvsim.recorder.resuming import suggesting_resume
     from kvsim.store import check_writable, describe
 
     path = _stage(context, out)

@@ -1,4 +1,4 @@
-"""What a policy costs on a model at a context: memory, time and FLOPs, with what was assumed.
+"""Cost of a policy on a model at a context: memory, time and FLOPs, with all assumptions.
 
 Prefill time is proportional to FLOPs, or to the paper's n^2 d + n d^2; time per output token to the
 bytes that are read, or to entries. Both are ratios to the full cache. What the machine and its
@@ -7,17 +7,17 @@ kernels do beside that is not in them: docs/cost.md compares with measured ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import numpy as np
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
-from kvsim.cost.cases import Case, mean_of
+from kvsim.cost.cases import Case, find_selection, unknown
 from kvsim.cost.model import Model
-from kvsim.cost.scoring import unknown
-from kvsim.cost.selection import selection_layer as find_selection_layer
 from kvsim.errors import BudgetError, PolicyError
 
 #: Bytes of a number that a policy carries with each entry, of an eviction time, and of a rank.
@@ -26,7 +26,7 @@ COLUMN_BYTES = TIME_BYTES = RANK_BYTES = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a policy costs; sequences have one value per layer, entries are of one KV head.
+    """Cost of a policy; sequences have one value per layer, entries are of one KV head.
 
     What counts (rows, entries, bytes, FLOPs) is `exact` accounting: it follows from sizes, and from
     a selection layer, of which `selection` and `assumptions` say where it comes from. The ratios of
@@ -107,28 +107,25 @@ class Cost:
     @property
     def scoring_token_share(self) -> float | None:
         """FLOPs of scoring per generated token, relative to those of the token."""
-        each = self.scoring_per_token
-        return None if each is None else each / self.decode_flops
+        per_token = self.scoring_per_token
+        return None if per_token is None else per_token / self.decode_flops
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the model, ready for JSON."""
+        """Return all fields but the model, ready for JSON."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Flops):
                 out[name] = {**vars(value), "total": value.total}
             elif name != "model":
                 out[name] = list(value) if isinstance(value, tuple) else value
-        out["params"] = {key: _plain(value) for key, value in self.params.items()}
+        plain = (bool, int, float, str, dict, type(None))
+        out["params"] = {
+            key: value if type(value) in plain else str(value) for key, value in self.params.items()
+        }
         out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
         out["kv_peak_bytes_per_layer"] = [n * self.position_bytes for n in self.peak]
-        names = (
-            "fidelity",
-            "kv_ratio",
-            "kv_peak_ratio",
-            "scoring_per_token",
-            "scoring_prompt_share",
-            "scoring_token_share",
-        )
+        names = ["fidelity", "kv_ratio", "kv_peak_ratio", "scoring_per_token"]
+        names += ["scoring_prompt_share", "scoring_token_share"]
         return {**out, **{name: getattr(self, name) for name in names}}
 
 
@@ -142,7 +139,7 @@ def estimate(
     selection_layer: float | None = None,
     trace: Trace | None = None,
 ) -> Cost:
-    """What `policy` costs on `model` at `budget` entries per KV head and `context` tokens.
+    """Return the cost of `policy` on `model` at `budget` entries per KV head and `context` tokens.
 
     prompt: tokens of the context that are its prompt, all by default. selection_layer: of a policy
     that drops rows on the way down, also a mean such as 23.9, between whose neighbours everything
@@ -151,22 +148,22 @@ def estimate(
     """
     prompt = context if prompt is None else prompt
     _check(policy, model, budget, context, prompt)
-    selection = find_selection_layer(policy, model, budget, prompt, selection_layer, trace)
+    selection = find_selection(policy, model, budget, prompt, selection_layer, trace)
     cases = [
-        Case.of(model, policy, budget, context, prompt, layer=layer, weight=weight)
+        Case(model, policy, budget, context, prompt, layer, weight)
         for layer, weight in selection.weights(model.n_layers)
     ]
-    held = model.per_query_head() if policy.per_query_head else model
-    position_bytes = held.n_heads * held.entry_bytes
-    rows, entries, peak, mean = (
-        mean_of(cases, name) for name in ("rows", "entries", "peak", "mean")
-    )
+    n_heads = model.n_qheads if policy.per_query_head else model.n_heads
+    position_bytes = n_heads * model.entry_bytes
+    layers = np.sum([c.weight * np.column_stack([c.rows, c.sizes]) for c in cases], axis=0)
+    rows, entries, peak, mean = (tuple(column) for column in layers.T.tolist())
     full = model.kv_bytes(context)
-    missing = _unknown(policy, model, budget, context)
-
-    def scoring(of: Callable[[Case, Policy, Model], Flops]) -> Flops | None:
-        return None if missing else sum((of(c, policy, model) * c.weight for c in cases), Flops())
-
+    events = [Event(model, context, context, 1, budget, prompt=at) for at in (True, False)]
+    missing = dict.fromkeys(name for event in events for name in unknown(policy, event))
+    scoring_prompt = scoring_event = None
+    if not missing:
+        scoring_prompt = sum((c.prompt_scoring * c.weight for c in cases), Flops())
+        scoring_event = sum((c.event_scoring * c.weight for c in cases), Flops())
     return Cost(
         model=model,
         policy=policy.name,
@@ -193,25 +190,28 @@ def estimate(
         kv_bytes=sum(entries) * position_bytes,
         kv_peak_bytes=sum(peak) * position_bytes,
         kv_full_bytes=full,
-        score_bytes=len(policy.columns) * held.n_heads * sum(peak) * COLUMN_BYTES,
+        score_bytes=len(policy.columns) * n_heads * sum(peak) * COLUMN_BYTES,
         rank_bytes=_rank_bytes(policy, model, budget, prompt, selection.layer),
-        mask_bytes=model.n_layers * held.n_heads * context**2,
-        evicted_at_bytes=model.n_layers * held.n_heads * context * TIME_BYTES,
-        prefill_flops=sum(c.weight * c.prefill_flops(model) for c in cases),
+        mask_bytes=model.n_layers * n_heads * context**2,
+        evicted_at_bytes=model.n_layers * n_heads * context * TIME_BYTES,
+        prefill_flops=sum(c.weight * c.prefill_flops for c in cases),
         decode_flops=model.decode_flops(sum(mean) / model.n_layers),
-        scoring_prompt=scoring(Case.prompt_scoring),
-        scoring_event=scoring(Case.event_scoring),
+        scoring_prompt=scoring_prompt,
+        scoring_event=scoring_event,
         assumptions=(
             *model.remarks,
             *selection.remarks,
             *_remarks(policy, model, budget, prompt),
-            *(f"{policy.name}: FLOPs of scoring are unknown, {why}" for why in missing),
+            *(
+                f"{policy.name}: FLOPs of scoring are unknown, because there is no formula for {x}"
+                for x in missing
+            ),
         ),
     )
 
 
 def bounded(policy: Policy) -> bool:
-    """Whether the budget plays a part, be it in some layers."""
+    """Return whether the budget has an effect in any layer."""
     piece = policy.propagation
     return policy.bounded or (piece is not None and not piece.alone)
 
@@ -227,18 +227,11 @@ def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> 
 def _rank_bytes(
     policy: Policy, model: Model, budget: int, prompt: int, layer: float | None
 ) -> float:
-    """Numbers that are carried up to the selection, such as ASL's ranks; of all layers for none."""
+    """Return the bytes carried up to the selection, such as ASL's ranks; of all layers for none."""
     piece = policy.propagation
     if piece is None or piece.keeps_whole(budget, prompt):
         return 0.0
     return piece.carried(prompt, model.n_layers - 1 if layer is None else layer) * RANK_BYTES
-
-
-def _unknown(policy: Policy, model: Model, budget: int, context: int) -> list[str]:
-    """Why FLOPs are unknown, for each piece that gives none of an event."""
-    events = (Event(model, context, context, 1, budget, prompt=at) for at in (True, False))
-    names = dict.fromkeys(name for event in events for name in unknown(policy, event))
-    return [f"because there is no formula for {name}" for name in names]
 
 
 def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int) -> None:
@@ -265,7 +258,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
 
 
 def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator[str]:
-    """What a reader of the numbers should know of the policy."""
+    """Yield the assumptions about the policy."""
     name, interval, piece = policy.name, policy.schedule.interval, policy.propagation
     if piece is not None and (remark := piece.remark(model.n_layers, prompt, budget)):
         yield f"{name}: {remark}"
@@ -290,8 +283,3 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield f"{name}: looks at later rows, so its FLOPs are those of an analysis"
     if policy.per_query_head:
         yield f"{name}: keeps a set for each query head, which a grouped cache cannot store"
-
-
-def _plain(value: object) -> object:
-    """A parameter as JSON takes it."""
-    return value if value is None or type(value) in (bool, int, float, str, dict) else str(value)

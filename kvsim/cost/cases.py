@@ -1,145 +1,266 @@
-"""What a policy costs where it drops rows after one given layer: rows, entries and FLOPs."""
+"""The layer after which a policy drops rows of the prompt; its rows, entries and FLOPs there.
+
+FLOPs of scoring are those that the pieces of the policy return, added up (`kvsim.core.flops`). A
+piece that returns none, such as many of a user's own, is unknown and not estimated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvsim.core.flops import Event, Flops
+from kvsim.core.pieces import Piece
 from kvsim.core.policy import Policy
+from kvsim.core.propagation import Selection
+from kvsim.core.trace import Trace
 from kvsim.cost.model import Model
-from kvsim.cost.scoring import event_flops, propagation_flops
+from kvsim.engine import replay
+from kvsim.errors import PolicyError
+
+
+@dataclass(frozen=True)
+class SelectionLayer:
+    """Where rows are dropped; None where they are not, or where a trace never selects.
+
+    source: how that is known, None for policies and prompts without such a layer. remarks: what a
+    reader should know of it.
+    """
+
+    layer: float | None = None
+    source: str | None = None
+    remarks: tuple[str, ...] = ()
+
+    def weights(self, n_layers: int) -> list[tuple[int, float]]:
+        """The layers around a fractional one and their weights; the last one for none."""
+        if self.layer is None:
+            return [(n_layers - 1, 1.0)]
+        below, part = math.floor(self.layer), self.layer - math.floor(self.layer)
+        return [(below, 1 - part), (below + 1, part)] if part else [(below, 1.0)]
+
+
+def no_selection(policy: Policy, budget: int, prompt: int) -> str:
+    """Return why no layer is the one after which rows are dropped; empty if one is."""
+    piece, any_depth = policy.propagation, 1  # whether there is one does not depend on the depth
+    if piece is None or piece.expected_layer(any_depth) is None:
+        return f"{policy.name} has no such layer"
+    if piece.keeps_whole(budget, prompt):
+        return f"{policy.name} keeps a prompt of {prompt} tokens whole at a budget of {budget}"
+    return ""
+
+
+def find_selection(
+    policy: Policy,
+    model: Model,
+    budget: int,
+    prompt: int,
+    given: float | None,
+    trace: Trace | None,
+) -> SelectionLayer:
+    """The layer that is given, else the policy's own, else the trace's, else the literature's."""
+    name, last = policy.name, model.n_layers - 1
+    why = no_selection(policy, budget, prompt)
+    if why and given is None:
+        return SelectionLayer()
+    if why:
+        remark = f"{name}: selection layer {given:g} is without effect; {why}"
+        return SelectionLayer(remarks=(remark,))
+    if given is not None:
+        if not 0 <= given <= last:
+            raise PolicyError(f"{name}: selection layer is {given:g}; expected 0..{last}")
+        return SelectionLayer(given, "given")
+    expected = policy.propagation and policy.propagation.expected_layer(model.n_layers)
+    layer, source = expected or (None, "")
+    if not source:
+        return SelectionLayer(layer, "the policy's")
+    if trace is not None and trace.n_layers != model.n_layers:
+        raise PolicyError(
+            f"{name}: trace {trace.name} has {trace.n_layers} layers and {model.name} has "
+            f"{model.n_layers}; expected a trace of this model, to measure the selection layer on"
+        )
+    remarks = []
+    if trace is not None:
+        measured = replay(trace, policy, budget).selection if trace.prompt_len > budget else None
+        if measured is not None:
+            remarks = [*_measured(policy, trace, prompt, measured)]
+            return SelectionLayer(measured.layer, f"measured on {trace.name}", tuple(remarks))
+        remarks.append(
+            f"{name}: no selection layer can be measured on {trace.name}, whose prompt of "
+            f"{trace.prompt_len} tokens is within the budget"
+        )
+    remarks.append(
+        f"{name}: selection layer {layer:.1f} of {model.n_layers} is assumed, {source}; it depends "
+        "on the text, measure it on a trace"
+    )
+    return SelectionLayer(layer, "assumed", tuple(remarks))
+
+
+def _measured(policy: Policy, trace: Trace, prompt: int, selection: Selection) -> Iterator[str]:
+    """Yield the remarks on a selection that was measured."""
+    name, piece = policy.name, policy.propagation
+    if selection.layer is None:
+        yield f"{name}: never selects on {trace.name}, so every layer computes the whole prompt"
+    elif piece is not None and (remark := piece.selection_remark(selection)):
+        yield f"{name}: on {trace.name} {remark}"
+    if trace.prompt_len != prompt:
+        yield (
+            f"{name}: the selection is that of a prompt of {trace.prompt_len} tokens, and counted "
+            f"is one of {prompt}"
+        )
 
 
 @dataclass(frozen=True)
 class Case:
-    """What happens where rows are dropped behind one layer, and how much the case weighs.
+    """A prefill and its decoding where rows are dropped after `layer`, and the case's weight.
 
-    first, last: rows of each layer in the first pass and in the last, which is the first one where
-    nothing restarts. whole: layers whose cache is never cut. budgets, entries, peak, mean: of each
-    layer, as in Cost.
+    Lists have one value per layer.
     """
 
-    weight: float
-    layer: int
+    model: Model
+    policy: Policy
     budget: int
-    prompt: int
     context: int
-    first: Sequence[int]
-    last: Sequence[int]
-    whole: Sequence[bool]
-    budgets: Sequence[int]
-    entries: Sequence[float]
-    peak: Sequence[float]
-    mean: Sequence[float]
+    prompt: int
+    layer: int
+    weight: float
 
-    @staticmethod
-    def of(
-        model: Model,
-        policy: Policy,
-        budget: int,
-        context: int,
-        prompt: int,
-        *,
-        layer: int,
-        weight: float,
-    ) -> Case:
-        """The case that rows are dropped after `layer`."""
-        n_layers, piece, interval = model.n_layers, policy.propagation, policy.schedule.interval
-        last = [prompt] * n_layers
-        if piece is not None:
-            last = piece.counts(budget, prompt, n_layers, layer)
-        twice = piece is not None and piece.restarts and prompt > budget
-        alone = piece is not None and piece.alone
-        before = piece is not None and piece.kv_before == "full"
-        whole = [alone or (before and at <= layer) for at in range(n_layers)]
-        budgets = _budgets(policy, n_layers, budget, context, prompt)
-        sizes: list[tuple[float, float, float]] = []
-        for rows, kept_whole, own in zip(last, whole, budgets, strict=True):
-            held = rows + context - prompt  # at the end of the context, if nothing is evicted
-            if kept_whole or interval is None:
-                after = rows if kept_whole else min(own, rows)
-                sizes.append((after, after + context - prompt, after + context - prompt))
-            else:
-                after = min(own, held)
-                most, average = min(held, after + interval), min(held, after + (interval + 1) / 2)
-                sizes.append((after, most, average))
-        entries, peak, mean = zip(*sizes, strict=True)
-        return Case(
-            weight=weight,
-            layer=layer,
-            budget=budget,
-            prompt=prompt,
-            context=context,
-            first=[prompt] * (layer + 1) if twice else last,
-            last=last,
-            whole=whole,
-            budgets=budgets,
-            entries=entries,
-            peak=peak,
-            mean=mean,
-        )
+    @cached_property
+    def last(self) -> list[int]:
+        """Rows of the last pass, which is the only one where nothing restarts."""
+        piece, n_layers = self.policy.propagation, self.model.n_layers
+        if piece is None:
+            return [self.prompt] * n_layers
+        return piece.counts(self.budget, self.prompt, n_layers, self.layer)
+
+    @property
+    def first(self) -> list[int]:
+        """Rows of the first pass, which may end after `layer`."""
+        piece = self.policy.propagation
+        if piece is not None and piece.restarts and self.prompt > self.budget:
+            return [self.prompt] * (self.layer + 1)
+        return self.last
 
     @property
     def passes(self) -> list[int]:
         """Rows of every layer that is computed, those of a first pass too."""
-        return [*self.last] if self.first is self.last else [*self.first, *self.last]
+        return self.last if self.first is self.last else [*self.first, *self.last]
 
     @property
     def rows(self) -> list[int]:
-        """The same, added up for each layer."""
-        again = [0] * len(self.last) if self.first is self.last else self.first
+        """Rows that each layer computes, in both passes."""
+        again = [] if self.first is self.last else self.first
         return [n + (again[at] if at < len(again) else 0) for at, n in enumerate(self.last)]
+
+    @cached_property
+    def whole(self) -> list[bool]:
+        """Whether the cache of a layer is never cut."""
+        piece = self.policy.propagation
+        alone = piece is not None and piece.alone
+        before = piece is not None and piece.kv_before == "full"
+        return [alone or (before and at <= self.layer) for at in range(self.model.n_layers)]
+
+    @cached_property
+    def budgets(self) -> list[int]:
+        """Entries that each layer is cut to; the context where nothing is evicted."""
+        policy, n_layers = self.policy, self.model.n_layers
+        size = policy.layer_budgets.unbounded_size(self.prompt, self.context)
+        if size is not None:
+            return [size] * n_layers
+        never = policy.schedule.interval is None and not policy.schedule.prefill
+        if never or not (policy.allocator.bounded and policy.layer_budgets.bounded):
+            return [self.context] * n_layers
+        longest = policy.schedule.longest(self.prompt, self.budget)
+        planned = [*policy.layer_budgets.planned(self.budget, n_layers, longest)]
+        return planned if len(planned) == n_layers else planned * n_layers
+
+    @cached_property
+    def sizes(self) -> list[tuple[float, float, float]]:
+        """`entries`, `peak` and `mean` of `Cost`."""
+        interval, later = self.policy.schedule.interval, self.context - self.prompt
+        sizes: list[tuple[float, float, float]] = []
+        for rows, whole, budget in zip(self.last, self.whole, self.budgets, strict=True):
+            end = rows + later  # entries at the end of the context, if nothing is evicted
+            if whole or interval is None:
+                after = rows if whole else min(budget, rows)
+                sizes.append((after, after + later, after + later))
+            else:
+                after = min(budget, end)
+                peak, mean = after + interval, after + (interval + 1) / 2
+                sizes.append((after, min(end, peak), min(end, mean)))
+        return sizes
 
     def time(self, layer_time: Callable[[float], float]) -> float:
         """Prefill time relative to that of all layers over all rows."""
         return sum(map(layer_time, self.passes)) / (len(self.last) * layer_time(self.prompt))
 
-    def prefill_flops(self, model: Model) -> float:
+    @property
+    def prefill_flops(self) -> float:
         """FLOPs of the prefill, without those of the policy."""
+        model = self.model
         return sum(map(model.layer_flops, self.passes)) + 2 * model.hidden * model.vocab
 
-    def prompt_scoring(self, policy: Policy, model: Model) -> Flops:
+    @property
+    def prompt_scoring(self) -> Flops:
         """FLOPs of choosing rows, and of the event that ends the prefill in layers that act."""
-        sizes = {"prompt": self.prompt, "budget": self.budget}
-        total = propagation_flops(policy, model, **sizes, rows=self.first, layer=self.layer)
-        if policy.schedule.prefill:
-            for rows, whole, own in zip(self.last, self.whole, self.budgets, strict=True):
-                if rows > own and not whole:
-                    later = self.context - self.prompt
-                    event = Event(model, rows, rows, rows, own, prompt=True, later=later)
-                    total += event_flops(policy, event)
+        total, piece = Flops(), self.policy.propagation
+        if piece is not None and not piece.keeps_whole(self.budget, self.prompt):
+            sizes = (self.prompt, self.prompt, self.budget)
+            for at in piece.scored_layers(self.first, self.layer):
+                event = Event(self.model, self.first[at], *sizes, prompt=True)
+                total += _total(self.policy, [piece], event)
+        if self.policy.schedule.prefill:
+            later = self.context - self.prompt
+            for rows, whole, budget in zip(self.last, self.whole, self.budgets, strict=True):
+                if rows > budget and not whole:
+                    event = Event(self.model, rows, rows, rows, budget, prompt=True, later=later)
+                    total += event_flops(self.policy, event)
         return total
 
-    def event_scoring(self, policy: Policy, model: Model) -> Flops:
+    @property
+    def event_scoring(self) -> Flops:
         """FLOPs of an event while decoding, in layers that are full.
 
         Half of the generated tokens are still to come, for the clairvoyant.
         """
-        interval, total = policy.schedule.interval, Flops()
+        interval, total = self.policy.schedule.interval, Flops()
         later = (self.context - self.prompt) / 2
-        for kept, whole, own in zip(self.entries, self.whole, self.budgets, strict=True):
-            if interval is not None and not whole and kept == own < self.context:
-                event = Event(model, kept + interval, self.context, interval, own, later=later)
-                total += event_flops(policy, event)
+        for (kept, *_), whole, budget in zip(self.sizes, self.whole, self.budgets, strict=True):
+            if interval is not None and not whole and kept == budget < self.context:
+                seen = (kept + interval, self.context, interval, budget)
+                total += event_flops(self.policy, Event(self.model, *seen, later=later))
         return total
 
 
-def _budgets(policy: Policy, n_layers: int, budget: int, context: int, prompt: int) -> list[int]:
-    """What each layer is cut to; the context where nothing is."""
-    size = policy.layer_budgets.unbounded_size(prompt, context)
-    if size is not None:
-        return [size] * n_layers
-    never = policy.schedule.interval is None and not policy.schedule.prefill
-    if never or not (policy.allocator.bounded and policy.layer_budgets.bounded):
-        return [context] * n_layers
-    longest = policy.schedule.longest(prompt, budget)
-    planned = [*policy.layer_budgets.planned(budget, n_layers, longest)]
-    return planned if len(planned) == n_layers else planned * n_layers
+def unknown(policy: Policy, event: Event) -> list[str]:
+    """Return the names of the pieces that return no FLOPs of such an event."""
+    pieces = _pieces(policy)
+    if policy.propagation is not None:
+        pieces.append(policy.propagation)
+    return [type(piece).__name__ for piece in pieces if piece.flops(event) is None]
 
 
-def mean_of(cases: Sequence[Case], name: str) -> tuple[float, ...]:
-    """The weighted mean of the cases for each layer: of rows, entries, peak or mean."""
-    weights = [case.weight for case in cases]
-    columns = zip(*(getattr(case, name) for case in cases), strict=True)
-    return tuple(sum(w * n for w, n in zip(weights, column, strict=True)) for column in columns)
+def event_flops(policy: Policy, event: Event) -> Flops:
+    """FLOPs of one event in one layer. Raises PolicyError where those of a piece are unknown."""
+    if policy.per_query_head:
+        event = replace(event, model=event.model.per_query_head())
+    return _total(policy, _pieces(policy), event)
+
+
+def _pieces(policy: Policy) -> list[Piece]:
+    """Return the pieces that compute at an event; scorers from the outside in."""
+    return [*policy.scorers, policy.allocator, policy.layer_budgets]
+
+
+def _total(policy: Policy, pieces: Iterable[Piece], event: Event) -> Flops:
+    total = Flops()
+    for piece in pieces:
+        flops = piece.flops(event)
+        if flops is None:
+            raise PolicyError(
+                f"{policy.name}: the FLOPs of {type(piece).__name__} are unknown; expected a "
+                "method flops(event) that returns kvsim.core.flops.Flops"
+            )
+        total += flops
+    return total

@@ -79,8 +79,6 @@ class Model:
                 f"{self.name}: {self.number_bytes:g} bytes per number; expected 1 to {_MOST_BYTES}"
             )
 
-    # ---------------------------------------------------------------------------- parameters
-
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
@@ -113,15 +111,13 @@ class Model:
         return self.n_layers * self.n_heads * entries * self.entry_bytes
 
     def per_query_head(self) -> Model:
-        """As a model in which every query head has keys and values of its own."""
+        """Return the model with keys and values of its own for every query head."""
         return replace(self, n_heads=self.n_qheads)
 
     def as_dict(self) -> dict[str, Any]:
         """The shape and what follows from it, ready for JSON."""
         derived = {"parameters": self.parameters, "weight_bytes": self.weight_bytes}
         return {**vars(self), "remarks": list(self.remarks), **derived}
-
-    # --------------------------------------------------------------------------------- FLOPs
 
     def attention_flops(self, pairs: float) -> float:
         """FLOPs of one layer's attention over so many pairs of a row and an entry.
@@ -145,8 +141,6 @@ class Model:
         layer = 2 * self.layer_matrices + self.attention_flops(entries)
         return self.n_layers * layer + 2 * self.hidden * self.vocab
 
-    # ------------------------------------------------------------------------------- reading
-
     @classmethod
     def from_config(
         cls, config: str | Path | Mapping[str, Any], *, number_bytes: float | None = None
@@ -161,15 +155,15 @@ class Model:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            found = json.loads(path.read_text("utf-8"))
+            keys = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"no file {str(path)!r}; {_SAY}") from error
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ModelError(f"{str(path)!r} is no JSON ({error}); {_SAY}") from error
-        if not isinstance(found, Mapping):
-            raise ModelError(f"{str(path)!r} holds a {type(found).__name__}; {_SAY}")
+        if not isinstance(keys, Mapping):
+            raise ModelError(f"{str(path)!r} holds a {type(keys).__name__}; {_SAY}")
         name = path.parent.name if path.name == "config.json" else path.stem
-        return _model(found, name, number_bytes)
+        return _model(keys, name, number_bytes)
 
     @classmethod
     def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
@@ -198,8 +192,8 @@ def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> 
     def size(key: str) -> int:
         value = config.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
-            found = "is missing" if value is None else f"is {value!r}"
-            raise ModelError(f"{name}: {key} {found}; {_SAY}")
+            state = "is missing" if value is None else f"is {value!r}"
+            raise ModelError(f"{name}: {key} {state}; {_SAY}")
         return value
 
     qheads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -246,26 +240,28 @@ def _dtype(config: Mapping[str, Any]) -> str:
 def _number_bytes(config: Mapping[str, Any], name: str) -> float:
     """Bytes per number of the configuration's data type, 2 where it names none."""
     dtype = _dtype(config) or "bfloat16"
-    known = next((size for start, size in _BYTES.items() if dtype.startswith(start)), None)
-    if known is None:
-        raise ModelError(
-            f"{name}: dtype is {dtype!r}; expected {', '.join(_BYTES)}, or give the bytes per "
-            "number (--dtype-bytes)"
-        )
-    return known
+    for start, size in _BYTES.items():
+        if dtype.startswith(start):
+            return size
+    raise ModelError(
+        f"{name}: dtype is {dtype!r}; expected {', '.join(_BYTES)}, or give the bytes per number "
+        "(--dtype-bytes)"
+    )
 
 
 def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of the model is counted otherwise than it is."""
-    said = []
+    """Return what the arithmetic leaves out for a model."""
+    remarks = []
     kinds = config.get("layer_types") or []
     window = config.get("sliding_window")
     slides = config.get("use_sliding_window", True) and window
     if slides and (not kinds or any(str(kind).startswith("sliding") for kind in kinds)):
-        said.append(
+        remarks.append(
             f"layers with a sliding window ({window} tokens) are counted as full attention over "
             "the whole context"
         )
     if config.get("quantization_config"):
-        said.append("quantised weights are counted at the size of the data type; use --dtype-bytes")
-    return tuple(said)
+        remarks.append(
+            "quantised weights are counted at the size of the data type; use --dtype-bytes"
+        )
+    return tuple(remarks)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvsim.recorder.capturing import capture, capture_many
-    from kvsim.recorder.jsonl import read_prompts
     from kvsim.recorder.models import load_model
     from kvsim.recorder.options import Options
-    from kvsim.recorder.prompts import Prompt
+    from kvsim.recorder.prompts import Prompt, read_prompts
 
 __all__ = [
     "Options",
@@ -33,7 +32,7 @@ _HOME = {
     "capture": "capturing",
     "capture_many": "capturing",
     "load_model": "models",
-    "read_prompts": "jsonl",
+    "read_prompts": "prompts",
 }
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Formula, Rope, recent_attention
+from kvsim.core.attention import Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.core.header import Header
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, projected_keys
 from kvsim.schema import CHUNK
 from kvsim.store.layout import pos_axis
+from kvsim.store.writer import TraceWriter
 
 # Models take angles in float32: a position of this relative error times a frequency.
 _ANGLE = 2.0**-22
@@ -27,18 +29,8 @@ _PRE_ROPE = "pre_rope"
 _NO_ROPE = Rope(())
 
 
-class Sink(Protocol):
-    """A destination of blocks: a writer on disk, or memory."""
-
-    def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Take the next positions of one layer: a block [head, pos, ...] or [pos, hidden]."""
-
-    def set_length(self, n_pos: int) -> None:
-        """Learn how many positions there will be, before the last block."""
-
-
 class MemorySink:
-    """Blocks in memory."""
+    """Blocks in memory, with the methods of a TraceWriter that take them."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, dict[int, list[Tensor]]] = {}
@@ -99,13 +91,12 @@ def _shape(call: KernelCall) -> tuple[int, ...]:
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
     """Return views of what only this call has of its rows."""
-    rows = slice(row, row + count)
-    parts = {"q": call.q[:, rows], "attn_out": call.out[:, rows]}
-    if call.pre_rope is not None:
-        parts[_PRE_ROPE] = call.pre_rope[:, rows]
-    if call.residual is not None:
-        parts["residual"] = call.residual[rows]
-    return parts
+    parts = {"q": call.q, "attn_out": call.out, _PRE_ROPE: call.pre_rope, "residual": call.residual}
+    return {
+        name: part.narrow(_row_axis(name), row, count)
+        for name, part in parts.items()
+        if part is not None
+    }
 
 
 def _row_axis(name: str) -> int:
@@ -124,32 +115,30 @@ class BlockRecorder:
     Every row is checked: attention is recomputed from q, k, v by the kernel's formula and compared
     with the kernel's output; keys before RoPE are rotated and compared with the kernel's keys.
 
-    Args:
-        open_sink: opens the sink from the first call, which shows the shapes, after its check.
-        read_ropes: returns the rotary embeddings in effect.
-        store_dtype: ``float16`` if the sink stores less than the model's precision.
-        begin: called with the number of each layer after the check of its first call and before its
-            first block.
-        rounds_logits: the kernel keeps logits in the model's dtype (eager), so in 16 bits its own
-            rounding grows with the logits, and with it the tolerance.
+    open_sink: opens the sink from the first call, which shows the shapes, after its check.
+    read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
+    begin: called once every layer has been called, before the first block of the last one.
+    store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
+    kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
+    logits, and with it the tolerance.
 
-    Raises:
-        CaptureError: (while calls come in) the model computes something else than attention by this
-            formula of these q, k, v, or rotates in another way.
+    Raises CaptureError, while calls come in, if the model computes something else than attention by
+    this formula of these q, k, v, or rotates in another way.
     """
 
     def __init__(
         self,
-        open_sink: Callable[[KernelCall], Sink],
+        open_sink: Callable[[KernelCall], MemorySink | TraceWriter],
         read_ropes: Callable[[], Sequence[Rope]],
         *,
-        begin: Callable[[int], None],
+        layer_ids: Sequence[int],
+        begin: Callable[[], None],
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
     ) -> None:
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
-        self.begin, self.rounds_logits = begin, rounds_logits
-        self.sink: Sink | None = None
+        self.layer_ids, self.begin, self.rounds_logits = layer_ids, begin, rounds_logits
+        self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
         self.last: int | None = None
         self.allowed = 0.0
@@ -165,7 +154,8 @@ class BlockRecorder:
         layer = self.layers.get(call.layer)
         if layer is None:
             layer = self._first(call)
-            self.begin(call.layer)
+            if call.layer == self.layer_ids[-1]:
+                self.begin()
         if call.start != layer.start + layer.filled:
             raise CaptureError(
                 f"layer {call.layer} has {call.start} earlier entries, expected "
@@ -176,8 +166,7 @@ class BlockRecorder:
                 f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
                 "formula and one rotary embedding for all rows; this model cannot be recorded"
             )
-        row = 0
-        history = _History(call, compute_dtype(call.q.dtype))
+        row, history = 0, _History(call)
         while row < call.q.shape[1]:
             if not layer.filled and call.q.shape[1] - row >= CHUNK:
                 self._flush(layer, _rows(call, row, CHUNK), history)
@@ -188,27 +177,29 @@ class BlockRecorder:
                 self._flush(layer, layer.block(), history)
                 layer.filled = 0
 
-    @property
-    def errors(self) -> list[float]:
-        """The largest relative error of a head and block, for each layer."""
-        return [self.layers[layer].error for layer in sorted(self.layers)]
-
-    @property
-    def formulas(self) -> tuple[Formula, ...]:
-        """The formula of each layer."""
-        return tuple(layer.formula for _, layer in sorted(self.layers.items()))
-
-    @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embedding of each layer."""
-        return tuple(layer.ropes[0] for _, layer in sorted(self.layers.items()))
+    def described(self, header: Header) -> Header:
+        """Return the header with formulas, rotary embeddings and errors of the layers so far."""
+        if len(self.layers) != len(self.layer_ids):
+            raise CaptureError(
+                f"{len(self.layers)} of {len(self.layer_ids)} layers called the attention "
+                "kernel of transformers' table, expected all; this model cannot be recorded"
+            )
+        layers = [self.layers[number] for number in self.layer_ids]
+        errors = [layer.error for layer in layers]  # the largest of a head and block
+        check = {"max_relative_error": errors, "tolerance": self.allowed}
+        return replace(
+            header,
+            formulas=tuple(layer.formula for layer in layers),
+            ropes=tuple(layer.ropes[0] for layer in layers),
+            meta={**header.meta, "capture_check": check},
+        )
 
     def _first(self, call: KernelCall) -> _Layer:
         """Begin a layer: check its first call before anything is stored."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
-        history = _History(call, compute_dtype(call.q.dtype))
-        self._check_output(call.layer, call.out[:, :rows], *history.attend(call.q[:, :rows], 0))
+        first = _History(call).attend(call.q[:, :rows], 0)
+        self._check_output(call.layer, call.out[:, :rows], *first)
         new = call.k[:, call.start : call.start + rows]
         if call.pre_rope is None:
             ropes = self._without_rope(call, new)
@@ -233,14 +224,12 @@ class BlockRecorder:
                 f"and {shape[1]} KV heads with values of {shape[3]}; expected a multiple, and "
                 "queries, keys and values of one size; this model cannot be recorded"
             )
-        if self.layers:
-            first = next(iter(self.layers.values())).shape
-            if shape != first:
-                raise CaptureError(
-                    f"layer {call.layer} has (query heads, KV heads, dimensions, of values) "
-                    f"{shape}, earlier layers {first}; expected the same, this model cannot be "
-                    "recorded"
-                )
+        first = next((layer.shape for layer in self.layers.values()), shape)
+        if shape != first:
+            raise CaptureError(
+                f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
+                f"earlier layers {first}; expected the same, this model cannot be recorded"
+            )
 
     def _without_rope(self, call: KernelCall, keys: Tensor) -> list[Rope]:
         """Return the rotary embedding of a layer that called no function to rotate its keys.
@@ -298,22 +287,19 @@ class BlockRecorder:
         new = slice(layer.start, layer.start + size)
         block = {**rows, "k": history.call.k[:, new], "v": history.call.v[:, new]}
         recomputed, lse = history.attend(block["q"], layer.start)
-        layer.error = max(
-            layer.error, self._check_output(number, block["attn_out"], recomputed, lse)
-        )
+        error = self._check_output(number, block["attn_out"], recomputed, lse)
+        layer.error = max(layer.error, error)
         before = block.pop(_PRE_ROPE, None)
         if before is not None:
             layer.ropes = self._matching_ropes(number, before, block["k"], layer.start, layer.ropes)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
-            _, lse = history.rounded(self.store_dtype).attend(
-                block["q"].to(self.store_dtype), layer.start
-            )
+            rounded = _History(history.call, self.store_dtype)
+            _, lse = rounded.attend(block["q"].to(self.store_dtype), layer.start)
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
-        for name, part in block.items():
-            self.sink.append(name, number, part)
-        self.sink.append("lse", number, lse)
+        for name, part in {**block, "lse": lse}.items():
+            self.sink.append(name, self.layer_ids.index(number), part)
         layer.start += size
 
     def _check_output(self, layer: int, out: Tensor, recomputed: Tensor, lse: Tensor) -> float:
@@ -335,22 +321,19 @@ class BlockRecorder:
 class _History:
     """All keys and values of a call, converted once, for attention from any block of rows."""
 
-    def __init__(self, call: KernelCall, dtype: torch.dtype) -> None:
-        self.call, self.dtype = call, dtype
-        self.kv: tuple[Tensor, Tensor] | None = None
+    def __init__(self, call: KernelCall, rounded: torch.dtype | None = None) -> None:
+        self.call, self.rounded = call, rounded or call.k.dtype  # keys are rounded to this dtype
 
-    def rounded(self, dtype: torch.dtype) -> _History:
-        """Return the same history with keys rounded to `dtype`."""
-        history = _History(self.call, self.dtype)
-        history.kv = self.call.k.to(dtype).to(self.dtype), self.call.v.to(self.dtype)
-        return history
+    @cached_property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [head, n, d]."""
+        dtype = compute_dtype(self.call.q.dtype)
+        return self.call.k.to(self.rounded).to(dtype), self.call.v.to(dtype)
 
     def attend(self, q: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Compute attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
-        if self.kv is None:
-            self.kv = self.call.k.to(self.dtype), self.call.v.to(self.dtype)
         end = start + q.shape[1]
         k, v = (part[:, None, :end] for part in self.kv)  # [head, 1, n, d]
-        rows = q.to(self.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
+        rows = q.to(k.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
         out, lse = recent_attention(rows, k, v, self.call.formula, start)
         return out.flatten(0, 1), lse.flatten(0, 1)

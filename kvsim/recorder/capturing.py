@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError
-from kvsim.recorder.models import context_length, is_tiny, load_model
-from kvsim.recorder.options import Options, check_output, takes_options
+from kvsim.errors import CaptureError, KvsimError, TraceExistsError
+from kvsim.recorder.models import load_model
+from kvsim.recorder.options import Options, check_in_memory, takes_options
 from kvsim.recorder.prompts import (
-    Encoded,
     Labels,
     Prompt,
     PromptLike,
@@ -23,7 +22,6 @@ from kvsim.recorder.prompts import (
     file_name,
     with_distinct_ids,
 )
-from kvsim.recorder.resuming import naming_prompt, suggesting_resume
 from kvsim.recorder.session import Session
 from kvsim.schema import is_url
 from kvsim.store.publication import check_target, check_writable
@@ -69,14 +67,15 @@ def capture(
         TypeError: an unknown keyword.
     """
     checked = Options.of(options)
-    check_output(checked, stored=out is not None)
-    if out is not None:
+    if out is None:
+        check_in_memory(checked)
+    else:
         _check_local(out)
         _check_target(Path(out), checked)
         check_writable(Path(out).parent)
     checked_labels = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
-    encoded = _encode(model, tokenizer, prompt, checked)
+    encoded = encode(prompt, model, tokenizer, system=checked.system, chat=checked.chat)
     session = Session(model, tokenizer, encoded, checked, out, answer, checked_labels, name)
     return session.existing() or session.run()
 
@@ -124,19 +123,25 @@ def capture_many(
     model, tokenizer = _resolve(model, tokenizer)
     sessions = []
     for prompt, path, label in zip(prompts, paths, labels, strict=True):
+        system = checked.system if prompt.system is None else prompt.system
         try:
-            encoded = _encode(model, tokenizer, prompt.content, checked, prompt.system)
+            encoded = encode(prompt.content, model, tokenizer, system=system, chat=checked.chat)
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
         sessions.append(
             Session(model, tokenizer, encoded, checked, path, prompt.answer, label, prompt.id)
         )
-    existing = [session.existing() for session in sessions]
-    traces = []
-    for place, (session, trace) in enumerate(zip(sessions, existing, strict=True)):
-        with naming_prompt(prompts[place].id, place, len(sessions)):
-            traces.append(trace or session.run())
-    return traces
+    traces = [session.existing() for session in sessions]
+    for place, prompt in enumerate(prompts):
+        session = sessions.pop(0)  # a session that has run keeps blocks
+        try:
+            traces[place] = traces[place] or session.run()
+        except KvsimError as error:
+            before = "the prompts before it are complete and stay" if place else "none is complete"
+            done = f" ({place + 1} of {len(prompts)}, {before})" if len(prompts) > 1 else ""
+            more = "; in the same place resume=True (--resume) records the others" if place else ""
+            raise type(error)(f"prompt {prompt.id!r}{done}: {error}{more}") from error
+    return [trace for trace in traces if trace is not None]
 
 
 def _check_local(out: str | Path) -> None:
@@ -162,20 +167,15 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
     return model, tokenizer
 
 
-def _encode(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    prompt: PromptLike,
-    options: Options,
-    system: str | None = None,
-) -> Encoded:
-    embedding = cast("torch.nn.Embedding", model.get_input_embeddings())
-    return encode(
-        prompt,
-        tokenizer,
-        system=options.system if system is None else system,
-        chat=options.chat,
-        vocab_size=embedding.weight.shape[0],
-        context=context_length(model),
-        tiny=is_tiny(model),
-    )
+@contextmanager
+def suggesting_resume(*, applies: bool) -> Iterator[None]:
+    """Add to the error about an existing trace what `resume` would do, if it applies."""
+    try:
+        yield
+    except TraceExistsError as error:
+        if not applies:
+            raise
+        raise TraceExistsError(
+            f"{error}, or resume=True (--resume), which keeps traces of the same capture and "
+            "records the others"
+        ) from error

@@ -34,17 +34,11 @@ def generate(
 
     Every token goes through the model, the last one too, so every position has its q, k, v.
 
-    Args:
-        model: a decoder model in evaluation mode.
-        ids: token ids of the prompt.
-        new_tokens: the most tokens of the response.
-        temperature: 0 takes the most likely token; above 0, tokens are drawn.
-        seed: the seed of the draws.
-        stop: tokens that end the response, as its last one.
-        completed: says of the tokens so far and the start of the response whether it ends here.
-        sampled: called with each token of the response before it goes through the model.
-        before_last: called with the final length before the last forward.
-        progress: called with (tokens done, most tokens possible) after every forward.
+    temperature: 0 takes the most likely token; above 0, tokens are drawn. stop: tokens that end the
+    response, as its last one. completed: called with the tokens so far and the start of the
+    response, returns whether it ends here. sampled: called with each token of the response before
+    it goes through the model. before_last: called with the final length before the last forward.
+    progress: called with (tokens done, most tokens possible) after every forward.
     """
     tokens = list(ids)
     total = len(tokens) + new_tokens

@@ -90,10 +90,18 @@ class _Interceptor:
         hidden = hidden_states(f"layer {layer}", args, kwargs, ": one sequence at a time")
         self.running, self.hidden, self.calls, self.rotations = layer, hidden[0], 0, []
 
-    def rotated(self, before: Tensor, after: Tensor) -> None:
-        """Take the running module's keys [1, head, w, dim] before and after RoPE."""
-        if self.running is not None and threading.get_ident() == self.thread:
-            self.rotations.append((before, after))
+    def rotating(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that applies RoPE as `rotate` does, and notes keys before and after."""
+
+        @functools.wraps(rotate)
+        def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+            result = rotate(q, k, *args, **options)
+            here = self.running is not None and threading.get_ident() == self.thread
+            if here and isinstance(result, tuple):  # some families rotate q and k in two calls
+                self.rotations.append((k, result[1]))  # [1, head, w, dim]
+            return result
+
+        return wrapper
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -148,10 +156,9 @@ class _Interceptor:
 
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
         """Return the sinks as numbers, read once: reading waits for the device."""
-        cached = self.sinks.get(layer)
-        if cached is None or cached[0] is not sinks:
-            cached = self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
-        return cached[1]
+        if layer not in self.sinks or self.sinks[layer][0] is not sinks:
+            self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
+        return self.sinks[layer][1]
 
     def _pre_rope(self, layer: int, rows: int, key: Tensor) -> Tensor | None:
         if not self.rotations:
@@ -226,10 +233,8 @@ def intercepting(
 ) -> Iterator[None]:
     """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
 
-    Args:
-        model: a decoder model of transformers.
-        receive: called after the kernel, before the output projection; may raise.
-        layers: the layers to intercept, by number; None for all.
+    receive: called after the kernel, before the output projection; may raise. layers: the layers to
+    intercept, by number; None for all.
     """
     modules = {
         layer: module
@@ -250,42 +255,22 @@ def intercepting(
                 interceptor.called(module, (query, key, value), result[0], options)
             return result
 
-        stack.callback(_restore, name, ALL_ATTENTION_FUNCTIONS._local_mapping.get(name))  # noqa: SLF001
-        ALL_ATTENTION_FUNCTIONS[name] = kernel
+        table = ALL_ATTENTION_FUNCTIONS._local_mapping  # noqa: SLF001  the library's entries stay
+        before = {name: table[name]} if name in table else {}
+        stack.callback(table.update, before)
+        stack.callback(table.pop, name, None)
+        table[name] = kernel
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:
                 stack.callback(setattr, home, _ROTARY, rotate)
-                setattr(home, _ROTARY, _intercepted_rotation(rotate, interceptor))
+                setattr(home, _ROTARY, interceptor.rotating(rotate))
         for module in modules.values():
             stack.enter_context(
                 module.register_forward_pre_hook(interceptor.before, with_kwargs=True)
             )
             stack.enter_context(module.register_forward_hook(interceptor.after, with_kwargs=True))
         yield
-
-
-def _intercepted_rotation(
-    rotate: Callable[..., Any], interceptor: _Interceptor
-) -> Callable[..., Any]:
-    """Return a function that applies RoPE as `rotate` does, and passes the keys on."""
-
-    @functools.wraps(rotate)
-    def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-        result = rotate(q, k, *args, **options)
-        if isinstance(result, tuple):  # some families rotate queries and keys in separate calls
-            interceptor.rotated(k, result[1])
-        return result
-
-    return wrapper
-
-
-def _restore(name: str, previous: object) -> None:
-    """Restore a local entry of the table; without one, the library's entry shows again."""
-    if previous is None:
-        ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)  # noqa: SLF001
-    else:
-        ALL_ATTENTION_FUNCTIONS[name] = previous
 
 
 def _eager_kernel(module: nn.Module) -> Kernel:
@@ -301,12 +286,9 @@ def _eager_kernel(module: nn.Module) -> Kernel:
 
 
 def projected_keys(call: KernelCall, rows: int) -> Tensor | None:
-    """Return the first new keys [head, rows, dim] as the projection computes them.
+    """Return the first new keys [head, rows, dim] as llama, qwen2 and qwen3 compute them.
 
-    None if the module has no such projection.
-
-    Computed as llama, qwen2 and qwen3 compute them: a projection, and a norm over the head where
-    there is one.
+    By a projection, and a norm over the head where there is one; None without such a projection.
     """
     projection = getattr(call.module, "k_proj", None)
     if not isinstance(projection, nn.Module):

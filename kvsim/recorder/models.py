@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
 from kvsim.core.attention import Rope
-from kvsim.errors import CaptureError, suggest
+from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.hooks import attention_modules, kernel_name
 
 #: The models that come with kvsim, in words.
@@ -41,8 +41,8 @@ _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "te
 # Not in the configuration's digest: the place of a copy and its writer change no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 
-# In the configuration but not in its digest: the precision is compared by itself.
-_NOTED = ("architectures", "dtype")
+#: In the configuration but not in its digest: the precision is compared by itself.
+NOTED = ("architectures", "dtype")
 
 
 def load_model(
@@ -84,13 +84,10 @@ def load_model(
         )
     offline = None if local else unreachable()
     here = local or offline is not None  # the hub's cache counts as local
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": here}
+    shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
     if local:
         _require_safetensors(Path(place))
-    if attention is not None:
-        options["attn_implementation"] = attention
-    if device_map is not None:
-        options["device_map"] = device_map
+    options = {"attn_implementation": attention, "device_map": device_map}
     with _quiet():
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -98,20 +95,20 @@ def load_model(
                 use_safetensors=True,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 adapter_kwargs={"local_files_only": here},  # peft looks for one by itself
-                **options,
+                **shared,
+                **{key: value for key, value in options.items() if value is not None},
             )
         except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = _first_line(error)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             if offline and isinstance(error, OSError):
-                reason = (
-                    f"it is not a folder, the hub's cache does not have all of it, and {offline}"
-                )
+                reason = "it is not a folder, the hub's cache does not have all of it, and "
+                reason += offline
             raise CaptureError(
                 f"model {str(name)!r} cannot be loaded: {reason}; expected a local "
                 "folder or a hub id of a decoder model with safetensors weights, or "
                 f"{_SHIPPED}{_close(str(name))}"
             ) from error
-        tokenizer = _load_tokenizer(place, options)
+        tokenizer = _load_tokenizer(place, shared)
     loaded = cast("PreTrainedModel", model)
     if attention is None and softcap(loaded) is not None:
         loaded.set_attn_implementation("eager")
@@ -129,8 +126,7 @@ def unreachable() -> str | None:
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # OSError: HF_HUB_OFFLINE is set
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        return f"{constants.ENDPOINT} cannot be reached ({reason})"
+        return f"{constants.ENDPOINT} cannot be reached ({error_line(error).rstrip('.')})"
     return None
 
 
@@ -188,21 +184,18 @@ def _is_here(place: str | int) -> bool:
 
 
 def _require_safetensors(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
-        return
-    others = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
-    weights = f"only {', '.join(others)}" if others else "no weights"
-    raise CaptureError(
-        f"{folder} has {weights}, expected *.safetensors; pickled weights can run code and are "
-        "never loaded, convert them with save_pretrained first"
-    )
+    if not any(folder.glob("*.safetensors")):
+        others = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
+        weights = f"only {', '.join(others)}" if others else "no weights"
+        raise CaptureError(
+            f"{folder} has {weights}, expected *.safetensors; pickled weights can run code and are "
+            "never loaded, convert them with save_pretrained first"
+        )
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
     if Path(place).is_dir() and not any(any(Path(place).glob(name)) for name in _TOKENIZER):
         return None  # transformers would build an empty one
-    of_model = ("attn_implementation", "device_map")
-    options = {key: value for key, value in options.items() if key not in of_model}
     try:
         return AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError, TypeError):
@@ -226,31 +219,24 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
 def is_tiny(model: PreTrainedModel) -> bool:
     """Return whether a model ships with kvsim."""
-    return _shipped(model) is not None
-
-
-def _shipped(model: PreTrainedModel) -> str | None:
-    """Return the name of a model that ships with kvsim, or None."""
-    place = str(model.config._name_or_path)  # noqa: SLF001  its only home
-    return next((name for name, path in tiny.MODELS.items() if str(path) == place), None)
+    return _origin(model) in map(str, tiny.MODELS.values())
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """Return a short name: the hub id, or the last part of a local path."""
-    shipped = _shipped(model)
-    if shipped is not None:
-        return shipped
-    name = str(model.config._name_or_path or "")  # noqa: SLF001  its only home
-    if not name:
-        return str(model.config.model_type)
-    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
+    """Return a short name: that of a shipped model, the hub id, or the last part of a path."""
+    origin = _origin(model)
+    for name, path in tiny.MODELS.items():
+        if str(path) == origin:
+            return name
+    local = Path(origin).is_absolute() or Path(origin).exists()
+    return Path(origin).name if local and origin else origin or str(model.config.model_type)
+
+
+def _origin(model: PreTrainedModel) -> str:
+    """Return the path or hub id that a model was loaded from, or the empty string."""
+    return str(model.config._name_or_path or "")  # noqa: SLF001  its only home
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -287,7 +273,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Return the provenance of a model, ready for JSON."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
-    compared = {key: value for key, value in config.items() if key not in _NOTED}
+    compared = {key: value for key, value in config.items() if key not in NOTED}
     text = json.dumps(compared, sort_keys=True, separators=(",", ":"))
     return {
         "name": model_name(model),

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Help:
-    """What an option does, for docstrings and `--help`, and how its value is written there."""
+    """Text of an option for docstrings and `--help`, and how its value is written there."""
 
     text: str
     metavar: str | None = None
@@ -144,7 +144,7 @@ class Options:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What a trace says about how its response was generated."""
+        """The settings of generation that a trace notes."""
         return {
             "temperature": self.temperature,
             "seed": self.seed,
@@ -192,40 +192,23 @@ def takes_options(function: Function) -> Function:
     They replace `**options` in the signature and its line in the docstring.
     """
     signature = inspect.signature(function)
-    *parameters, _ = signature.parameters.values()
-    parameters += [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=option.kind,
-        )
-        for option in declared(Options)
-    ]
+    *parameters, options = signature.parameters.values()
+    keyword = options.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    lines = []
+    for name, kind, default, text, _ in declared(Options):
+        parameters.append(keyword.replace(name=name, default=default, annotation=kind))
+        lines.append(wrapper.fill(f"{name}: {text.text}"))
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    lines = [
-        textwrap.fill(
-            f"{option.name}: {option.help.text}",
-            width=100,
-            initial_indent=" " * 8,
-            subsequent_indent=" " * 12,
-        )
-        for option in declared(Options)
-    ]
     if function.__doc__ is not None:  # python -OO
         function.__doc__ = re.sub(r" +\*\*options: .*", "\n".join(lines), function.__doc__)
     return function
 
 
-def check_output(options: Options, *, stored: bool) -> None:
-    """Raise CaptureError for an option about the stored trace where nothing is stored."""
-    needs_file = {
-        "attention": options.attention is not False,
-        "store_dtype": options.store_dtype is not None,
-        "resume": options.resume,
-    }
-    given = [name for name, is_given in needs_file.items() if is_given]
-    if given and not stored:
+def check_in_memory(options: Options) -> None:
+    """Raise CaptureError for an option about the stored trace, where nothing is stored."""
+    given = [name for name in ("attention", "store_dtype", "resume") if getattr(options, name)]
+    if given:
         raise CaptureError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} about what is written, "
             "but out is None; give out=..., or use trace.attention(layer, rows)"
@@ -235,10 +218,8 @@ def check_output(options: Options, *, stored: bool) -> None:
 def select_layers(requested: Sequence[int] | None, numbers: Iterable[int]) -> tuple[int, ...]:
     """Return the layers to record among the model's `numbers`, in order.
 
-    Negative numbers count from the end; None selects all.
-
-    Raises:
-        CaptureError: no layer, one twice, or one that the model does not have.
+    Negative numbers count from the end; None selects all. Raises CaptureError for no layer, one
+    twice, or one that the model does not have.
     """
     available = sorted(numbers)
     if requested is None:

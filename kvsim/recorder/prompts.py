@@ -1,17 +1,22 @@
-"""Prompts: text, chat messages or token ids, encoded for a model."""
+"""Prompts: text, chat messages or token ids, encoded for a model or read from JSONL files."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, error_line, suggest
+from kvsim.recorder.models import context_length, is_tiny
 from kvsim.schema import LABELS
 
 Messages = Sequence[Mapping[str, Any]]
@@ -22,6 +27,16 @@ _SHOWN_WORDS = 8
 
 # Roles of a system message; a chat has at most one.
 _SYSTEM = ("system", "developer")
+
+#: The keys of a prompt: text, a chat, token ids.
+CONTENT = ("prompt", "messages", "tokens")
+
+#: All keys that are read; others are ignored.
+KEYS = ("id", *CONTENT, "system", "answer", *LABELS, "difficulty")
+
+_EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
+
+_LONGEST_ID = 200
 
 
 @dataclass(frozen=True)
@@ -54,15 +69,13 @@ class Encoded:
 
 def encode(
     prompt: PromptLike,
+    model: PreTrainedModel,
     tokenizer: Any,
     *,
-    vocab_size: int,
-    context: int | None,
-    tiny: bool,
-    system: str | None = None,
-    chat: bool = False,
+    system: str | None,
+    chat: bool,
 ) -> Encoded:
-    """Encode a prompt as token ids.
+    """Encode a prompt as token ids of a model.
 
     system: a message before it, which makes text a chat. chat: text is a user's message.
 
@@ -81,15 +94,17 @@ def encode(
     if text is None:
         ids = _ids(prompt)
     else:
-        ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=tiny)
+        ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=is_tiny(model))
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
+    vocab_size = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
     unknown = [token for token in ids if not 0 <= token < vocab_size]
     if unknown:
         raise CaptureError(
             f"token id {unknown[0]} is not in the model's vocabulary, expected 0 to "
             f"{vocab_size - 1}; encode the prompt with the model's own tokenizer"
         )
+    context = context_length(model)
     if context is not None and len(ids) > context:
         raise CaptureError(
             f"the prompt has {len(ids)} tokens, expected at most the model's context of {context}; "
@@ -104,7 +119,7 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
         if not chat and system is None:
             return None
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    elif _is_chat(prompt):
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(x, Mapping) for x in prompt):
         messages = joined_parts(prompt)  # type: ignore[arg-type]  # checked above
     elif system is None:
         return None
@@ -161,14 +176,6 @@ def _text_of(part: object, where: str) -> str:
     return text
 
 
-def _is_chat(prompt: PromptLike) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and len(prompt) > 0
-        and all(isinstance(message, Mapping) for message in prompt)
-    )
-
-
 def _ids(prompt: object) -> list[int]:
     try:
         array = np.asarray(prompt)
@@ -211,10 +218,9 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, reason: str) -> str:
         )
     except (TemplateError, TypeError, ValueError) as error:
         # templates refuse unknown roles, and content of another kind
-        cause = " ".join(str(error).split())
         raise CaptureError(
-            f"the tokenizer's chat template refuses the messages ({cause}), expected roles and "
-            "content that it accepts; see the template, or leave --system out"
+            f"the tokenizer's chat template refuses the messages ({error_line(error)}), expected "
+            "roles and content that it accepts; see the template, or leave --system out"
         ) from error
 
 
@@ -287,3 +293,151 @@ def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
 def file_name(prompt_id: str) -> str:
     """Return the name of a prompt's trace: letters, digits, dots and dashes."""
     return (re.sub(r"[^A-Za-z0-9._-]+", "-", prompt_id).strip(".-") or "prompt") + ".zarr"
+
+
+def read_prompts(
+    path: str | Path, *, limit: int | None = None, note: Callable[[str], None] | None = None
+) -> list[Prompt]:
+    """Read the prompts of a JSONL file, in order.
+
+    A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
+    text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
+    ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level`` (or ``difficulty``).
+    Other keys are ignored, and so is ``tokens`` if it is a number. Empty lines and a byte order
+    mark are skipped.
+
+    Args:
+        path: the file, UTF-8.
+        limit: read only the first prompts, so many.
+        note: called once for each ignored key whose name is close to one that is read.
+
+    Raises:
+        CaptureError: no such file, or a line that is no such object; the error gives its number.
+    """
+    source = Path(path)
+    seen: set[str] = set()
+    prompts: list[Prompt] = []
+    for number, line in islice(_lines(source), limit):
+        where = f"{source}, line {number}"
+        row = _object(line, where)
+        prompts.append(_prompt(row, len(prompts), where))
+        for key in row.keys() - seen - set(KEYS):
+            close = suggest(key, KEYS)
+            if note is not None and close:
+                note(f"{where}: {key!r} is not read{close}")
+            seen.add(key)
+    if not prompts:
+        raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")
+    return with_distinct_ids(prompts)
+
+
+def _lines(source: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty, with their numbers from 1."""
+    try:
+        with source.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    # a byte order mark can only be at the beginning
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
+                    raise CaptureError(
+                        f"{source}, line {number}: byte {error.start} is not UTF-8, expected a "
+                        "JSONL file in UTF-8; convert it first"
+                    ) from None
+                if line:
+                    yield number, line
+    except OSError as error:
+        raise CaptureError(
+            f"{source} cannot be read ({error.strerror}), expected a JSONL file of prompts"
+        ) from error
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CaptureError(
+            f"{where}: {error.object[error.start]!a} is half of a character, expected whole ones; "
+            "write the line again"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        if not line.startswith("["):
+            raise CaptureError(
+                f"{where}: {error}, expected one JSON object on each line; write the line again"
+            ) from None
+        row = []
+    if isinstance(row, list):
+        raise CaptureError(
+            f"{where}: a JSON array, expected one JSON object on each line; "
+            "`jq -c '.[]' FILE > FILE.jsonl` converts an array of objects"
+        )
+    if not isinstance(row, dict):
+        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
+    return row
+
+
+def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
+    system, answer = row.get("system"), row.get("answer")
+    if not isinstance(system, str | None):
+        raise CaptureError(f"{where}: system is {system!r}, expected text")
+    labels = {name: row[name] for name in LABELS if row.get(name) is not None}
+    if row.get("difficulty") is not None:
+        level = labels.setdefault("level", row["difficulty"])
+        if level != row["difficulty"]:
+            raise CaptureError(
+                f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
+                "one of them: they are the same label"
+            )
+    return Prompt(
+        id=_id(row.get("id"), index, where),
+        content=_content(row, where),
+        answer=None if answer is None else str(answer),
+        labels=check_labels(labels, f"{where}: "),
+        system=system or None,
+    )
+
+
+def _content(row: dict[str, Any], where: str) -> PromptLike:
+    given = [name for name in CONTENT if row.get(name) is not None]
+    if "tokens" in given and not isinstance(row["tokens"], list):
+        given.remove("tokens")  # the number of tokens, not a prompt
+    if len(given) > 1:
+        raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
+    if not given:
+        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
+    name = given[0]
+    content: PromptLike = row[name]
+    if name == "prompt" and isinstance(content, str):
+        return content
+    if name == "prompt" and isinstance(content, list) and content:
+        name = "messages" if isinstance(content[0], dict) else "tokens"
+    if name == "messages" and isinstance(content, list) and content:
+        for place, message in enumerate(content):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise CaptureError(
+                    f"{where}: message {place} is {_short(message)}, expected an object with "
+                    "'role' and 'content'"
+                )
+        return joined_parts(content, f"{where}: ")
+    if name == "tokens" and content and all(type(token) is int for token in content):
+        return content
+    raise CaptureError(f"{where}: no prompt, {name} is {_short(content)}; {_EXPECTED}")
+
+
+def _id(given: object, index: int, where: str) -> str:
+    if given is None:
+        return f"prompt-{index:04d}"
+    if isinstance(given, bool) or not isinstance(given, str | int) or str(given).strip() == "":
+        raise CaptureError(f"{where}: id is {_short(given)}, expected text or a number")
+    if len(str(given)) > _LONGEST_ID:
+        raise CaptureError(
+            f"{where}: id has {len(str(given))} characters, expected at most {_LONGEST_ID}: it "
+            "names the trace"
+        )
+    return str(given)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+import json
+import re
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import attention_weights
-from kvsim.core.checks import DTYPES
+from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.answers import check_answer
-from kvsim.recorder.blocks import BlockRecorder, MemorySink, Sink
+from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import Ended, StopStrings, generate, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
+from kvsim.recorder.layers import Projections, Residual
 from kvsim.recorder.models import (
     context_length,
     describe_model,
@@ -32,30 +33,22 @@ from kvsim.recorder.models import (
 )
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
-from kvsim.recorder.projections import Projections
 from kvsim.recorder.prompts import Encoded, Labels, token_strings
-from kvsim.recorder.residual import Residual
-from kvsim.recorder.resuming import differences
 from kvsim.schema import CHUNK
 from kvsim.store import open_trace
+from kvsim.store.metadata import object_at
 from kvsim.store.writer import TraceWriter
+from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
 
 
 class Session:
-    """One capture, with everything that is fixed before the model runs.
+    """One capture, checked as far as possible before the model runs.
 
-    Args:
-        model: a decoder model.
-        tokenizer: the model's tokenizer, or None.
-        encoded: the prompt.
-        options: the options of the capture.
-        out: where to write the trace; None keeps it in memory.
-        answer: the expected answer, or None.
-        labels: the prompt's labels.
-        name: the trace's name; None takes that of `out`, or the model's.
+    out: where to write the trace; None keeps it in memory. answer: the expected one. name: of the
+    trace; None takes that of `out`, or the model's.
 
     Raises:
         CaptureError: a layer that the model does not have, a model without what an option needs, or
@@ -78,7 +71,13 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = name or (self.out.stem if self.out else model_name(model))
         self.notes: list[str] = []
-        self.new_tokens = self._response_limit()
+        self.new_tokens, context = options.max_new_tokens, context_length(model)
+        if context is not None and len(encoded.ids) + self.new_tokens > context:
+            self.new_tokens = context - len(encoded.ids)
+            self.notes.append(
+                f"the response was cut to {self.new_tokens} of {options.max_new_tokens} new "
+                f"tokens, where the model's context of {context} ends"
+            )
         cap = softcap(model)
         if cap is not None and kernel_name(model) == "sdpa":
             self.notes.append(
@@ -90,31 +89,23 @@ class Session:
         self.projections = Projections(model, self.layer_ids) if options.o_proj else None
         self.residual = Residual(model) if options.residual else None
         self.stop = StopStrings(options.stops, tokenizer)
-
-    def _response_limit(self) -> int:
-        """Return how many new tokens fit into the model's context."""
-        requested, context = self.options.max_new_tokens, context_length(self.model)
-        if context is None or len(self.encoded.ids) + requested <= context:
-            return requested
-        room = context - len(self.encoded.ids)
-        self.notes.append(
-            f"the response was cut to {room} of {requested} new tokens, "
-            f"where the model's context of {context} ends"
+        self._stack = ExitStack()
+        self._writer: TraceWriter | None = None
+        self._recorder = BlockRecorder(
+            self._open_sink,
+            lambda: read_ropes(model),
+            layer_ids=self.layer_ids,
+            begin=self._begin,
+            store_dtype=torch.float16 if options.store_dtype else None,
+            rounds_logits=kernel_name(model) == "eager",
         )
-        return room
 
     def existing(self) -> Trace | None:
-        """Return the trace that `resume` keeps, if there is one.
-
-        Raises:
-            CaptureError: a trace at `out` that is of another capture.
-        """
+        """Return the trace that `resume` keeps, if there is one; CaptureError if it is another."""
         if not self.options.resume or self.out is None or not self.out.exists():
             return None
         trace = open_trace(self.out)
-        differing = differences(
-            trace, self.model, self.encoded, self.options, self.layer_ids, self.answer, self.labels
-        )
+        differing = self._differences(trace)
         if differing:
             raise CaptureError(
                 f"{self.out} is of another capture: {'; '.join(differing)}; --resume keeps traces "
@@ -122,23 +113,151 @@ class Session:
             )
         return trace
 
+    def _differences(self, trace: Trace) -> list[str]:
+        """Return in words how `trace` differs from what this capture would record.
+
+        Weights are not compared: models of one name and one configuration count as equal.
+        """
+        generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
+        if generation.get("stopped") == "interrupted":
+            return ["it was recovered from an interrupted capture and is not complete"]
+        generation = {"stop": [], **generation}  # older traces have no stop strings
+        expected, options = describe_model(self.model), self.options
+        shapes = trace.source.shapes
+        dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
+        exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
+        stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
+        pairs = {
+            "its model is": (recorded.get("name"), expected["name"]),
+            "its model's dtype is": (recorded.get("dtype"), expected["dtype"]),
+            "its attention kernel is": (recorded.get("attention"), expected["attention"]),
+            **{f"its {k} is": (generation.get(k), x) for k, x in options.generation.items()},
+            "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
+            "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
+            "it is stored in": (stored, options.store_dtype or exact),
+        }
+        differing = self._prompt_differences(trace)
+        differing += [f"{text} {a}, expected {b}" for text, (a, b) in pairs.items() if a != b]
+        if recorded.get("config_digest") != expected["config_digest"]:
+            differing.append("its model has another configuration")
+        for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
+            if trace.has(name) != requested:
+                differing.append(f"it has {'no ' if requested else ''}{name}")
+        return differing
+
+    def _prompt_differences(self, trace: Trace) -> list[str]:
+        prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
+        ids, labels = self.encoded.ids, dict(trace.labels)
+        if prompt != ids:
+            pairs = enumerate(zip(prompt, ids, strict=False))
+            first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
+            expected = f"expected {len(ids)} tokens"
+            return [f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"]
+        differing = []
+        if labels != dict(self.labels):
+            differing.append(f"its labels are {labels}, expected {dict(self.labels)}")
+        check = self._answer_check(object_at(trace.meta, "text").get("response"))
+        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
+            differing.append("its response was compared with another answer")
+        return differing
+
+    def _answer_check(self, response: str | None) -> dict[str, Any] | None:
+        """Compare a response with the right one, ready for JSON; None without anything to compare.
+
+        For tiny the right response follows from the prompt. For other models the response is right
+        if the answer occurs after the last ``</think>``, as whole words, upper or lower case.
+        """
+        if response is None:
+            return None
+        if is_tiny(self.model) and self.encoded.text is not None:
+            try:
+                check = ledger.check(self.encoded.text, response)
+            except ledger.LedgerError as error:
+                return {"kind": "none", "right": None, "reason": str(error)}
+            return {"kind": "ledger", "right": check.exact, **asdict(check)}
+        if self.answer is None:
+            return None
+        final, answer = response.rpartition("</think>")[2], self.answer.strip()
+        pattern = rf"(?<!\w){re.escape(answer)}(?!\w)"
+        right = bool(answer) and re.search(pattern, final, re.IGNORECASE) is not None
+        end = final.strip()[-200:]
+        return {"kind": "text", "right": right, "expected": self.answer, "answer": end}
+
     def run(self) -> Trace:
-        """Run the model over prompt and response, and return the trace."""
-        return _Run(self).trace()
+        """Run the model over prompt and response, once, and return the trace."""
+        with self._stack:
+            progress = self.options.progress
+            if progress is True:
+                progress = self._stack.enter_context(progress_bar("tokens", self.name))
+            tokens, ended = self._generate(progress if callable(progress) else lambda *_: None)
+            header = self._final_header(tokens, ended)
+            texts = token_strings(tokens, self.tokenizer)
+            if self._writer is None:
+                return self._in_memory(header, tokens, texts)
+            self._writer.begin(header)
+            if self.options.attention:
+                self._write_attention(self._writer, header, len(tokens))
+            self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
+        return open_trace(self._writer.path)
+
+    def _generate(self, progress: Progress) -> tuple[list[int], Ended | None]:
+        """Generate with the kernel intercepted."""
+        with ExitStack() as stack:
+            stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
+            if self.projections is not None:
+                stack.enter_context(self.projections.checking(self._store_projection))
+            if self.residual is not None:
+                stack.enter_context(self.residual.following())
+            return generate(
+                self.model,
+                self.encoded.ids,
+                new_tokens=self.new_tokens,
+                temperature=self.options.temperature,
+                seed=self.options.seed,
+                stop=stop_tokens(self.model, self.tokenizer),
+                completed=self.stop.completed,
+                sampled=lambda token: self._store_tokens([token]),
+                before_last=self._recorder.finish_at,
+                progress=progress,
+            )
+
+    def _receive(self, call: KernelCall) -> None:
+        """Record one kernel call."""
+        if self.residual is not None:
+            call = replace(call, residual=self.residual.rows(call))
+        self._recorder.receive(call)
+        if self.projections is not None:
+            self.projections.receive(call)
+
+    def _begin(self) -> None:
+        """Write the header and the prompt, once every layer has been called."""
+        if self._writer is not None:
+            self._writer.begin(self._header(), self._recorder.described)
+            self._store_tokens(self.encoded.ids)
+
+    def _store_tokens(self, ids: list[int]) -> None:
+        if self._writer is not None:
+            self._writer.add_tokens(ids, token_strings(ids, self.tokenizer))
+
+    def _store_projection(self, layer: int, weights: Tensor) -> None:
+        if self._writer is not None:
+            self._writer.write_o_proj(self.layer_ids.index(layer), weights)
 
     @property
     def _attention_array(self) -> str:
         """The name of the array of dense attention."""
         return "attention" if self.options.attention in (True, "full") else "attention_window"
 
-    def open_writer(self, out: Path, call: KernelCall) -> TraceWriter:
-        """Open a writer at `out`; the first kernel call shows the shapes."""
+    def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
+        """Open the destination of blocks; the first kernel call shows the shapes."""
+        if self.out is None:
+            return MemorySink()
         layers, n = len(self.layer_ids), self.limit
         qheads, heads, dim = call.q.shape[0], call.k.shape[0], call.q.shape[2]
         shapes: dict[str, tuple[int, ...]] = {
             "q": (layers, qheads, n, dim),
             "k": (layers, heads, n, dim),
-            "v": (layers, heads, n, call.v.shape[2]),
+            "v": (layers, heads, n, dim),
             "attn_out": (layers, qheads, n, dim),
             "lse": (layers, qheads, n),
         }
@@ -162,22 +281,19 @@ class Session:
         if self.projections is not None:
             shapes["o_proj"] = (layers, qheads, dim, self.projections.hidden)
             dtypes["o_proj"] = self.projections.dtype
-        return TraceWriter(
-            out,
+        writer = TraceWriter(
+            self.out,
             shapes=shapes,
             source_dtypes=dtypes,
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
         )
+        self._writer = self._stack.enter_context(writer)
+        return self._writer
 
-    def header(self, recorder: BlockRecorder) -> Header:
-        """Return the header as far as it is known once every layer has been called."""
-        if len(recorder.errors) != len(self.layer_ids):
-            raise CaptureError(
-                f"{len(recorder.errors)} of {len(self.layer_ids)} layers called the attention "
-                "kernel of transformers' table, expected all; this model cannot be recorded"
-            )
+    def _header(self) -> Header:
+        """Return the header as far as it is known before the model runs."""
         meta: dict[str, Any] = {
             "model": describe_model(self.model),
             "versions": versions(),
@@ -186,20 +302,11 @@ class Session:
             "labels": dict(self.labels),
             "notes": self.notes,
         }
-        return Header(
-            prompt_len=len(self.encoded.ids),
-            formulas=recorder.formulas,
-            ropes=recorder.ropes,
-            layer_ids=self.layer_ids,
-            name=self.name,
-            meta=meta,
-        )
+        return Header(len(self.encoded.ids), (), (), self.layer_ids, name=self.name, meta=meta)
 
-    def final_header(
-        self, recorder: BlockRecorder, tokens: list[int], ended: Ended | None
-    ) -> Header:
+    def _final_header(self, tokens: list[int], ended: Ended | None) -> Header:
         """Return the header with the response, and with how close the recording is."""
-        header = self.header(recorder)
+        header = self._header()
         prompt_len = header.prompt_len
         response = None
         if self.tokenizer is not None:
@@ -213,30 +320,21 @@ class Session:
                 "new_tokens": len(tokens) - prompt_len,
                 "stopped": ended or ("context" if cut else "length"),
             },
-            "answer_check": check_answer(
-                self.encoded.text, response, self.answer, tiny=is_tiny(self.model)
-            ),
-            **_capture_check(recorder),
+            "answer_check": self._answer_check(response),
         }
-        return replace(header.within(len(tokens)), meta=meta)
+        return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
 
-    def in_memory(
-        self, sink: Sink | None, header: Header, tokens: list[int], texts: list[str] | None
-    ) -> Trace:
+    def _in_memory(self, header: Header, tokens: list[int], texts: list[str] | None) -> Trace:
         """Return the trace of a capture without a path."""
+        sink = self._recorder.sink
         if not isinstance(sink, MemorySink):
             raise TypeError(f"the sink is {type(sink).__name__}, expected one in memory")
-        arrays = {name: sink.array(name) for name in sink.blocks}
-        blocks = {} if self.projections is None else self.projections.blocks
-        weights = [blocks[layer].to("cpu", copy=True) for layer in sorted(blocks)]
+        arrays: dict[str, Any] = {name: sink.array(name) for name in sink.blocks}
+        if self.projections is not None:
+            blocks = self.projections.blocks
+            arrays["o_proj"] = torch.stack([blocks[layer].to("cpu") for layer in sorted(blocks)])
         return Trace.from_arrays(
-            arrays["q"],
-            arrays["k"],
-            arrays["v"],
-            attn_out=arrays["attn_out"],
-            lse=arrays["lse"],
-            o_proj=torch.stack(weights) if weights else None,
-            residual=arrays.get("residual"),
+            **arrays,
             prompt_len=header.prompt_len,
             rope=header.ropes,
             formulas=header.formulas,
@@ -247,126 +345,14 @@ class Session:
             meta=header.meta,
         )
 
-    def write_attention(self, writer: TraceWriter, header: Header, n_pos: int) -> None:
+    def _write_attention(self, writer: TraceWriter, header: Header, n_pos: int) -> None:
         """Write dense attention, recomputed from what is stored, a block of rows at a time."""
         first = n_pos - self.options.dense_rows(n_pos)
-        for layer in range(len(self.layer_ids)):
+        at = torch.arange(n_pos)
+        for layer, formula in enumerate(header.formulas):
             q, k, lse = (writer.read_back(name, layer) for name in ("q", "k", "lse"))
             q, k = q.to(lse.dtype), k.to(lse.dtype)
-            at = torch.arange(n_pos)
             for start in range(first, n_pos, CHUNK):
                 rows = slice(start, min(start + CHUNK, n_pos))
-                formula = header.formulas[layer]
                 block = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
                 writer.write_attention(self._attention_array, layer, start - first, block)
-
-
-class _Run:
-    """The state of a session while its model runs, dropped with its blocks at the end."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.stack = ExitStack()
-        self.writer: TraceWriter | None = None
-        self.recorder = BlockRecorder(
-            self._open_sink,
-            lambda: read_ropes(session.model),
-            begin=self._begin_layer,
-            store_dtype=torch.float16 if session.options.store_dtype else None,
-            rounds_logits=kernel_name(session.model) == "eager",
-        )
-
-    def trace(self) -> Trace:
-        """Run the model over prompt and response, and return the trace."""
-        with self.stack:
-            progress = self.session.options.progress
-            if progress is True:
-                progress = self.stack.enter_context(progress_bar("tokens", self.session.name))
-            tokens, ended = self._generate(progress if callable(progress) else lambda *_: None)
-            header = self.session.final_header(self.recorder, tokens, ended)
-            texts = token_strings(tokens, self.session.tokenizer)
-            if self.writer is None:
-                return self.session.in_memory(self.recorder.sink, header, tokens, texts)
-            self.writer.begin(header)
-            if self.session.options.attention:
-                self.session.write_attention(self.writer, header, len(tokens))
-            self.writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
-        return open_trace(self.writer.path)
-
-    def _generate(self, progress: Progress) -> tuple[list[int], Ended | None]:
-        """Generate with the kernel intercepted."""
-        projections, residual = self.session.projections, self.session.residual
-        with (
-            intercepting(self.session.model, self._receive, layers=self.session.layer_ids),
-            nullcontext() if projections is None else projections.checking(self._store_projection),
-            nullcontext() if residual is None else residual.following(),
-        ):
-            return generate(
-                self.session.model,
-                self.session.encoded.ids,
-                new_tokens=self.session.new_tokens,
-                temperature=self.session.options.temperature,
-                seed=self.session.options.seed,
-                stop=stop_tokens(self.session.model, self.session.tokenizer),
-                completed=self.session.stop.completed,
-                sampled=lambda token: self._store_tokens([token]),
-                before_last=self.recorder.finish_at,
-                progress=progress,
-            )
-
-    def _receive(self, call: KernelCall) -> None:
-        """Record one kernel call."""
-        if self.session.residual is not None:
-            call = replace(call, residual=self.session.residual.rows(call))
-        self.recorder.receive(call)
-        if self.session.projections is not None:
-            self.session.projections.receive(call)
-
-    def _open_sink(self, call: KernelCall) -> Sink:
-        if self.session.out is None:
-            return MemorySink()
-        self.writer = self.stack.enter_context(self.session.open_writer(self.session.out, call))
-        return _LayerSink(self.writer, self.session.layer_ids)
-
-    def _begin_layer(self, layer: int) -> None:
-        """Write the header once every layer has been called."""
-        if self.writer is not None and layer == self.session.layer_ids[-1]:
-            self.writer.begin(self.session.header(self.recorder), self._draft_header)
-            self._store_tokens(self.session.encoded.ids)
-
-    def _store_tokens(self, ids: list[int]) -> None:
-        if self.writer is not None:
-            self.writer.add_tokens(ids, token_strings(ids, self.session.tokenizer))
-
-    def _store_projection(self, layer: int, weights: Tensor) -> None:
-        if self.writer is not None:
-            self.writer.write_o_proj(self.session.layer_ids.index(layer), weights)
-
-    def _draft_header(self, header: Header) -> Header:
-        """Return the header of a draft, with what has been recorded so far."""
-        meta = {**header.meta, **_capture_check(self.recorder)}
-        return replace(
-            header, formulas=self.recorder.formulas, ropes=self.recorder.ropes, meta=meta
-        )
-
-
-def _capture_check(recorder: BlockRecorder) -> dict[str, Any]:
-    """Return how far the recording so far differs from what the model computed, for `meta`."""
-    check = {"max_relative_error": recorder.errors, "tolerance": recorder.allowed}
-    return {"capture_check": check}
-
-
-class _LayerSink:
-    """A writer whose layers go by the model's numbers."""
-
-    def __init__(self, writer: TraceWriter, layer_ids: Sequence[int]) -> None:
-        self.writer = writer
-        self.places = {number: place for place, number in enumerate(layer_ids)}
-
-    def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Store the next positions of one layer."""
-        self.writer.append(name, self.places[layer], block)
-
-    def set_length(self, n_pos: int) -> None:
-        """Fix the number of positions."""
-        self.writer.set_length(n_pos)

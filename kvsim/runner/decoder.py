@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
-from kvsim.recorder.residual import decoder_layers
+from kvsim.recorder.layers import decoder_layers
 
 
 @dataclass(frozen=True)

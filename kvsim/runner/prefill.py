@@ -31,7 +31,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.models import describe_model
+from kvsim.recorder.models import NOTED, describe_model
 from kvsim.runner.decoder import Computed, Decoder
 
 
@@ -82,12 +82,9 @@ class Recomputed:
         rows.append({"metric": "first_token_kl", "value": self.kl, "unit": "nats"})
         rows.append({"metric": "first_token_same", "value": same, "unit": "share"})
         names = ("trace", "policy", "budget", "share", "interval", "prefill")
-        origin = {
-            **{name: getattr(self.record, name) for name in names},
-            "params": json.dumps(dict(self.record.params)),
-            "variant": "",
-            "fidelity": "semi",
-        }
+        origin = {name: getattr(self.record, name) for name in names}
+        params = json.dumps(dict(self.record.params))
+        origin |= {"params": params, "variant": "", "fidelity": "semi"}
         return pl.DataFrame([{**origin, **row} for row in rows], schema=COLUMNS)
 
 
@@ -141,10 +138,6 @@ def recompute(
         return _compare_with_full(trace, down, record)
 
 
-# Keys of a configuration that do not define what a model computes, but for the precision, which is
-# compared by itself.
-_IGNORED = ("dtype", "architectures")
-
 #: Rows of the prompt on which every recomputed layer is compared with the recording.
 _CHECKED = 64
 
@@ -156,7 +149,7 @@ def _check_model(trace: Trace, model: PreTrainedModel) -> None:
     if expected is None:
         return
     config = given["config"]
-    keys = sorted((set(config) | set(expected)) - set(_IGNORED))
+    keys = sorted((set(config) | set(expected)) - set(NOTED))
     differing = [key for key in keys if config.get(key) != expected.get(key)]
     if differing:
         raise CaptureError(
@@ -207,20 +200,12 @@ class _Descending:
         return self.trace.read("residual", slice(layer, layer + 1), prompt)[0]
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, positions: Tensor) -> Computed:
-        call, out = self.decoder.run(layer, hidden, positions)
-        q, k, v, attn = (x.to("cpu", self.trace.dtype) for x in (call.q, call.k, call.v, call.out))
-        return Computed(
-            rows=rows,
-            positions=positions,
-            q=q,
-            k=k,
-            v=v,
-            attn_out=attn,
-            out=out.to("cpu", self.trace.dtype),
-            rope=self.trace.rope,
-            formula=self.trace.formulas[layer],
-            projection=partial(self.trace.read, "o_proj", slice(layer, layer + 1)),
-        )
+        call, output = self.decoder.run(layer, hidden, positions)
+        tensors = (call.q, call.k, call.v, call.out, output)
+        q, k, v, attn_out, out = (x.to("cpu", self.trace.dtype) for x in tensors)
+        rope, formula = self.trace.rope, self.trace.formulas[layer]
+        projection = partial(self.trace.read, "o_proj", slice(layer, layer + 1))
+        return Computed(rows, positions, q, k, v, attn_out, out, rope, formula, projection)
 
     def _verify(self, layer: int, computed: Computed, *, restarted: bool) -> None:
         """Compare q, k and v of the first computed layer, whose input is the recorded one."""

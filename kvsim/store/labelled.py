@@ -16,7 +16,7 @@ from xarray.core.indexing import (
 
 from kvsim.core.trace import Trace
 from kvsim.schema import AXES
-from kvsim.store.attributes import attributes_of
+from kvsim.store.metadata import attributes_of
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
@@ -27,10 +27,14 @@ def to_xarray(trace: Trace) -> Dataset:
 
     Importing this module raises ImportError without xarray (`pip install kvsim[xarray]`).
     """
-    data: dict[str, Any]
+    data: dict[str, Any] = {}
     source = trace.source
     if isinstance(source, StoredTrace):
-        data = {name: _lazy(source, name) for name in source.shapes}
+        for name in source.shapes:
+            dtype = source.arrays[name].source_dtype
+            attributes = {} if dtype is None else {"source_dtype": dtype}
+            lazy = LazilyIndexedArray(_LazyArray(source, name))
+            data[name] = Variable(AXES[name], lazy, attributes)
     else:
         data = {
             name: (AXES[name], trace.read(name).numpy())
@@ -39,8 +43,8 @@ def to_xarray(trace: Trace) -> Dataset:
         }
     if trace.token_text is not None:
         data["token_text"] = (AXES["token_text"], np.array(trace.token_text))
-    coordinates = {"layer": list(trace.layer_ids)}
-    return Dataset(data, coords=coordinates, attrs=attributes_of(trace.header))
+    coords = {"layer": list(trace.layer_ids)}
+    return Dataset(data, coords=coords, attrs=attributes_of(trace.header))
 
 
 class _LazyArray(BackendArray):
@@ -56,11 +60,10 @@ class _LazyArray(BackendArray):
 
     def _part(self, key: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
         """Read the part at integers and slices; layers and positions limit what is decoded."""
-        axes = AXES[self.name]
-        blocked = "row" if "row" in axes else "pos"
+        blocked = "row" if "row" in AXES[self.name] else "pos"
         limits = {"layer": _ALL, blocked: _ALL}
         rest: list[int | slice] = []
-        for axis, n, part in zip(axes, self.shape, key, strict=True):
+        for axis, n, part in zip(AXES[self.name], self.shape, key, strict=True):
             if axis not in limits:
                 rest.append(part)
                 continue
@@ -74,10 +77,3 @@ class _LazyArray(BackendArray):
                 rest.append(0)
         values = self.stored.read(self.name, limits["layer"], limits[blocked]).numpy()
         return values[tuple(rest)]
-
-
-def _lazy(stored: StoredTrace, name: str) -> Variable:
-    """One array of a stored trace in its stored dtype, with its dimensions."""
-    dtype = stored.arrays[name].source_dtype
-    attributes = {} if dtype is None else {"source_dtype": dtype}
-    return Variable(AXES[name], LazilyIndexedArray(_LazyArray(stored, name)), attributes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from kvsim.core.checks import DTYPES
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
-from kvsim.store.documents import short_repr
 
 FLOATS = ("float16", "float32", "float64")
 
@@ -57,11 +57,7 @@ _NUMPY = {
 class StoredArray:
     """One array of a stored trace.
 
-    Attributes:
-        name: its name in the group.
-        shape: its shape.
-        dtype: the dtype in which it is stored; object for text.
-        source_dtype: the dtype that it had in the model, None if not recorded.
+    dtype: as stored; object for text. source_dtype: in the model; None if not recorded.
     """
 
     name: str
@@ -115,6 +111,12 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
 
 
+def block_axis(name: str) -> int | None:
+    """Return the axis along which an array is cut into blocks of positions, None without one."""
+    axes = DIMENSIONS[name]
+    return next((axes.index(axis) for axis in ("row", "pos") if axis in axes), None)
+
+
 def pos_axis(name: str) -> int:
     """Return the axis of positions in one layer of an array."""
     return DIMENSIONS[name].index("pos") - 1
@@ -125,12 +127,6 @@ def cut_shape(name: str, shape: tuple[int, ...], n_pos: int) -> tuple[int, ...]:
     lengths = dict(zip(DIMENSIONS[name], shape, strict=True))
     limits = {"pos": n_pos, "row": min(n_pos, lengths.get("row", n_pos))}
     return tuple(limits.get(axis, length) for axis, length in lengths.items())
-
-
-def source_dtypes(arrays: Mapping[str, StoredArray]) -> dict[str, str]:
-    """Return for each array of floats the dtype that it had in the model, as far as recorded."""
-    floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
-    return {name: array.source_dtype or array.dtype.name for name, array in floats.items()}
 
 
 def require_arrays(names: Collection[str], where: str) -> None:

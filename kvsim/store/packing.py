@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from kvsim.errors import TraceError, TraceExistsError
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.draft import hidden
-from kvsim.store.packed import MEMBER, SUFFIX, Packed
-from kvsim.store.place import Folder
+from kvsim.store.layout import StoredArray
+from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed, Place
 from kvsim.store.publication import check_writable, sync, sync_tree, unbroken
 from kvsim.store.reader import StoredTrace
 
@@ -33,26 +33,22 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the trace cannot be opened, one of its chunks is damaged, or the file cannot be
             written.
     """
-    stored = _open(path, "pack")
-    place = stored.place
+    place, arrays = _open(path, "pack")
     if not isinstance(place, Folder):
-        raise TraceError(f"{stored.where} is already packed, expected the folder of a trace")
+        raise TraceError(f"{place.path} is already packed, expected the folder of a trace")
     target = Path(out) if out is not None else place.path.with_name(place.path.name + SUFFIX)
-    _check_target(target)
-    for array in stored.arrays.values():
-        for index in array.indices():
-            check_chunk(array, index, place, stored.where)
-    sizes = place.sizes()
-
-    def write(draft: Path) -> None:
-        with zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
+    with _published(target) as draft:
+        for array in arrays.values():
+            for index in array.indices():
+                check_chunk(array, index, place)
+        sizes = place.sizes()
+        with unbroken(), zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
             for key in sorted(filter(MEMBER.fullmatch, sizes)):
                 member = zipfile.ZipInfo(key)  # dated 1980, whatever the time
                 member.external_attr = (stat.S_IFREG | 0o644) << 16
                 member.create_system = 3
                 archive.writestr(member, place.read(key, sizes[key]))
-
-    return _publish(target, write)
+    return target
 
 
 def unpack(path: str | Path, out: str | Path | None = None) -> Path:
@@ -67,61 +63,45 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the file is damaged or not a packed trace, or the folder cannot be written;
             nothing is left behind.
     """
-    stored = _open(path, "unpack")
-    place = stored.place
+    place, _ = _open(path, "unpack")
     if not isinstance(place, Packed):
-        raise TraceError(f"{stored.where} is a folder, expected a packed trace to unpack")
+        raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
     name = place.path.name
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
     target = Path(out) if out is not None else place.path.with_name(plain)
-    _check_target(target)
-
-    def write(draft: Path) -> None:
+    with _published(target) as draft, unbroken():
         for key, size in place.sizes().items():
             file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(place.read(key, size))
-
-    return _publish(target, write)
-
-
-def _open(path: str | Path, verb: str) -> StoredTrace:
-    if isinstance(path, str) and is_url(path):
-        raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
-    return StoredTrace(path)
-
-
-def _publish(target: Path, write: Callable[[Path], None]) -> Path:
-    """Write to a hidden sibling, flush it, and rename it to `target`, which must be free."""
-    draft = hidden(target, "tmp")
-    try:
-        with _write_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            unbroken(lambda: write(draft))
-            sync_tree(draft)
-            _check_free(target)
-            draft.rename(target)
-            sync(target.parent)
-    finally:
-        with suppress(OSError):  # a read-only disk refuses even to remove a missing file
-            if draft.is_dir():
-                shutil.rmtree(draft, ignore_errors=True)
-            draft.unlink(missing_ok=True)
     return target
 
 
-def _check_target(target: Path) -> None:
-    """Raise TraceError unless `target` is free and can be written to, before any work."""
-    with _write_errors(target):
-        _check_free(target)
-        check_writable(target.parent)
+def _open(path: str | Path, verb: str) -> tuple[Place, dict[str, StoredArray]]:
+    if isinstance(path, str) and is_url(path):
+        raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
+    stored = StoredTrace(path)
+    return stored.place, stored.arrays
 
 
 @contextmanager
-def _write_errors(target: Path) -> Iterator[None]:
-    """Raise TraceError, with one line, for what the system refuses."""
+def _published(target: Path) -> Iterator[Path]:
+    """Provide a hidden sibling of `target` to write to; at the end, flush it and rename it.
+
+    Raises:
+        TraceExistsError: something is at `target`, before any work or at the end.
+        TraceError: the system refuses.
+    """
+    draft = hidden(target, "tmp")
     try:
-        yield
+        _check_free(target)
+        check_writable(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        sync_tree(draft)
+        _check_free(target)
+        draft.rename(target)
+        sync(target.parent)
     except TraceError:
         raise
     except OSError as error:
@@ -129,6 +109,11 @@ def _write_errors(target: Path) -> Iterator[None]:
             f"{target} cannot be written ({error.strerror or error}), nothing was published; "
             "free some space or give another output path (--out)"
         ) from error
+    finally:
+        with suppress(OSError):  # a read-only disk refuses even to remove a missing file
+            if draft.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
+            draft.unlink(missing_ok=True)
 
 
 def _check_free(target: Path) -> None:

@@ -9,22 +9,19 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store.attributes import attributes_of
-from kvsim.store.documents import object_at, read_json
-from kvsim.store.draft import TokenFile, hidden
-from kvsim.store.group import Group
-
-T = TypeVar("T")
+from kvsim.store.draft import Group, TokenFile, hidden
+from kvsim.store.metadata import attributes_of, group_attributes
+from kvsim.store.place import Folder
 
 # Errors of renaming to a path that exists.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -42,8 +39,7 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     marked = False
     if path.is_dir() and not path.is_symlink():
         with contextlib.suppress(TraceError):
-            root = read_json(path / "zarr.json", str(path))
-            marked = "kvsim_format" in object_at(root, "attributes")
+            marked = "kvsim_format" in group_attributes(Folder(path))
     if not marked:
         raise TraceExistsError(
             f"{path} exists and is not a kvsim trace, expected a free path or a trace to "
@@ -76,15 +72,13 @@ def complete(
     group: Group,
     header: Header,
     digest: ContentDigest,
-    *,
     tokens: np.ndarray[Any, Any] | None,
     token_text: Sequence[str] | None,
     where: str,
 ) -> None:
     """Write tokens and the final attributes, once everything else is there.
 
-    Raises:
-        TraceError: a chunk is missing, the header does not fit, or a text is half of a character.
+    Raises TraceError for a missing chunk, a header that does not fit, or half of a character.
     """
     if tokens is not None:
         ids = tokens.astype(np.int32)
@@ -166,7 +160,13 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
         folder.rename(path)
     except BaseException as error:
         if replaced:
-            _put_back(aside, path)
+            try:
+                aside.rename(path)
+            except OSError as other:
+                raise TraceError(
+                    f"{path} cannot be put back ({other.strerror or other}), the trace that was "
+                    f"there is {aside}; rename it when {path} is free"
+                ) from other
         if isinstance(error, OSError) and error.errno in _TAKEN:
             raise TraceExistsError(_exists(path)) from error
         raise
@@ -182,33 +182,25 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _put_back(aside: Path, path: Path) -> None:
-    try:
-        aside.rename(path)
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be put back ({error.strerror or error}), the trace that was there is "
-            f"{aside}; rename it when {path} is free"
-        ) from error
-
-
 def _exists(path: Path) -> str:
     return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
 
 
-def unbroken(do: Callable[[], T]) -> T:
-    """Call `do` and return its result; an interrupt meanwhile is raised when it has ended.
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Run a block to its end; an interrupt meanwhile is raised after it.
 
     A file is then whole, and a trace that is being replaced is either old or new. Python interrupts
-    the main thread only, so other threads just call `do`.
+    the main thread only, so other threads just run the block.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
-        return do()
+        yield
+        return
     pending: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
     try:
-        return do()
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
         if pending:

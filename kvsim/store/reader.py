@@ -7,6 +7,7 @@ import stat
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,18 @@ from torch import Tensor
 from kvsim.core.checks import check_finite, check_shapes, first_row
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import AXES, FORMAT_VERSION, is_url
-from kvsim.store.attributes import read_header
+from kvsim.schema import FORMAT_VERSION, is_url
 from kvsim.store.chunks import check_chunks, read_part
-from kvsim.store.documents import check_numbers, find_document, read_document, short_repr
 from kvsim.store.layout import (
     DENSE,
     DIMENSIONS,
     StoredArray,
+    block_axis,
     parse_array,
     require_arrays,
-    source_dtypes,
 )
-from kvsim.store.packed import Packed
-from kvsim.store.place import Folder, Place
+from kvsim.store.metadata import check_numbers, find_document, object_at, read_header
+from kvsim.store.place import Folder, Packed, Place
 from kvsim.store.remote import find_remote
 
 _ALL = slice(None)
@@ -99,7 +98,7 @@ class StoredTrace:
         self.place = find_place(path)
         self.path = self.place.path
         self.where = str(self.path)
-        self.attributes = _root_attributes(self.place, self.where)
+        self.attributes = _root_attributes(self.place)
         self.digest = str(self.attributes["digest"])
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
@@ -110,12 +109,7 @@ class StoredTrace:
             if name not in ("layer", "token_text")
         }
         self._check()
-        self.header = read_header(
-            self.attributes,
-            layer_ids=tuple(self._read("layer", ()).tolist()),
-            source_dtypes=source_dtypes(self.arrays),
-            where=self.where,
-        )
+        self.header = read_header(self.attributes, self.arrays, self.place)
         n_layers, n_qheads, n_pos, dim = self.shapes["q"]
         self.header.check(
             n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
@@ -137,23 +131,23 @@ class StoredTrace:
         """The text of each token, or None."""
         if "token_text" not in self.arrays:
             return None
-        return [str(text) for text in self._read("token_text", ())]
+        return list(map(str, read_part(self.arrays["token_text"], (), self.place)))
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return part of an array in its stored dtype, decoding only the chunks that it touches."""
-        if AXES[name][0] != "layer":
-            tokens = torch.from_numpy(self._read(name, (pos,)))
+        if name == "tokens":
+            tokens = torch.from_numpy(read_part(self.arrays[name], (pos,), self.place))
             if (tokens < 0).any():
                 raise TraceError(
                     f"{self.where}: {name} has {int(tokens.min())}, expected 0 or more; "
                     "record the trace again"
                 )
             return tokens
-        axis = next((i for i, axis in enumerate(AXES[name]) if axis in ("row", "pos")), 1)
-        if "pos" not in AXES[name]:
-            pos = _ALL
-        values = self._read(name, (layers, *[_ALL] * (axis - 1), pos))
-        tensor = torch.from_numpy(values)
+        axis = block_axis(name)
+        if axis is None:
+            axis, pos = 1, _ALL
+        part = (layers, *[_ALL] * (axis - 1), pos)
+        tensor = torch.from_numpy(read_part(self.arrays[name], part, self.place))
         # writers refuse NaN, so a reader that finds one has lost data
         first_layer = range(self.shapes[name][0])[layers].start
         first_pos = range(self.shapes[name][axis])[pos].start
@@ -167,11 +161,14 @@ class StoredTrace:
         arrays: dict[str, StoredArray] = {}
         listed = {key.partition("/")[0] for key in self.sizes or ()}
         for name in DIMENSIONS:
-            # where files cannot be listed, an array is missing if its metadata is
-            read = read_document if name in listed else find_document
-            document = read(self.place, f"{name}/zarr.json", self.where)
+            document = find_document(self.place, f"{name}/zarr.json")
             if document is not None:
                 arrays[name] = parse_array(name, document, self.where)
+            elif name in listed:  # where files cannot be listed, the array is missing
+                raise TraceError(
+                    f"{self.where}: {name}/zarr.json is missing, expected a zarr group written by "
+                    "kvsim; give the folder of a trace"
+                )
         require_arrays(arrays, self.where)
         return arrays
 
@@ -197,23 +194,17 @@ class StoredTrace:
             for array in self.arrays.values():
                 check_chunks(array, self.sizes, self.where)
 
-    def _read(self, name: str, part: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        return read_part(self.arrays[name], part, self.place, self.where)
 
-
-def _root_attributes(place: Place, where: str) -> dict[str, Any]:
+def _root_attributes(place: Place) -> dict[str, Any]:
     """Return the attributes of the group, once they have shown that the trace is usable."""
-    root = find_document(place, "zarr.json", where)
-    if root is None:
+    where = str(place.path)
+    root = find_document(place, "zarr.json")
+    attributes = object_at(root or {}, "attributes")
+    version = attributes.get("kvsim_format")
+    if root is None or type(version) is not int or version < 1:
+        reason = "zarr.json is missing" if root is None else "its zarr.json has no kvsim_format"
         raise TraceNotFoundError(
-            f"{where} is not a kvsim trace: zarr.json is missing, expected a zarr group written by "
-            "kvsim; give the folder of a trace"
-        )
-    attributes = root.get("attributes")
-    version = attributes.get("kvsim_format") if isinstance(attributes, dict) else None
-    if not isinstance(attributes, dict) or type(version) is not int or version < 1:
-        raise TraceNotFoundError(
-            f"{where} is not a kvsim trace: its zarr.json has no kvsim_format; "
+            f"{where} is not a kvsim trace: {reason}, expected a zarr group written by kvsim; "
             "give the folder of a trace"
         )
     if version > FORMAT_VERSION:

@@ -18,19 +18,20 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import CHUNK
-from kvsim.store.attributes import attributes_of, read_header
-from kvsim.store.documents import object_at, read_json
 from kvsim.store.draft import (
+    PARTIAL,
     TOKENS,
+    Group,
     Kind,
     TokenFile,
     belongs_to,
-    is_held,
+    is_locked,
     read_tokens,
     recover_command,
 )
-from kvsim.store.group import PARTIAL, Group
-from kvsim.store.layout import DIMENSIONS, cut_shape, require_arrays, source_dtypes
+from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
+from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
+from kvsim.store.place import Folder
 from kvsim.store.publication import check_target, complete, put, require_chunks, unbroken
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
@@ -121,8 +122,9 @@ def recover(
             with _locked(draft.path) as file:
                 group = _group(draft.path)
                 if group.attributes.get("complete") is not True:
-                    _Recovery(group).run(progress or (lambda *_: None))
-                unbroken(lambda: put(group, target, file=file, overwrite=overwrite))
+                    _finish(group, progress or (lambda *_: None))
+                with unbroken():
+                    put(group, target, file=file, overwrite=overwrite)
     except TraceError:
         raise
     except OSError as error:
@@ -167,7 +169,7 @@ def _locked(folder: Path) -> Iterator[TokenFile | None]:
         yield None
         return
     with closing(TokenFile(folder, wait=False)) as file:
-        if not file.held:
+        if not file.locked:
             raise TraceError(
                 f"{folder} is being written by a capture, or recovered; expected one that was "
                 "interrupted, wait for it or end it"
@@ -215,7 +217,7 @@ def _listed(drafts: list[Draft]) -> str:
 
 def _draft(path: Path, target: Path, kind: Kind) -> Draft:
     try:
-        attributes = object_at(read_json(path / "zarr.json", str(path)), "attributes")
+        attributes = group_attributes(Folder(path))
     except TraceError:  # only just created, or partly removed
         attributes = {}
     return Draft(
@@ -224,7 +226,7 @@ def _draft(path: Path, target: Path, kind: Kind) -> Draft:
         kind=kind,
         tokens=_committed(attributes),
         complete=attributes.get("complete") is True,
-        writing=is_held(path),
+        writing=is_locked(path),
     )
 
 
@@ -251,7 +253,7 @@ def _restore(folder: Path, target: Path) -> None:
 
 
 def _group(folder: Path) -> Group:
-    """Open the group of a draft, without the partial files that kills leave behind."""
+    """Open the group of a locked draft, without the partial files that kills leave behind."""
     if not _draft(folder, folder, "tmp").tokens:
         raise TraceError(
             f"{folder} has no committed tokens, so there is nothing to recover; "
@@ -270,127 +272,81 @@ def _removal(folder: Path) -> str:
     return f"kvsim trace discard {shlex.quote(str(folder))}"
 
 
-class _Recovery:
-    """Completion of a draft. Each step can be repeated by the next attempt."""
+def _finish(group: Group, progress: Progress) -> None:
+    """Complete a draft with its committed tokens; each step can be repeated by the next attempt."""
+    where, committed = str(group.folder), _committed(group.attributes)
+    require_arrays(group.arrays, where)
+    n_pos = group.arrays["q"].shape[2]
+    dropped = [
+        name for name in LATE if name in group.arrays and not _usable(group, name, committed)
+    ]
+    ids, texts = read_tokens(group.folder)
+    tokens = np.array(ids[:committed]) if len(ids) >= committed else None
+    texts = None if tokens is None or texts is None else texts[:committed]
+    header = read_header(group.attributes, group.arrays, group.place)
+    if n_pos != committed or "stopped" not in object_at(header.meta, "generation"):
+        header = _cut(header, committed, n_pos, texts)
+    notes = [f"recovered without {name}, which was not complete" for name in dropped]
+    if tokens is None:
+        notes.insert(0, "recovered without token ids, which were not on disk")
+    header = _noted(header, *notes)
+    # the header comes first, so that notes on dropped arrays survive an attempt that ends below
+    group.set(**attributes_of(header))
+    for name in (*dropped, "tokens", "token_text"):  # the last two are written at the end
+        group.remove(name)
+    for name, array in list(group.arrays.items()):
+        shape = cut_shape(name, array.shape, committed)  # ends a chunk or the array
+        if shape != array.shape:
+            group.resize(name, shape)
+        require_chunks(group, name, where, "record the trace again")
+    digest, n_layers = ContentDigest(), len(header.layer_ids)
+    for layer in range(n_layers):
+        for name in group.arrays:
+            if "layer" in DIMENSIONS[name][:-1]:
+                for block in _blocks(group, name, layer):  # raises for a damaged chunk
+                    if name in CHECKSUMMED:
+                        digest.update(name, layer, block)
+        progress(layer + 1, n_layers)
+    complete(group, header, digest, tokens, texts, where)
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.where = group, str(group.folder)
-        self.committed = _committed(group.attributes)
-        require_arrays(group.arrays, self.where)
 
-    def run(self, progress: Progress) -> None:
-        dropped = self._incomplete()
-        n_pos = self.group.arrays["q"].shape[2]
-        ids, texts = read_tokens(self.group.folder)
-        has_tokens = len(ids) >= self.committed
-        if not has_tokens:
-            ids, texts = [], None
-        header = self._header()
-        if n_pos != self.committed or "stopped" not in object_at(header.meta, "generation"):
-            header = _cut(header, self.committed, n_pos, texts)
-        if not has_tokens:
-            header = _noted(header, "recovered without token ids, which were not on disk")
-        for name in dropped:
-            header = _noted(header, f"recovered without {name}, which was not complete")
-        # The header comes first, so that the notes on dropped arrays survive an attempt that ends
-        # below.
-        self.group.set(**attributes_of(header))
-        for name in (*dropped, "tokens", "token_text"):  # the last two are written at the end
-            self.group.remove(name)
-        self._truncate()
-        digest = self._read(len(header.layer_ids), progress)
-        complete(
-            self.group,
-            header,
-            digest,
-            tokens=np.array(ids[: self.committed]) if has_tokens else None,
-            token_text=None if texts is None else texts[: self.committed],
-            where=self.where,
-        )
+def _usable(group: Group, name: str, committed: int) -> bool:
+    """Return whether an array that is not appended with the positions is complete."""
+    array = group.arrays[name]
+    whole = "pos" not in DIMENSIONS[name] or group.arrays["q"].shape[2] == committed
+    return whole and group.written(name) == array.nchunks
 
-    def _incomplete(self) -> list[str]:
-        """Return the arrays that are incomplete, of those not appended with the positions."""
-        arrays = self.group.arrays
-        whole = arrays["q"].shape[2] == self.committed
-        return [
-            name
-            for name in LATE
-            if name in arrays
-            and (
-                self.group.written(name) != arrays[name].nchunks
-                or ("pos" in DIMENSIONS[name] and not whole)
-            )
-        ]
 
-    def _header(self) -> Header:
-        return read_header(
-            self.group.attributes,
-            layer_ids=tuple(self.group.read("layer", []).tolist()),
-            source_dtypes=source_dtypes(self.group.arrays),
-            where=self.where,
-        )
-
-    def _truncate(self) -> None:
-        """Cut every array to the committed positions, which end a chunk or the array."""
-        for name, array in list(self.group.arrays.items()):
-            shape = cut_shape(name, array.shape, self.committed)
-            if shape != array.shape:
-                self.group.resize(name, shape)
-            require_chunks(self.group, name, self.where, "record the trace again")
-
-    def _read(self, n_layers: int, progress: Progress) -> ContentDigest:
-        """Read every array, which raises for a damaged chunk, and return the checksums."""
-        digest = ContentDigest()
-        for layer in range(n_layers):
-            for name in self.group.arrays:
-                if "layer" in DIMENSIONS[name][:-1]:
-                    for block in self._blocks(name, layer):
-                        if name in CHECKSUMMED:
-                            digest.update(name, layer, block)
-            progress(layer + 1, n_layers)
-        return digest
-
-    def _blocks(self, name: str, layer: int) -> Iterator[NDArray[Any]]:
-        """Yield one layer, in blocks of positions if it has an axis of them."""
-        axes, shape = DIMENSIONS[name], self.group.arrays[name].shape
-        one = slice(layer, layer + 1)
-        axis = next((i for i, axis in enumerate(axes) if axis in ("row", "pos")), None)
-        if axis is None:
-            yield self.group.read(name, [one])[0]
-            return
-        for start in range(0, shape[axis], CHUNK):
-            block = slice(start, start + CHUNK)
-            yield self.group.read(name, [one, *[slice(None)] * (axis - 1), block])[0]
+def _blocks(group: Group, name: str, layer: int) -> Iterator[NDArray[Any]]:
+    """Yield one layer of an array, in blocks of positions if it has any."""
+    axis = block_axis(name)
+    part = [slice(layer, layer + 1), *[slice(None)] * ((axis or 1) - 1)]
+    for start in range(0, group.arrays[name].shape[axis] if axis else 1, CHUNK):
+        block = [slice(start, start + CHUNK)] if axis else []
+        yield group.read(name, [*part, *block])[0]
 
 
 def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) -> Header:
     """Return the header of the first `committed` tokens of at most `n_pos`."""
     prompt_len = min(header.prompt_len, committed)
-    response = None if texts is None else "".join(texts[prompt_len:committed])
+    notes = [f"recovered: {committed} of at most {n_pos} tokens"]
+    if prompt_len < header.prompt_len:
+        notes.append(
+            f"the prompt had {header.prompt_len} tokens, of which {prompt_len} were recovered"
+        )
+    generation = {"new_tokens": committed - prompt_len, "stopped": INTERRUPTED}
+    response = None if texts is None else "".join(texts[prompt_len:])
     meta = {
         **header.meta,
         "text": {**object_at(header.meta, "text"), "response": response},
-        "generation": {
-            **object_at(header.meta, "generation"),
-            "new_tokens": committed - prompt_len,
-            "stopped": INTERRUPTED,
-        },
+        "generation": {**object_at(header.meta, "generation"), **generation},
     }
-    cut = _noted(
-        replace(header.within(committed), prompt_len=prompt_len, meta=meta),
-        f"recovered: {committed} of at most {n_pos} tokens",
-    )
-    if prompt_len == header.prompt_len:
-        return cut
-    return _noted(
-        cut, f"the prompt had {header.prompt_len} tokens, of which {prompt_len} were recovered"
-    )
+    return _noted(replace(header.within(committed), prompt_len=prompt_len, meta=meta), *notes)
 
 
-def _noted(header: Header, note: str) -> Header:
-    """Return the header with one more note, unless it has it."""
-    value = header.meta.get("notes")
-    notes = value if isinstance(value, list) else []
-    if note in notes:
-        return header
-    return replace(header, meta={**header.meta, "notes": [*notes, note]})
+def _noted(header: Header, *notes: str) -> Header:
+    """Return the header with more notes, each once."""
+    recorded = header.meta.get("notes")
+    before = recorded if isinstance(recorded, list) else []
+    new = [note for note in notes if note not in before]
+    return replace(header, meta={**header.meta, "notes": [*before, *new]}) if new else header

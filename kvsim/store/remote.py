@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvsim.errors import TraceError, TraceExistsError
-from kvsim.store.documents import error_line
+from kvsim.errors import TraceError, TraceExistsError, error_line
 from kvsim.store.place import Folder, Place, check_limit
 
 #: Files that are on their way at the same time.
@@ -91,11 +90,7 @@ class Remote:
 
 
 def find_remote(url: str) -> Place:
-    """Return the place behind a URL.
-
-    Raises:
-        TraceError: kvsim cannot read such a URL, or a package is missing for it.
-    """
+    """Return the place behind a URL; TraceError if kvsim or a missing package cannot read it."""
     if _split(url).path.endswith(".zip"):
         raise TraceError(
             f"{url} is a packed file, which can only be read locally; download it first"
@@ -104,11 +99,7 @@ def find_remote(url: str) -> Place:
 
 
 def check_free(url: str, *, overwrite: bool) -> None:
-    """Raise TraceError unless a trace can be written to `url`, which must be free.
-
-    Raises:
-        TraceExistsError: something is there.
-    """
+    """Raise TraceError unless a trace can be written to `url`, TraceExistsError if it is taken."""
     if _is_web(url):
         raise TraceError(f"{url}: HTTP is read-only; write to a folder or to a store, as s3://")
     if overwrite:
@@ -180,14 +171,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise TraceError(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
     try:
         system, root = url_to_fs(url.rstrip("/"))
-    except ImportError as error:
-        raise TraceError(
-            f"{url} needs a driver that is not installed ({error_line(error)})"
-        ) from error
-    except (ValueError, TypeError, OSError) as error:
-        raise TraceError(
-            f"{url} is not a URL that fsspec supports ({error_line(error)})"
-        ) from error
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        missing = "needs a driver that is not installed"
+        reason = missing if isinstance(error, ImportError) else "is not a URL that fsspec supports"
+        raise TraceError(f"{url} {reason} ({error_line(error)})") from error
     if "file" in system.protocol or "local" in system.protocol:
         raise TraceError(f"{url} is local; give its path, without file://")
     return system, root

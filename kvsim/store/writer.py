@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -20,10 +19,9 @@ from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError
 from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
-from kvsim.store.attributes import attributes_of
-from kvsim.store.draft import TokenFile, hidden, recover_command
-from kvsim.store.group import Group
+from kvsim.store.draft import Group, TokenFile, hidden, recover_command
 from kvsim.store.layout import DENSE, cut_shape, pos_axis
+from kvsim.store.metadata import attributes_of
 from kvsim.store.publication import check_target, complete, put, unbroken, write_whole
 from kvsim.store.remote import check_free, upload
 
@@ -79,38 +77,25 @@ class TraceWriter:
         self._committed = 0
         self._complete = self._refused = False
         try:
-            self._write(lambda: self._create(shapes, source_dtypes, store_dtype))
+            with self._writing():
+                self.folder.mkdir(parents=True)
+                self._file = TokenFile(self.folder, wait=True)
+                self._group.set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
+                for name, shape in shapes.items():
+                    source = source_dtypes[name]
+                    narrow = store_dtype is not None and name not in ("lse", *DENSE)
+                    dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
+                    self._group.create(name, shape, dtype, source)
+                    self._next[name] = [0] * shape[0]
+                write_whole(self._group, "layer", np.array(self.layer_ids, np.int32), "int32")
         except BaseException:  # an interrupt here comes before __exit__ could clean up
             self._discard()
             raise
 
-    def _create(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        source_dtypes: Mapping[str, str],
-        store_dtype: str | None,
-    ) -> None:
-        """Create the hidden folder with its empty arrays."""
-        self.folder.mkdir(parents=True)
-        self._file = TokenFile(self.folder, wait=True)
-        self._group.set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
-        for name, shape in shapes.items():
-            source = source_dtypes[name]
-            narrow = store_dtype is not None and name not in ("lse", *DENSE)
-            dtype = torch.float16 if narrow else stored_dtype(source)
-            self._group.create(name, shape, str(dtype).removeprefix("torch."), source)
-            self._next[name] = [0] * shape[0]
-        write_whole(self._group, "layer", np.array(self.layer_ids, dtype=np.int32), "int32")
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # errors of kvsim, except a full disk, are about the model or the numbers
         usable = error is not None and (self._refused or not isinstance(error, KvsimError))
         if not self._complete and not (usable and self._committed):
@@ -134,21 +119,18 @@ class TraceWriter:
         header: the facts so far. so_far: updates it, called whenever tokens are committed.
         """
         self._header, self._so_far = header, so_far
-        self._write(lambda: self._group.set(**self._attributes()))
+        with self._writing():
+            self._group.set(**self._attributes(header))
 
     def add_tokens(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
         """Write the next tokens, and their texts if they have any, before they are committed."""
         if self._file is None:
             raise RuntimeError("no draft")
-        file = self._file
-        self._write(lambda: file.add(ids, texts))
+        with self._writing():
+            self._file.add(ids, texts)
 
-    def _attributes(self) -> dict[str, Any]:
-        """Return the attributes of the header so far."""
-        if self._header is None:
-            raise RuntimeError("not begun")
-        header = self._header if self._so_far is None else self._so_far(self._header)
-        return attributes_of(header)
+    def _attributes(self, header: Header) -> dict[str, Any]:
+        return attributes_of(header if self._so_far is None else self._so_far(header))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `name` is stored."""
@@ -166,7 +148,8 @@ class TraceWriter:
             array = self._group.arrays[name]
             shape = cut_shape(name, array.shape, n_pos)
             if shape != array.shape:
-                self._write(partial(self._group.resize, name, shape))
+                with self._writing():
+                    self._group.resize(name, shape)
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
@@ -183,7 +166,13 @@ class TraceWriter:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         self._store(name, layer, block, start)
         self._next[name][layer] = start + size
-        self._write(self._commit)
+        if self._header is None:  # nothing could be recovered
+            return
+        committed = min(min(ends) for name, ends in self._next.items() if name not in LATE)
+        if committed > self._committed:
+            with self._writing():
+                self._group.set(**self._attributes(self._header), committed_tokens=committed)
+                self._committed = committed
 
     def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
         """Check part of one layer and write it; start: its position, for arrays with positions."""
@@ -198,24 +187,12 @@ class TraceWriter:
                 )
         check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
         array = stored.numpy()
-        self._write(lambda: self._group.write(name, array[None], layer=layer, pos=start))
+        with self._writing():
+            self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
 
-    def _commit(self) -> None:
-        if self._header is None:  # nothing could be recovered
-            return
-        written = self._next.items()
-        committed = min(min(ends) for name, ends in written if name not in LATE)
-        if committed > self._committed:
-            self._group.set(**self._attributes(), committed_tokens=committed)
-            self._committed = committed
-
     def write_o_proj(self, layer: int, weights: Tensor) -> None:
-        """Store the output projection of one layer: weights [qhead, dim, hidden].
-
-        Raises:
-            TraceError: NaN or infinity, or a number too large for float16 storage.
-        """
+        """Store the output projection of one layer [qhead, dim, hidden]; raise as `append`."""
         self._store("o_proj", layer, weights)
 
     def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
@@ -224,7 +201,8 @@ class TraceWriter:
         name: the array, of `DENSE`. start: the place of the first row in it.
         """
         values = rows.to("cpu", self.dtype(name)).numpy()
-        self._write(lambda: self._group.write(name, values[None], layer=layer, row=start))
+        with self._writing():
+            self._group.write(name, values[None], layer=layer, row=start)
 
     def read_back(self, name: str, layer: int) -> Tensor:
         """Return one layer as it is stored [head, pos, ...]."""
@@ -243,35 +221,23 @@ class TraceWriter:
             TraceError: a chunk is missing.
             TraceExistsError: something has appeared at `path`; the draft is kept.
         """
-        self._write(lambda: self._publish(header, tokens, token_text))
+        with self._writing():
+            complete(self._group, header, self._digest, tokens, token_text, str(self.path))
+            self._complete = True
+            try:
+                put(self._group, self.path, file=self._file, overwrite=self.overwrite)
+            except TraceError as error:
+                if not self.folder.exists():
+                    raise
+                raise type(error)(f"{error}; {self._kept('--out', 'OTHER')}") from error
         return self.path
 
-    def _publish(
-        self,
-        header: Header,
-        tokens: np.ndarray[Any, Any] | None,
-        token_text: Sequence[str] | None,
-    ) -> None:
-        complete(
-            self._group,
-            header,
-            self._digest,
-            tokens=tokens,
-            token_text=token_text,
-            where=str(self.path),
-        )
-        self._complete = True
-        try:
-            put(self._group, self.path, file=self._file, overwrite=self.overwrite)
-        except TraceError as error:
-            if not self.folder.exists():
-                raise
-            raise type(error)(f"{error}; {self._kept('--out', 'OTHER')}") from error
-
-    def _write(self, do: Callable[[], None]) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         """Write to the end despite interrupts; raise TraceError, with one line, for disk errors."""
         try:
-            unbroken(do)
+            with unbroken():
+                yield
         except TraceError:
             raise
         except OSError as error:

@@ -58,7 +58,7 @@ class Run:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the results should know."""
+        """Remarks on the results, each once."""
         layers = uneven({record.trace: record.layers for record in self.records})
         remarks = (*(record.remark for record in self.records), layers)
         return list(dict.fromkeys(filter(None, remarks)))
@@ -74,7 +74,8 @@ class Run:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
         try:
             (draft / "run.json").write_text(json.dumps(self.describe(), indent=2) + "\n")
-            unbroken(lambda: write_records(draft / "records.zarr", self.records))
+            with unbroken():
+                write_records(draft / "records.zarr", self.records)
             self.table.write_parquet(draft / "results.parquet")
             draft.chmod(0o755)  # a temporary folder is private, a result is not
             draft.rename(folder)
@@ -157,16 +158,15 @@ def sweep(
     cell that fails later is listed in `failures`, and the others are kept. Ctrl-C ends the replays;
     what is done by then is measured and kept, and a second Ctrl-C leaves the last trace unmeasured.
     """
-    _distinct(policies)
+    _check_names(policies)
     check_distinct(traces)
     prefill = shared_prefill(interval, prefill)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     read = frozenset[str]().union(*(m.notes for m in choose(metrics, oracles=regret).values()))
-    for trace, one, budget, _ in _cells(traces, policies, budgets):
-        check_cell(trace, one, budget, memory, one.schedule.override(interval, prefill))
-    terms: dict[str, Any] = {"interval": interval, "prefill": prefill}
-    terms |= {"memory": memory, "device": device}
+    for trace, policy, budget, _ in _cells(traces, policies, budgets):
+        check_cell(trace, policy, budget, memory, policy.schedule.override(interval, prefill))
+    limits: dict[str, Any] = {"memory": memory, "device": device}
     total = len(traces) * len(policies) * len(budgets)
     report = progress or (lambda *_: None)
     records: list[Record] = []
@@ -175,33 +175,35 @@ def sweep(
     interrupted = False
     done = 0
     for trace in traces:
-        of_trace: list[Record] = []
-        oracles = _Oracles(trace, memory, device) if regret else None
+        # records with those of their oracles; equal oracles are replayed once
+        cells: list[tuple[Record, Record | None]] = []
+        bound = functools.cache(functools.partial(replay, trace, **limits))
         try:
-            for _, one, budget, share in _cells([trace], policies, budgets):
-                report(done, total, f"{trace.name}: {one.name}, budget {budget}")
+            for _, policy, budget, share in _cells([trace], policies, budgets):
+                report(done, total, f"{trace.name}: {policy.name}, budget {budget}")
+                terms = {"interval": interval, "prefill": prefill, **limits}
                 try:
-                    record = replay(
-                        trace, one, budget, internals=read & one.allocator.notes, **terms
-                    )
-                    of_trace.append(replace(record, share=share))
-                    if oracles is not None:
-                        oracles.replay(one, record)
+                    internals = read & policy.allocator.notes
+                    record = replay(trace, policy, budget, internals=internals, **terms)
+                    cells.append((replace(record, share=share), None))
+                    if regret and policy.bounded:
+                        cells[-1] = cells[-1][0], bound(_oracle(policy, record), budget)
                 except KvsimError as error:
-                    failures.append(Failure(trace.name, one.name, budget, str(error)))
+                    failures.append(Failure(trace.name, policy.name, budget, str(error)))
                 done += 1
         except KeyboardInterrupt:
             interrupted = True
+        of_trace = [record for record, _ in cells]
         try:
             report(done, total, f"{trace.name}: measuring")
-            if of_trace:
-                bounds = None if oracles is None else oracles.of(of_trace)
-                options: dict[str, Any] = {"events": events, "device": device, "oracles": bounds}
+            if cells:
+                oracles = [oracle for _, oracle in cells] if regret else None
+                options: dict[str, Any] = {"events": events, "device": device, "oracles": oracles}
                 tables.append(measure(trace, of_trace, metrics, **options))
         except KvsimError as error:
             failures += [
-                Failure(trace.name, one.policy, one.budget, f"measuring: {error}")
-                for one in of_trace
+                Failure(trace.name, record.policy, record.budget, f"measuring: {error}")
+                for record in of_trace
             ]
         except KeyboardInterrupt:
             interrupted = True
@@ -209,56 +211,37 @@ def sweep(
         if interrupted:
             break
     parameters = {
-        "policies": {one.name: one.params for one in policies},
+        "policies": {policy.name: policy.params for policy in policies},
         "budgets": [str(budget) for budget in budgets],
         "interval": interval,
         "prefill": prefill,
         "metrics": None if metrics is None else list(metrics),
         "regret": regret,
-        "memory": memory,
-        "device": device,
+        **limits,
     }
     return Run(tuple(records), pl.concat(tables), tuple(failures), parameters, interrupted)
 
 
-def _distinct(policies: Sequence[Policy]) -> None:
+def _check_names(policies: Sequence[Policy]) -> None:
     """Raise PolicyError where two policies of one name differ."""
     by_name: dict[str, Policy] = {}
-    for one in policies:
-        if by_name.setdefault(one.name, one) != one:
+    for policy in policies:
+        if by_name.setdefault(policy.name, policy) != policy:
             raise PolicyError(
-                f"two different policies are called {one.name!r}; expected one of a name, so that "
-                "results can be told apart: replay them one by one or name them differently"
+                f"two different policies are called {policy.name!r}; expected one of a name, so "
+                "that results can be told apart: replay them one by one or name them differently"
             )
 
 
-class _Oracles:
-    """Records of the mass oracle next to those of one trace; equal terms are replayed once."""
-
-    def __init__(self, trace: Trace, memory: int | None, device: str) -> None:
-        self._replay = functools.cache(
-            functools.partial(replay, trace, memory=memory, device=device)
-        )
-        self._of: dict[tuple[str, int], Record] = {}
-
-    def replay(self, policy: Policy, record: Record) -> None:
-        """Replay the oracle at the events of a record, with the same protection and heads.
-
-        Nothing where no budget binds the policy: there is no quota that the oracle could share.
-        """
-        if policy.bounded:
-            oracle = Policy(
-                "oracle",
-                Oracle(by="mass"),
-                schedule=Schedule(record.interval, prefill=record.prefill),
-                protect=policy.protection(record.budget),
-                per_query_head=policy.per_query_head,
-            )
-            self._of[record.policy, record.budget] = self._replay(oracle, record.budget)
-
-    def of(self, records: Sequence[Record]) -> list[Record | None]:
-        """Return the oracle's record for each record, None where there is none."""
-        return [self._of.get((record.policy, record.budget)) for record in records]
+def _oracle(policy: Policy, record: Record) -> Policy:
+    """Return the mass oracle with the events of a record, the same protection and heads."""
+    return Policy(
+        "oracle",
+        Oracle(by="mass"),
+        schedule=Schedule(record.interval, prefill=record.prefill),
+        protect=policy.protection(record.budget),
+        per_query_head=policy.per_query_head,
+    )
 
 
 def _cells(

@@ -22,7 +22,6 @@ from kvsim.core.policy import Policy, Scorer
 from kvsim.engine.replay import Options, run
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
-from kvsim.store.documents import read_json
 
 N, DIM, QHEADS, HEADS = 40, 8, 4, 2
 SINKS = (0.5, -1.0, 2.0, 0.0)
@@ -353,7 +352,7 @@ def test_a_trace_keeps_its_formulas(names, tmp_path):
     assert again.digest == trace.digest
     assert store.verify(path, deep=True).ok
     assert torch.equal(again.attention(0, [30]), trace.attention(0, [30]))
-    version = read_json(path / "zarr.json", "a")["attributes"]["kvsim_format"]
+    version = json.loads((path / "zarr.json").read_bytes())["attributes"]["kvsim_format"]
     assert version == (1 if names == ["plain"] else 2)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvsim
 from kvsim.analysis.attention.heads import head_profile
-from kvsim.store.listing import find_runs, find_traces
+from kvsim.store.index import find_runs, find_traces
 from kvsim.tiny.sample import sample_trace
 
 

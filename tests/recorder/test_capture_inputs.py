@@ -699,7 +699,7 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
         ({}, {"layers": None}, r"its layers are \[0, 2\], expected \[0, 1, 2, 3\]"),
         ({}, {"residual": False}, "it has residual"),
         ({}, {"o_proj": True}, "it has no o_proj"),
-        ({}, {"attention": False}, "it has 3 rows of dense attention, expected 0"),
+        ({}, {"attention": False}, "its rows of dense attention are 3, expected 0"),
         ({}, {"store_dtype": "float16"}, "it is stored in float32, expected float16"),
     ],
 )
@@ -761,13 +761,11 @@ def full(monkeypatch):
     room = [0]
     append = TraceWriter.append
 
-    def no_space():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     def refuse(writer, name, layer, block):
         room[0] -= name == "k"
         if room[0] < 0:
-            writer._write(no_space)
+            with writer._writing():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(writer, name, layer, block)
 
     monkeypatch.setattr(TraceWriter, "append", refuse)

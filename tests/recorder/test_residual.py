@@ -19,7 +19,7 @@ from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, load_model
-from kvsim.recorder.residual import Residual
+from kvsim.recorder.layers import Residual
 from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.store.publication import require_chunks

@@ -32,7 +32,7 @@ from kvsim.store import (
     recover,
     verify,
 )
-from kvsim.store.group import Group
+from kvsim.store.draft import Group
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PROMPT, RESPONSE = 300, 260

@@ -22,7 +22,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
 from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publication, recover, verify
-from kvsim.store.group import Group
+from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
 
@@ -431,7 +431,7 @@ def test_an_interrupt_waits_for_what_is_being_written(tmp_path):
     program = """
 import os, signal, sys, threading, time
 from kvsim import Rope, Trace
-from kvsim.store.group import Group
+from kvsim.store.draft import Group
 import torch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it

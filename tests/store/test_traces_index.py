@@ -107,7 +107,7 @@ REASONS = {
     "cut.zarr.zip": " is not a usable packed trace (",
     "early.zarr": " is incomplete (7 tokens were written), expected a complete trace; ",
     "empty.zarr": " is not a kvsim trace: zarr.json is missing, expected ",
-    "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format; ",
+    "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format, expected ",
     "headless.zarr": ": attribute prompt_len is None, which ",
     "later.zarr": f" has format version {FORMAT_VERSION + 1}, this kvsim reads up to ",
     "list.zarr": ": zarr.json is not a JSON object; ",

@@ -1,0 +1,234 @@
+"""Metadata of a trace: untrusted JSON within limits, and the header as attributes of the group.
+
+docs/trace-format.md, sections 3 and 4, defines the attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from reprlib import repr as short_repr
+from typing import Any
+
+from kvsim.core.attention import Formula, Rope
+from kvsim.core.header import Header, printable
+from kvsim.errors import TraceError, error_line
+from kvsim.schema import FORMAT_VERSION
+from kvsim.store.chunks import read_part
+from kvsim.store.layout import StoredArray
+from kvsim.store.place import Place
+
+#: Largest metadata document in bytes: of the group (it holds text), and of one array.
+ROOT_LIMIT = 64 << 20
+ARRAY_LIMIT = 1 << 20
+
+#: Most values and deepest nesting of a document.
+VALUES = 1 << 22
+DEPTH = 64
+
+
+def find_document(place: Place, key: str) -> dict[str, Any] | None:
+    """Return the metadata document of a trace at `key`, None if it is missing.
+
+    Raises:
+        TraceError: it is not a JSON object, or has more values, deeper nesting or larger integers
+            than any trace needs.
+    """
+    where = place.path
+    try:
+        data = place.read(key, ARRAY_LIMIT if "/" in key else ROOT_LIMIT)
+    except FileNotFoundError:
+        return None
+    # each value is preceded by one of these characters; text has some too
+    if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
+        raise TraceError(f"{where}: {key} has more than {VALUES} values; record the trace again")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(
+            f"{where}: {key} is not readable ({error}), expected JSON; "
+            "copy the trace again or record it again"
+        ) from error
+    if not isinstance(document, dict):
+        raise TraceError(f"{where}: {key} is not a JSON object; record the trace again")
+    _check_size(document, f"{where}: {key}")
+    return document
+
+
+def group_attributes(place: Place) -> dict[str, Any]:
+    """Return the attributes of a zarr group; empty if it has no metadata or no attributes."""
+    return object_at(find_document(place, "zarr.json") or {}, "attributes")
+
+
+def _check_size(document: dict[str, Any], label: str) -> None:
+    """Refuse nesting beyond what recursion allows, and integers beyond 64 bits."""
+    level: list[Any] = [document]
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner.extend(value.values())
+            elif isinstance(value, list):
+                inner.extend(value)
+            elif isinstance(value, int) and abs(value) >= 1 << 63:
+                raise TraceError(
+                    f"{label} has the number {short_repr(value)}, expected integers of at "
+                    "most 64 bits; record the trace again"
+                )
+        if not inner:
+            return
+        level = inner
+    raise TraceError(
+        f"{label} is nested more than {DEPTH} deep, expected what docs/trace-format.md "
+        "describes; record the trace again"
+    )
+
+
+def check_numbers(value: Any, what: str, where: str) -> None:
+    """Raise TraceError for NaN or infinity anywhere in the JSON value `value`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TraceError(f"{where}: {what} is {value}, expected a finite number; record it again")
+    items = value.items() if isinstance(value, dict) else ()
+    for key, item in items or (enumerate(value) if isinstance(value, list) else ()):
+        check_numbers(item, f"{what}.{short_repr(key).strip(chr(39))}", where)
+
+
+def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the object at a key; empty if another writer put something else there."""
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def attributes_of(header: Header) -> dict[str, Any]:
+    """Return the attributes, in the oldest format version that can hold the header."""
+    attributes: dict[str, Any] = {
+        "kvsim_format": 1 if header.uniform else FORMAT_VERSION,
+        "name": header.name,
+        "prompt_len": header.prompt_len,
+    }
+    if header.uniform:
+        attributes["scale"], attributes["mask"] = header.formulas[0].scale, {"kind": "causal"}
+        attributes["rope"] = _rope_attributes(header.ropes[0])
+    else:
+        ropes = list(dict.fromkeys(header.ropes))
+        attributes["attention"] = [
+            {
+                "scale": formula.scale,
+                **({} if formula.softcap is None else {"softcap": formula.softcap}),
+                **({} if formula.window is None else {"window": formula.window}),
+                **({"sinks": list(formula.sinks)} if formula.sinks else {}),
+                "rope": ropes.index(rope),
+            }
+            for formula, rope in zip(header.formulas, header.ropes, strict=True)
+        ]
+        attributes["ropes"] = [_rope_attributes(rope) for rope in ropes]
+    return {**attributes, "meta": dict(header.meta)}
+
+
+def read_header(
+    attributes: Mapping[str, Any], arrays: Mapping[str, StoredArray], place: Place
+) -> Header:
+    """Return the header that the attributes and the arrays of a trace describe."""
+    where = str(place.path)
+    layer_ids = tuple(read_part(arrays["layer"], (), place).tolist())
+    attributes = _upgraded(attributes, len(layer_ids), where)
+    stored_ropes = [_rope(rope, where) for rope in _get(attributes, "ropes", list, where)]
+    ropes, formulas = [], []
+    for layer in _get(attributes, "attention", list, where):
+        formulas.append(_formula(layer, where))
+        index = layer.get("rope")
+        if type(index) is not int or not 0 <= index < len(stored_ropes):
+            raise TraceError(
+                f"{where}: rope {short_repr(index)} of a layer is not among the "
+                f"{len(stored_ropes)} of attribute ropes; record the trace again"
+            )
+        ropes.append(stored_ropes[index])
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+    return Header(
+        prompt_len=_get(attributes, "prompt_len", int, where),
+        formulas=tuple(formulas),
+        ropes=tuple(ropes),
+        layer_ids=layer_ids,
+        name=printable(str(attributes.get("name", where))),
+        source_dtypes={name: x.source_dtype or x.dtype.name for name, x in floats.items()},
+        meta=object_at(attributes, "meta"),
+    )
+
+
+def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
+    # JSON values are Any; the caller names the type it needs.
+    value = attributes.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TraceError(
+            f"{where}: attribute {key} is {short_repr(value)}, which docs/trace-format.md does not "
+            "allow; record the trace again"
+        )
+    return value
+
+
+def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mapping[str, Any]:
+    """Return attributes of format version 1, which describes all layers at once, as version 2."""
+    if attributes.get("kvsim_format") != 1:
+        return attributes
+    mask = _get(attributes, "mask", dict, where).get("kind")
+    if mask != "causal":
+        raise TraceError(
+            f"{where}: attribute mask.kind is {short_repr(mask)}, expected 'causal', the only one "
+            "of format version 1; record the trace again"
+        )
+    layer = {"scale": attributes.get("scale"), "rope": 0}
+    return {
+        **attributes,
+        "attention": [layer] * n_layers,
+        "ropes": [_get(attributes, "rope", dict, where)],
+    }
+
+
+def _rope_attributes(rope: Rope) -> dict[str, Any]:
+    return {**asdict(rope), "inv_freq": list(rope.inv_freq)}
+
+
+@contextmanager
+def _converting(label: str, keys: str) -> Iterator[None]:
+    """Raise TraceError, with one line, for attributes that lack `keys` or have other types."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{label} is not readable ({error_line(error)}), expected {keys}; "
+            "record the trace again"
+        ) from error
+
+
+def _formula(attributes: Any, where: str) -> Formula:
+    keys = "scale, and optionally softcap, window and sinks"
+    with _converting(f"{where}: the attention of a layer", keys):
+        softcap, window = attributes.get("softcap"), attributes.get("window")
+        return Formula(
+            _number(attributes["scale"]),
+            softcap=None if softcap is None else _number(softcap),
+            window=None if window is None else operator.index(window),
+            sinks=tuple(_number(sink) for sink in attributes.get("sinks") or ()),
+        )
+
+
+def _rope(attributes: Any, where: str) -> Rope:
+    keys = "inv_freq, attention_scaling, rotary_dim and layout"
+    with _converting(f"{where}: attribute rope", keys):
+        return Rope(
+            tuple(_number(frequency) for frequency in attributes["inv_freq"]),
+            _number(attributes["attention_scaling"]),
+            operator.index(attributes["rotary_dim"]),
+            attributes["layout"],
+        )
+
+
+def _number(value: Any) -> float:
+    """Return a finite JSON number, or raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{short_repr(value)} is not a finite number")
+    return float(value)
