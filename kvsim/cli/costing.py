@@ -42,7 +42,11 @@ def cost(
     policy: PolicyNames,
     budget: Annotated[
         list[str],
-        typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the context."),
+        typer.Option(
+            callback=split,
+            metavar="N|P%[,...]",
+            help="Entries per KV head, or a share of the context.",
+        ),
     ],
     model_config: Annotated[
         Path | None, path_option("PATH", "A model's config.json, or a folder with one.")
@@ -57,7 +61,11 @@ def cost(
     ] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(metavar="N[,...]", help="Tokens, prompt included; default: the trace's."),
+        typer.Option(
+            callback=split,
+            metavar="N[,...]",
+            help="Tokens, prompt included; default: the trace's.",
+        ),
     ] = None,
     prompt: Annotated[
         int | None,
@@ -90,8 +98,7 @@ def cost(
         raise OptionError("no context is given; expected --context N, or a --trace that has one")
     if dtype_bytes is not None and not 1 <= dtype_bytes <= 8:
         raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
-    names, budgets = split(policy, "--policy"), split(budget, "--budget")
-    contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
+    contexts = None if context is None else [_tokens(text) for text in context]
 
     from kvsim.cost import Model, bounded, estimate, no_selection
     from kvsim.store import open_trace
@@ -102,12 +109,12 @@ def cost(
         model = Model.from_config(model_config, number_bytes=dtype_bytes)
     else:
         model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
-    policies = build_policies(names, settings or [])
+    policies = build_policies(policy, settings)
     cases = [
         (each, resolve_budget(size, n), n, _prompt(prompt, n, opened))
         for n in contexts or [_given(opened).n_pos]
         for each in policies
-        for size in (budgets if bounded(each) else budgets[:1])
+        for size in (budget if bounded(each) else budget[:1])
     ]
     if selection_layer is not None:
         why = [no_selection(each, size, rows or n) for each, size, n, rows in cases]

@@ -18,7 +18,6 @@ from kvsim.cli.values import (
     parse_device,
     parse_memory,
     quiet_transformers,
-    split,
 )
 from kvsim.schema import plural
 
@@ -56,7 +55,6 @@ def recompute(
     As a prefill that drops rows would, with the model's weights. Prints how far the residual
     stream and the first token move from those of the full prefill.
     """
-    names, budgets = split(policy, "--policy"), split(budget, "--budget")
     limit = None if memory is None else parse_memory(memory)
 
     from kvsim.recorder import load_model
@@ -65,8 +63,8 @@ def recompute(
     from kvsim.sweeps.run import resolve_budget
 
     opened = open_trace(locate(trace))
-    policies = build_policies(names, settings or [])
-    sizes = [resolve_budget(one, opened.n_pos) for one in budgets]
+    policies = build_policies(policy, settings)
+    sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded
     quiet_transformers()
     decoder, _ = load_model(

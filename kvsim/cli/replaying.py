@@ -33,7 +33,7 @@ from kvsim.cli.values import (
     Stop,
     TracePaths,
     build_policies,
-    locate,
+    open_traces,
     parse_device,
     parse_memory,
     path_option,
@@ -72,6 +72,7 @@ def replay(
     metric: Annotated[
         list[str] | None,
         typer.Option(
+            callback=split,
             metavar="NAME[,NAME...]",
             help="What to measure, as `kvsim metrics` lists it; default: everything with --out, "
             "without it what the table shows.",
@@ -109,49 +110,43 @@ def replay(
     """
     if events and out is None:
         raise OptionError("--events is about the results in --out; give --out DIR as well")
-    budgets = split(budget, "--budget")
-    names = split(policy, "--policy")
-    chosen = None if metric is None else split(metric, "--metric")
-    if regret and chosen is not None:
-        chosen = list(dict.fromkeys([*chosen, "regret"]))
+    if regret and metric is not None:
+        metric = list(dict.fromkeys([*metric, "regret"]))
     limit = None if memory is None else parse_memory(memory)
 
-    from kvsim.analysis.results import check_distinct
     from kvsim.analysis.table import choose
     from kvsim.core.policy import Protection
-    from kvsim.store import open_trace
     from kvsim.sweeps.run import SUMMARY, check_output, sweep
 
     if out is not None:
         check_output(out)
-    choose(chosen, oracles=regret)
+    choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
-    policies = build_policies(names, settings or [], protect)
+    policies = build_policies(policy, settings, protect)
     parse_device(device)
-    opened = [open_trace(locate(trace)) for trace in traces]
-    check_distinct(opened)
+    opened = open_traces(traces)
     with bar("cells") as report:
         run = sweep(
             opened,
             policies,
-            budgets,
+            budget,
             interval=interval,
             prefill=prefill,
-            metrics=chosen if chosen or out is not None else SUMMARY,
+            metrics=metric if metric or out is not None else SUMMARY,
             regret=regret,
             events=events,
             memory=limit,
             device=device,
             progress=report,
         )
-    total = len(opened) * len(policies) * len(budgets)
+    total = len(opened) * len(policies) * len(budget)
     if not run.records and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
     if not run.records:
-        raise Stop("\n".join(dict.fromkeys(f"error: {one.error}" for one in run.failures)), 2)
+        raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), 2)
     where = None if out is None else run.save(out)
-    wanted = chosen or [*SUMMARY, "regret"]
-    shown = [name for name in wanted if name in set(run.table["metric"])]
+    measured = set(run.table["metric"])
+    shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
     if as_json:
         echo_json(_document(run, shown, where))
     else:

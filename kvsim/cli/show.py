@@ -124,7 +124,10 @@ def echo_results(
     rows = summary.filter(~repeated).to_dicts()
     columns: dict[str, list[str]] = {
         "policy": [row["policy"] for row in rows],
-        "budget": ["-" if row["policy"] in free else _budget(row) for row in rows],
+        "budget": [
+            "-" if row["policy"] in free else budget_text(row["budget"], row["share"])
+            for row in rows
+        ],
     }
     schedules = [
         "never" if row["policy"] in free else schedule(row["interval"], prefill=row["prefill"])
@@ -146,9 +149,9 @@ def echo_results(
     echo_table(list(columns), list(zip(*columns.values(), strict=True)), right=right)
 
 
-def _budget(row: Mapping[str, Any]) -> str:
+def budget_text(budget: int, share: str | None) -> str:
     """Return the entries, and the share of the trace if the budget was given as a share."""
-    return str(row["budget"]) if row["share"] is None else f"{row['budget']} ({row['share']})"
+    return str(budget) if share is None else f"{budget} ({share})"
 
 
 @contextmanager

@@ -38,27 +38,24 @@ def retention_map(
     evicted although the row's full attention on it, for some query head of the group, is at least
     5 % (drawn larger than it is). The number is the mean retained mass of rows after the prompt.
     """
-    needed = _needed(trace, layer, head)
+    heads = slice(head * trace.group, (head + 1) * trace.group)
+    attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
+    needed = (attention >= NEEDED).cpu().numpy()
     budgets = sorted({record.budget for record in records})
     names = list(dict.fromkeys(record.policy for record in records))
     figure = Figure(figsize=(max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9), dpi=150)
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex=True, sharey=True)
     for axis in axes.flat:
         axis.set_axis_off()
-    heads = slice(head * trace.group, (head + 1) * trace.group)
+    colours = ListedColormap(["white", KEPT, GONE, MISSED])
     for record, result in zip(records, output_error(trace, records), strict=True):
         axis = axes[budgets.index(record.budget)][names.index(record.policy)]
         axis.set_axis_on()
         at = record.layers.index(layer)
         last = record.evicted_at[at, heads.start if record.per_query_head else head]
-        axis.imshow(
-            _cells(last, needed),
-            cmap=ListedColormap(["white", KEPT, GONE, MISSED]),
-            vmin=0,
-            vmax=3,
-            interpolation="nearest",
-            extent=(0, record.n_pos, record.n_pos, 0),
-        )
+        extent = (0, record.n_pos, record.n_pos, 0)
+        image: dict[str, Any] = {"vmin": 0, "vmax": 3, "interpolation": "nearest"}
+        axis.imshow(_cells(last, needed), cmap=colours, extent=extent, **image)
         axis.set_xlim(-0.02 * record.n_pos, record.n_pos)  # the frame would hide the first token
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
         mass = result.mass[at, heads, trace.prompt_len :]
@@ -72,9 +69,10 @@ def retention_map(
         name_axes(row[0], y=f"budget {budget}\nrow")
     for axis in axes[-1]:
         name_axes(axis, "position")
-    states = ["seen", "evicted", f"evicted, but the row would attend >= {NEEDED:.0%} to it"]
-    handles = [Patch(color=colour) for colour in (KEPT, GONE, MISSED)]
-    legend_of(figure, handles, states, columns=3, loc="lower center")
+    states = {"seen": KEPT, "evicted": GONE}
+    states[f"evicted, but the row would attend >= {NEEDED:.0%} to it"] = MISSED
+    handles = {state: Patch(color=colour) for state, colour in states.items()}
+    legend_of(figure, handles, columns=3)
     labels = {
         fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
     }
@@ -112,14 +110,6 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
     what = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
     finish(figure, axes[0], f"{what}\nmean over layers and query heads", labels, columns=6)
     return figure
-
-
-def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
-    """Where the full attention of a row on a position is at least NEEDED; bool [row, pos]."""
-    group = slice(head * trace.group, (head + 1) * trace.group)
-    attention = trace.attention(layer, slice(0, trace.n_pos))[group].amax(0)
-    out: NDArray[np.bool_] = (attention >= NEEDED).cpu().numpy()
-    return out
 
 
 def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -130,7 +130,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         _PLACE,
     ),
     "bursts": Figure(
-        "strips",
+        "events",
         "Positions that each policy keeps after an event, and the long runs that it dropped.",
         ("trace", "records"),
         (*_PLACE, "zoom"),
@@ -178,7 +178,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("sparsity", "sparsity_compressed"),
     ),
     "mass_curve": Figure(
-        "segments",
+        "events",
         "Cumulative attention mass, the segments that it is cut into, and their quotas.",
         ("trace", "plans"),
         _PLACE,
@@ -273,7 +273,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("diagnoses",),
     ),
     "layer_attention": _of_layers(
-        "ranks",
+        "layers",
         "Attention of the last rows of the prompt in every layer.",
         ("trace",),
         source="ASL, Fig. 3",
@@ -285,13 +285,13 @@ FIGURES: Final[Mapping[str, Figure]] = {
         source="ASL, Fig. 8",
     ),
     "rank_pattern": _of_layers(
-        "ranks",
+        "layers",
         "Ranks in every layer of the tokens that the last layers rank first.",
         ("diagnosis",),
         source="ASL, Fig. 4",
     ),
     "rank_bumps": _of_layers(
-        "ranks",
+        "layers",
         "Ranks of the 30 best tokens of the last layer through all layers.",
         ("diagnosis",),
         source="ASL, Fig. 4",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,18 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.definition import mean_known
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
+from kvsim.analysis.output.error import check_record
 from kvsim.analysis.summaries import averages, stages
+from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError, suggest
-from kvsim.plots.prompts import Ints, Prompts, Shown, counted, mean_line
+from kvsim.errors import PolicyError, TraceError, suggest
 from kvsim.plots.style import (
     asked_order,
     bare_series,
+    counted,
     finish,
+    mean_line,
     name_axes,
     plain,
     series,
@@ -29,9 +32,11 @@ from kvsim.plots.style import (
 )
 
 Floats = NDArray[np.float64]
+_Ints = NDArray[np.int32]
+#: Draws arrays of each prompt, by policy, in a panel; with the names of all policies.
+Draw = Callable[[Axes, Mapping[str, Sequence[Floats]], Sequence[str]], None]
 
 _SHADE = "#f2efe9"
-_Panels = tuple[Figure, list[Axes]]
 
 
 def middle_coverage(
@@ -51,7 +56,7 @@ def middle_coverage(
     layer, head: all by default. bins: parts of equal width.
     """
 
-    def curves(gone: list[Ints]) -> Floats | None:
+    def curves(gone: list[_Ints]) -> Floats | None:
         every = (kept_coverage(one, bins) for one in gone)
         coverages = [coverage for coverage in every if len(coverage.rows)]
         if not coverages:
@@ -60,24 +65,19 @@ def middle_coverage(
         flat = [one.overall.mean() for one in coverages]
         return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(bins, np.mean(flat))])
 
-    shown = Shown(layer, head)
-    found = Prompts.of(traces, records, shown, curves)
-    figure, axes = _panels(found.budgets)
-    styles = series(found.policies)
     centres = (np.arange(bins) + 0.5) / bins
-    first, last = map(float, MIDDLE)
-    for axis, asked in zip(axes, found.budgets, strict=True):
-        axis.axvspan(first, last, color=_SHADE, zorder=0)
-        for policy in found.policies:
-            values = found.values.get((policy, asked))
-            if values is None:
-                continue
-            lines, flat = zip(*values, strict=True)
-            mean_line(axis, centres, lines, label=policy, lw=1.3, ms=3, **styles[policy])
-            axis.plot(centres, np.mean(flat, 0), ":", lw=1, color=styles[policy]["color"])
-    what = f"Where kept entries lie: {shown.text(traces[0])}, mean over {found.counted}"
-    what += "\nshaded: middle third; dotted: no position preferred"
-    return _finished(figure, axes, "share of the positions kept", what, found)
+
+    def draw(axis: Axes, values: Mapping[str, Sequence[Floats]], policies: Sequence[str]) -> None:
+        axis.axvspan(*map(float, MIDDLE), color=_SHADE, zorder=0)
+        for policy, style in series(policies).items():
+            if policy in values:
+                lines, flat = zip(*values[policy], strict=True)
+                mean_line(axis, centres, lines, label=policy, lw=1.3, ms=3, **style)
+                axis.plot(centres, np.mean(flat, 0), ":", lw=1, color=style["color"])
+
+    label, what = "share of the positions kept", "Where kept entries lie"
+    note = "shaded: middle third; dotted: no position preferred"
+    return _per_budget(traces, records, (layer, head), curves, draw, (label, what, note))
 
 
 def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
@@ -147,49 +147,91 @@ def position_density(
     layer, head: all by default. bins: of equal width.
     """
 
-    def density(gone: list[Ints]) -> Floats | None:
-        found = [retained_positions(one) for one in gone]
-        relative = np.concatenate([np.zeros(0), *(one.relative for one in found if one)])
+    def density(gone: list[_Ints]) -> Floats | None:
+        layers = filter(None, map(retained_positions, gone))
+        relative = np.concatenate([np.zeros(0), *(one.relative for one in layers)])
         if not len(relative):
             return None
         heights, _ = np.histogram(relative, bins, (0, 1), density=True)
         return np.append(heights, relative.mean())
 
-    shown = Shown(layer, head)
-    found = Prompts.of(traces, records, shown, density)
-    figure, axes = _panels(found.budgets)
-    styles = bare_series(found.policies)
-    for axis, asked in zip(axes, found.budgets, strict=True):
+    def draw(axis: Axes, values: Mapping[str, Sequence[Floats]], policies: Sequence[str]) -> None:
         axis.axhline(1.0, color="black", lw=0.9, ls=":")
         axis.axvline(0.5, color="black", lw=0.9, ls=":")
-        for policy in found.policies:
-            values = found.values.get((policy, asked))
-            if values is None:
-                continue
-            heights = [np.append(one[:bins], one[bins - 1]) for one in values]
-            style = {**styles[policy], "drawstyle": "steps-post"}
-            mean_line(axis, np.arange(bins + 1) / bins, heights, label=policy, lw=1.3, **style)
-            mean = float(np.mean([one[bins] for one in values]))
-            axis.axvline(mean, color=styles[policy]["color"], lw=1, ls=styles[policy]["linestyle"])
-    what = f"What the last event keeps: {shown.text(traces[0])}, mean over {found.counted}"
-    what += "\nvertical: mean; dotted: uniform"
-    return _finished(figure, axes, "density of kept entries (area 1)", what, found)
+        for policy, style in bare_series(policies).items():
+            if policy in values:
+                heights = [np.append(one[:bins], one[bins - 1]) for one in values[policy]]
+                steps = {**style, "label": policy, "drawstyle": "steps-post"}
+                mean_line(axis, np.arange(bins + 1) / bins, heights, lw=1.3, **steps)
+                mean = float(np.mean([one[bins] for one in values[policy]]))
+                axis.axvline(mean, color=style["color"], lw=1, ls=style["linestyle"])
+
+    label, what = "density of kept entries (area 1)", "What the last event keeps"
+    note = "vertical: mean; dotted: uniform"
+    return _per_budget(traces, records, (layer, head), density, draw, (label, what, note))
 
 
-def _panels(budgets: Sequence[str], width: float = 3.4, room: float = 0.4) -> _Panels:
+def _per_budget(
+    traces: Sequence[Trace],
+    records: Sequence[Record],
+    place: tuple[int | None, int | None],
+    value: Callable[[list[_Ints]], Floats | None],
+    draw: Draw,
+    texts: tuple[str, str, str],
+) -> Figure:
+    """Draw a number of every record over relative positions, a panel per budget.
+
+    place: the layer and the KV head shown, None for all. value: of the rows after which entries
+    are gone, [H, T] of each layer shown; None leaves a record out. texts: what the vertical axis,
+    the title and the line below it say.
+    """
+    layer, head = place
+    by_name = {trace.name: trace for trace in traces}
+    values: dict[tuple[str, str], list[Floats]] = {}
+    fidelities: set[str] = set()
+    for record in records:
+        if record.trace not in by_name:
+            raise TraceError(
+                f"a record of {record.trace!r}, but the traces are {', '.join(by_name)}; give "
+                "the traces that were replayed"
+            )
+        trace = by_name[record.trace]
+        check_record(trace, record)
+        heads = slice(None)
+        if head is not None:  # of a record per query head, the query heads of the KV head
+            size = trace.group if record.per_query_head else 1
+            heads = slice(head * size, (head + 1) * size)
+        pairs = zip(record.layers, record.gone_after, strict=True)
+        gone = {at: rows[heads] for at, rows in pairs if layer in (None, at)}
+        array = value(list(gone.values()))
+        if array is not None:
+            budget = record.share or str(record.budget)
+            values.setdefault((record.policy, budget), []).append(array)
+            fidelities |= {fidelity(trace, record, "sets", at) for at in gone}
+    if not values:
+        raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
+    policies = list(dict.fromkeys(policy for policy, _ in values))
+    budgets = asked_order([budget for _, budget in values])
+    figure, axes = _panels(budgets)
+    for axis, budget in zip(axes, budgets, strict=True):
+        of_budget = {policy: values[policy, at] for policy, at in values if at == budget}
+        draw(axis, of_budget, policies)
+        axis.set_xlim(0, 1)
+        plain(axis, "relative position (0: first, 1: at the event)", title=f"budget {budget}")
+    label, what, note = texts
+    name_axes(axes[0], y=label)
+    axes[0].set_ylim(bottom=0)  # of all panels, once the highest is drawn
+    where = "all layers" if layer is None else f"layer {traces[0].layer_ids[layer]}"
+    where += ", all KV heads" if head is None else f", KV head {head}"
+    prompts = counted(len(arrays) for arrays in values.values())
+    text = f"{what}: {where}, mean over {prompts}\n{note}"
+    finish(figure, axes[0], text, fidelities, columns=5)
+    return figure
+
+
+def _panels(
+    budgets: Sequence[str], width: float = 3.4, room: float = 0.4
+) -> tuple[Figure, list[Axes]]:
     """Build a panel per budget, side by side; width: of one, inches."""
     figure = Figure(figsize=(max(5.6, width * len(budgets) + room), 3.6), dpi=150)
     return figure, list(figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0])
-
-
-def _finished(
-    figure: Figure, axes: Sequence[Axes], label: str, what: str, found: Prompts
-) -> Figure:
-    """Name the axes of panels over relative positions, and draw caption and legend."""
-    for axis, asked in zip(axes, found.budgets, strict=True):
-        axis.set_xlim(0, 1)
-        axis.set_ylim(bottom=0)
-        plain(axis, "relative position (0: first, 1: at the event)", title=f"budget {asked}")
-    name_axes(axes[0], y=label)
-    finish(figure, axes[0], what, found.fidelities, columns=5)
-    return figure

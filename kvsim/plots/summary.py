@@ -13,8 +13,7 @@ from kvsim.analysis.fronts import against_entries
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.summaries import averages
 from kvsim.errors import PolicyError
-from kvsim.plots.prompts import counted
-from kvsim.plots.style import asked_order, finish, plain, series
+from kvsim.plots.style import asked_order, counted, finish, plain, series
 
 #: Metrics of `over_budgets` by default.
 SHOWN = ("output_error", "retained_mass", "wipeout")

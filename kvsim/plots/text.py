@@ -18,15 +18,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.style import (
-    COLOURS,
-    GRID,
-    caption,
-    escaped,
-    legend_of,
-    name_axes,
-    short_text,
-)
+from kvsim.plots.style import COLOURS, GRID, caption, escaped, legend_of, name_axes, short_text
 
 # Colour and weight of each state: they differ in print, and for readers without red or green.
 _STYLE = (
@@ -86,9 +78,9 @@ def token_text(
     for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
         style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
         axis.text(column, line + 0.8, shown, parse_math=False, **style)
-    names = [f"{name} ({count})" for name, count in states.counts().items()]
-    handles = [Patch(color=style["color"]) for style in _STYLE]
-    legend_of(figure, handles, names, columns=3, loc="lower center")
+    counts = zip(states.counts().items(), _STYLE, strict=True)
+    handles = {f"{name} ({n})": Patch(color=style["color"]) for (name, n), style in counts}
+    legend_of(figure, handles, columns=3)
     return figure
 
 
