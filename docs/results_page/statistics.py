@@ -38,7 +38,7 @@ class Results:
 
     def chance(self, label: str, budget: int, metric: str) -> Floats:
         """What chance alone gives; [prompt]."""
-        return self.evidence.chance(self._result(label), str(budget), metric)
+        return self.evidence.value(self._result(label), str(budget), metric, chance=True)
 
     @property
     def layers(self) -> int:

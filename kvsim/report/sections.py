@@ -15,21 +15,9 @@ from kvsim.analysis.summaries import averages, compare, layers_of, uneven
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
-from kvsim.report.html import (
-    broken,
-    called,
-    cell,
-    details,
-    image,
-    interval,
-    lines,
-    section,
-    small,
-    table_of,
-    tag,
-)
-from kvsim.report.runs import Saved
-from kvsim.report.study import Study
+from kvsim.report import html
+from kvsim.report.html import details, lines, section, table_of, tag
+from kvsim.report.study import Saved, Study
 from kvsim.report.traces import trace_sections
 from kvsim.schema import LABELS, plural, schedule
 
@@ -80,7 +68,7 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     remarks = dict.fromkeys(one for run in runs for one in run.parameters.get("remarks", ()))
     remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))
     means = averages(_main(table, _SHOWN))
-    note += broken(remarks, "Note: ")
+    note += html.broken(remarks, "Note: ")
     return section("Results", note, _wide(means, "policy", with_chance=True))
 
 
@@ -88,17 +76,17 @@ def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
     """A row for each value of `first` and budget, a column for each metric."""
     names = [name for name in _SHOWN if name in set(means["metric"])]
     budgets = asked_order(means["asked"].drop_nulls().to_list())
-    head = [first, "budget", *(called(name) for name in names)]
+    head = [first, "budget", *(html.called(name) for name in names)]
     rows = []
     for policy in means[first].unique(maintain_order=True):
         for asked in budgets:
             part = means.filter(pl.col(first) == policy, pl.col("asked") == asked)
             if part.height:
-                cells = [cell(part.filter(metric=name), chance=with_chance) for name in names]
+                cells = [html.cell(part.filter(metric=name), chance=with_chance) for name in names]
                 name = escape(policy)
                 if "interval" in part.columns:
                     after = schedule(part["interval"][0], prefill=part["prefill"][0])
-                    name += small(f"after: {after}")
+                    name += html.small(f"after: {after}")
                 rows.append([name, asked, *cells])
     return table_of(head, rows, right=2)
 
@@ -108,7 +96,7 @@ def _figures(table: pl.DataFrame) -> str:
         "Metrics against the budget": over_budgets,
         "Metrics against the entries that rows really saw": pareto,
     }
-    images = lines(image(alt, partial(draw, table)) for alt, draw in drawn.items())
+    images = lines(html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
     return section("Figures", "", images) if images else ""
 
 
@@ -137,7 +125,7 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
         rows = [
             [
                 *(row[name] for name in (label, "policy", "asked")),
-                *(called(row["metric"]), interval(row), row["n"]),
+                *(html.called(row["metric"]), html.interval(row), row["n"]),
             ]
             for row in means.sort(label, maintain_order=True).to_dicts()
             if row["mean"] is not None
@@ -151,7 +139,7 @@ def _of_traces(table: pl.DataFrame) -> str:
     means = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
     rows = [
         [
-            *(called(row["metric"]), row["variant"], interval(row)),
+            *(html.called(row["metric"]), row["variant"], html.interval(row)),
             "" if row["chance"] is None else f"{row['chance']:.3f}",
             f"{row['n']} of {row['of']}",
         ]

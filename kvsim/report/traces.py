@@ -8,24 +8,12 @@ import numpy as np
 import polars as pl
 from markupsafe import Markup
 
+from kvsim import plots
 from kvsim.analysis.attention.expectation import STEPS
 from kvsim.analysis.prompt.tables import distribution, selection_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import SHARES, budget_label
 from kvsim.analysis.summaries import Interval, averages, first_of
-from kvsim.plots import (
-    agreement_steps,
-    attention_loss,
-    expected_observed,
-    normal_distance,
-    projection_gap,
-    rank_pattern,
-    reconstruction_error,
-    selection_histogram,
-    state_quantiles,
-    state_ridges,
-    variance_curves,
-)
 from kvsim.report.html import broken, cell, details, image, interval, lines, section, table_of, tag
 from kvsim.report.study import METHODS, RATIOS, Study
 from kvsim.schema import plural
@@ -39,8 +27,7 @@ Column = tuple[str, str, str, bool]
 
 def trace_sections(study: Study) -> Iterator[str]:
     """The traces, expected and observed attention, layers, reconstruction, queries."""
-    for make in (_traces, _expectation, _layers, _reconstruction, _queries):
-        yield make(study)
+    return (make(study) for make in (_traces, _expectation, _layers, _reconstruction, _queries))
 
 
 def _traces(study: Study) -> str:
@@ -80,16 +67,13 @@ _ANALYSES = {
 
 def _left_out(study: Study) -> list[str]:
     """Which analyses are left out of which traces, and why; a line for each reason."""
-    reasons: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for trace, missing in zip(study.traces, study.left_out, strict=True):
-        by_reason: dict[str, list[str]] = {}
-        for name, title in _ANALYSES.items():
-            if name in missing:
-                by_reason.setdefault(missing[name], []).append(title)
-        for why, parts in by_reason.items():
-            reasons.setdefault((why, tuple(parts)), []).append(trace.name)
+        for why in dict.fromkeys(missing[name] for name in _ANALYSES if name in missing):
+            parts = [title for name, title in _ANALYSES.items() if missing.get(name) == why]
+            reasons.setdefault((why, ", ".join(parts)), []).append(trace.name)
     left_out = [
-        f"Left out, because of {why}: {', '.join(parts)} (of {first_of(traces)})"
+        f"Left out, because of {why}: {parts} (of {first_of(traces)})"
         for (why, parts), traces in reasons.items()
     ]
     if study.errors.is_empty():
@@ -112,14 +96,15 @@ def _expectation(study: Study) -> str:
     first = study.first.expectation
     shown, fewer = (_some(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
     pictures = [
-        image("Agreement by step", lambda: agreement_steps(study.table, layers=shown)),
+        image("Agreement by step", lambda: plots.agreement_steps(study.table, layers=shown)),
         image(
-            "Attention lost with keys removed", lambda: attention_loss(study.table, layers=shown)
+            "Attention lost with keys removed",
+            lambda: plots.attention_loss(study.table, layers=shown),
         ),
     ]
     if first is not None:
         alt = f"Expected against observed attention, {first.trace}"
-        pictures.append(image(alt, lambda: expected_observed(first, layers=fewer), "png"))
+        pictures.append(image(alt, lambda: plots.expected_observed(first, layers=fewer), "png"))
     title = "Expected beside observed attention"
     return section(title, note, lines([_by_layer(study, head), *pictures]))
 
@@ -139,14 +124,14 @@ def _layers(study: Study) -> str:
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
     middle = [one for one in study.diagnoses if one.asked == budget_label(SHARES[1])]
     pictures = [
-        image("Relative rank variance by layer", lambda: variance_curves(middle)),
-        image(f"Ranks in every layer, {middle[0].trace}", lambda: rank_pattern(middle[0])),
+        image("Relative rank variance by layer", lambda: plots.variance_curves(middle)),
+        image(f"Ranks in every layer, {middle[0].trace}", lambda: plots.rank_pattern(middle[0])),
     ]
     body = [_by_layer(study, head, together=False), _selections(study), *pictures]
     if any(one.layer is not None for one in study.diagnoses):
         chosen = distribution(selection_table(study.diagnoses))
         deepest = max(trace.n_layers for trace in study.traces)
-        body.append(image("Selection layers", lambda: selection_histogram(chosen, deepest)))
+        body.append(image("Selection layers", lambda: plots.selection_histogram(chosen, deepest)))
     return section("How layers rank the prompt", note, lines(body))
 
 
@@ -176,8 +161,8 @@ def _selections(study: Study) -> str:
 
 
 def _reconstruction(study: Study) -> str:
-    known = study.errors["policy"].unique(maintain_order=True).to_list()
-    if not known:
+    policies = set(study.errors["policy"])
+    if not policies:
         return ""
     note = (
         "A policy evicts a share of the entries once, after four fifths of the "
@@ -192,18 +177,18 @@ def _reconstruction(study: Study) -> str:
     rows = [
         [tag("code", name), *(_error(study, by_trace, name, ratio) for ratio in RATIOS)]
         for name in METHODS
-        if name in known
+        if name in policies
     ]
     head = ["policy", *(f"{ratio:.0%} evicted" for ratio in RATIOS)]
-    drawn = image("Error by share evicted", lambda: reconstruction_error(study.errors))
+    drawn = image("Error by share evicted", lambda: plots.reconstruction_error(study.errors))
     title = "What one eviction does to the output"
     return section(title, note, lines([table_of(head, rows, right=1), drawn]))
 
 
 def _error(study: Study, by_trace: pl.DataFrame, name: str, ratio: float) -> str:
     values = by_trace.filter(policy=name, ratio=ratio)["relative_head_error"].to_numpy()
-    one, of = Interval.of(values.astype(np.float64)), len(study.traces)
-    return one.text(".3f") + (f" ({one.n} of {of})" if one.n < of else "") if one.n else "-"
+    mean, of = Interval.of(values.astype(np.float64)), len(study.traces)
+    return mean.text(".3f") + (f" ({mean.n} of {of})" if mean.n < of else "") if mean.n else "-"
 
 
 def _queries(study: Study) -> str:
@@ -225,16 +210,16 @@ def _queries(study: Study) -> str:
     one, trace = study.first, study.first.trace
     middle = trace.n_layers // 2
     pictures = [
-        image(f"Queries beside normal, {trace.name}", lambda: state_ridges(trace, middle)),
-        image(f"Quantiles, {trace.name}", lambda: state_quantiles(trace, middle), "png"),
+        image(f"Queries beside normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
+        image(f"Quantiles, {trace.name}", lambda: plots.state_quantiles(trace, middle), "png"),
     ]
     if one.normality is not None:
         normality = one.normality
         alt = f"Distance from normal by head, {trace.name}"
-        pictures.append(image(alt, lambda: normal_distance(normality)))
+        pictures.append(image(alt, lambda: plots.normal_distance(normality)))
     if 4 in one.projections:
         alt = f"Gap of the mean exponential, {trace.name}"
-        pictures.append(image(alt, lambda: projection_gap(one.projections[4])))
+        pictures.append(image(alt, lambda: plots.projection_gap(one.projections[4])))
     body = lines([_by_layer(study, head), *pictures])
     return section("How queries are distributed", note, body)
 

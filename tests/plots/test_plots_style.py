@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-XX
 from matplotlib.figure import Figure
 
-from kvsim.plots.style import bare_series, caption, legend_below, plain_text, series
+from kvsim.plots.style import (
+    Panels,
+    bare_series,
+    caption,
+    finish,
+    legend_below,
+    plain_text,
+    series,
+)
 
 
 def lines(names):
