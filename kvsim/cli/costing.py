@@ -167,37 +167,32 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
     for context, size in full.items():
         typer.echo(f"Full cache at {context} tokens: {size / unit:.4g} {name}")
     typer.echo()
-    headers = ["policy", "evicts after", "budget", "context", f"KV\n{name}", f"peak\n{name}"]
-    headers += ["of\nfull", "prefill\nFLOPs", "prefill\npaper", "token\nbytes", "token\npaper"]
-    echo_table(
-        [*headers, "scoring\nprefill", "scoring\ntoken"],
-        [
-            [
-                cost.policy,
-                schedule(cost.interval, prefill=cost.prefill),
-                str(cost.budget) if cost.bounded else "-",
-                str(cost.context),
-                f"{cost.kv_bytes / unit:.4g}",
-                f"{cost.kv_peak_bytes / unit:.4g}",
-                f"{cost.kv_ratio:.1%}",
-                f"{cost.prefill_ratio:.3f}",
-                f"{cost.prefill_ratio_paper:.3f}",
-                f"{cost.decode_ratio:.3f}",
-                f"{cost.decode_ratio_paper:.3f}",
-                _share(cost.scoring_prompt_share),
-                _share(cost.scoring_token_share),
-            ]
-            for cost in costs
-        ],
-        right=2,
-    )
+    rows = [
+        {
+            "policy": cost.policy,
+            "evicts after": schedule(cost.interval, prefill=cost.prefill),
+            "budget": str(cost.budget) if cost.bounded else "-",
+            "context": str(cost.context),
+            f"KV\n{name}": f"{cost.kv_bytes / unit:.4g}",
+            f"peak\n{name}": f"{cost.kv_peak_bytes / unit:.4g}",
+            "of\nfull": f"{cost.kv_ratio:.1%}",
+            "prefill\nFLOPs": f"{cost.prefill_ratio:.3f}",
+            "prefill\npaper": f"{cost.prefill_ratio_paper:.3f}",
+            "token\nbytes": f"{cost.decode_ratio:.3f}",
+            "token\npaper": f"{cost.decode_ratio_paper:.3f}",
+            "scoring\nprefill": _share(cost.scoring_prompt_share),
+            "scoring\ntoken": _share(cost.scoring_token_share),
+        }
+        for cost in costs
+    ]
+    echo_table(list(rows[0]), [list(row.values()) for row in rows], right=2)
     typer.echo(f"\n{_RATIOS}")
     typer.echo(_FIDELITY)
     selecting = [cost for cost in costs if cost.selection is not None]
     if selecting:
         layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
         typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")
-    for remark in dict.fromkeys(each for cost in costs for each in cost.assumptions):
+    for remark in dict.fromkeys(remark for cost in costs for remark in cost.assumptions):
         typer.echo(f"Note: {remark}.")
 
 

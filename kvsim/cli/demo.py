@@ -92,17 +92,15 @@ def _publish(draft: Path, out: Path) -> None:
     """Replace the folder of an earlier demo by the complete new one."""
     _check_target(out)
     aside = out.parent / f".{out.name}.old-{secrets.token_hex(4)}"
-    replaced = out.exists()
-    if replaced:
+    if out.exists():
         out.rename(aside)
     try:
         draft.rename(out)
     except BaseException:
-        if replaced:
+        if aside.exists():
             aside.rename(out)
         raise
-    if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass
@@ -121,26 +119,25 @@ class _Demo:
 
             quiet_transformers()
             model, tokenizer = load_model("tiny")
-        trace = self._record(model, tokenizer)
+        trace, facts = self._record(model, tokenizer)
         self._verify()
-        run, replay_seconds = self._replay(trace)
+        run, seconds = self._replay(trace)
         with self._step("figures"):
             self._draw(trace, run)
             run.save(self.folder / "run")
         summary = summarise(run.table)
-        document = {
-            "trace": self._facts(trace),
+        rows = cells(summary)
+        for row in rows:
+            row["replay_seconds"] = seconds[row["policy"], row["budget"]]
+        if not self.quiet:
+            self._print(run, summary, rows)
+        return {
+            "trace": facts,
             **run.describe(),
-            "cells": [
-                {**cell, "replay_seconds": replay_seconds[cell["policy"], cell["budget"]]}
-                for cell in cells(summary)
-            ],
+            "cells": rows,
             "fidelity": fidelity_shares(run.table, SUMMARY),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
-        if not self.quiet:
-            self._print(run, summary, document["cells"])
-        return document
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -152,7 +149,8 @@ class _Demo:
         if not self.quiet:
             echo_text(text)
 
-    def _record(self, model: Any, tokenizer: Any) -> Trace:
+    def _record(self, model: Any, tokenizer: Any) -> tuple[Trace, dict[str, Any]]:
+        """Return the trace, and what `--json` prints of it."""
         from kvsim.recorder import capture
         from kvsim.tiny.tasks import prompts
 
@@ -160,25 +158,19 @@ class _Demo:
         with self._step("capture"):
             out = self.folder / "trace.zarr"
             trace = capture(model, tokenizer, sample.prompt, out=out, name="demo", progress=True)
-        facts = self._facts(trace)
-        verdict = "right" if facts["answer_right"] else f"wrong, expected {sample.answer}"
+        answer, right = trace.meta["answer_check"]["answer"], trace.meta["answer_check"]["right"]
         self._echo(
             f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
             f"prompt of {trace.prompt_len} tokens and wrote {trace.n_pos - trace.prompt_len}; "
-            f"its answer {facts['answer']} is {verdict}."
+            f"its answer {answer} is {'right' if right else f'wrong, expected {sample.answer}'}."
         )
-        return trace
-
-    @staticmethod
-    def _facts(trace: Trace) -> dict[str, Any]:
-        check = trace.meta["answer_check"]
-        return {
+        return trace, {
             "name": trace.name,
             "digest": trace.digest,
             "tokens": trace.n_pos,
             "prompt_len": trace.prompt_len,
-            "answer": check["answer"],
-            "answer_right": check["right"],
+            "answer": answer,
+            "answer_right": right,
         }
 
     def _verify(self) -> None:
@@ -198,14 +190,13 @@ class _Demo:
         from kvsim.policies import policy
         from kvsim.sweeps.run import sweep
 
-        starts: list[float] = []
+        policies, starts = [policy(name) for name in POLICIES], list[float]()
         with bar("cells") as report:
 
             def note(done: int, total: int, label: str) -> None:
                 starts.append(time.perf_counter())
                 report(done, total, label)
 
-            policies = [policy(name) for name in POLICIES]
             run = sweep([trace], policies, BUDGETS, interval=INTERVAL, progress=note)
         end = time.perf_counter()
         if run.interrupted:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from kvsim.cli.describing import answer_text, is_cut, layers_text, length_text, size_text
-from kvsim.cli.options import with_options
+from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.show import echo_json, echo_text
 from kvsim.cli.values import (
     Json,
@@ -21,15 +21,67 @@ from kvsim.cli.values import (
     Stop,
     TrustRemoteCode,
     parse_device,
+    parse_layers,
     path_option,
     quiet_transformers,
 )
-from kvsim.recorder.options import Options
+from kvsim.recorder.options import Declared, Options, declared
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
+#: Types of options that the command line takes as another type, and their conversion from it.
+_FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
+    str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
+    Sequence[int] | None: (str | None, lambda text: None if text is None else parse_layers(text)),
+    bool | str: (str | None, lambda text: text or False),
+    Literal["float16"] | None: (str | None, lambda text: text),
+}
 
-@with_options(Options, progress=True)
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `options` of a command by an option for each field of `Options`.
+
+    Progress is always shown.
+    """
+    offered = [option for option in declared(Options) if option.name != "progress"]
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name == "options":
+            parameters += map(_parameter, offered)
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        given = {option.name: values.pop(option.name) for option in offered}
+        for option in offered:
+            if option.kind in _FORMS:
+                given[option.name] = _FORMS[option.kind][1](given[option.name])
+        command(**values, options=Options(**given, progress=True))
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    return run
+
+
+def _parameter(option: Declared) -> inspect.Parameter:
+    """Return the parameter of a command that typer makes an option of."""
+    name, text, metavar = (
+        f"--{option.name.replace('_', '-')}",
+        option.help.text,
+        option.help.metavar,
+    )
+    info = typer.Option(name, help=text, metavar=metavar, min=option.least)
+    kind = _FORMS[option.kind][0] if option.kind in _FORMS else option.kind
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if option.kind in _FORMS else option.default,
+        annotation=Annotated[kind, info],
+    )
+
+
+@_with_options
 def capture(
     *,
     context: typer.Context,
@@ -155,13 +207,14 @@ def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -
     """Return in words which traces of an interrupted capture are complete."""
     after = {path: _identity(path) for path in before}
     done = [p for p, new in after.items() if new is not None and (resume or new != before[p])]
-    if done:
-        where = out if is_url(out) else done[0].parent
-        resumable = len(done) < len(before) and not is_url(out)
-        more = "; --resume records the others" if resumable else ""
-        count = f"{len(done)} of {len(before)} traces"
-        return f"interrupted, {count} are complete and kept in {where}{more}"
-    return "interrupted, no trace was written"
+    if not done:
+        return "interrupted, no trace was written"
+    where = out if is_url(out) else done[0].parent
+    resumable = len(done) < len(before) and not is_url(out)
+    more = "; --resume records the others" if resumable else ""
+    return (
+        f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}{more}"
+    )
 
 
 def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.show import (
-    OPEN_LOOP,
     bar,
     cells,
     echo_json,
@@ -48,6 +47,11 @@ if TYPE_CHECKING:
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
     from kvsim.sweeps.run import Run
+
+_OPEN_LOOP = (
+    "open: computed from the recorded queries, keys and values; in a live run errors also add up "
+    "from layer to layer and the model may generate other tokens."
+)
 
 
 def replay(
@@ -144,17 +148,18 @@ def replay(
         raise Stop("interrupted, no cell was done and nothing was written", 130)
     if not run.records:
         raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), 2)
-    where = None if out is None else run.save(out)
+    if out is not None:
+        run.save(out)
     measured = set(run.table["metric"])
     shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
     if as_json:
-        echo_json(_document(run, shown, where))
+        echo_json(_document(run, shown, out))
     else:
-        _print(opened, policies, protect, run, shown, where)
-    _finish(run, total, where)
+        _print(opened, policies, protect, run, shown, out)
+    _finish(run, total, out)
 
 
-def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, Any]:
+def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
     from kvsim.analysis.table import selection_fidelity
     from kvsim.sweeps.run import summarise
 
@@ -169,7 +174,7 @@ def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, A
             for r in run.records
             if r.selection is not None
         ],
-        "out": None if where is None else str(where),
+        "out": None if out is None else str(out),
     }
 
 
@@ -189,7 +194,7 @@ def _print(
     protect: Protection,
     run: Run,
     shown: Sequence[str],
-    where: Path | None,
+    out: Path | None,
 ) -> None:
     from kvsim.sweeps.run import summarise
 
@@ -206,9 +211,9 @@ def _print(
     if any(protected):
         echo_text(f"Every policy also keeps {' and '.join(filter(None, protected))} in any case.")
     echo_text()
-    summary = summarise(run.table, shown)
+    summary, free = summarise(run.table, shown), unbounded(policies)
     if summary.height:
-        echo_results(summary, unbounded(policies))
+        echo_results(summary, free)
         echo_text()
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
@@ -223,24 +228,26 @@ def _print(
         echo_text(fidelity_line(run.table, shown))
     else:
         echo_text("No values: none of the metrics can be computed on these traces.")
-    free, many = unbounded(policies), len(traces) > 1
-    lines = (_selection_line(record, free, many=many) for record in run.records)
+    lines = (_selection_line(record, free, many=len(traces) > 1) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
         echo_text(line)
     for remark in run.remarks:
         echo_text(f"Note: {remark}.")
-    if where is not None:
-        echo_text(f"Written to {where}: run.json, records.zarr, results.parquet.")
+    if out is not None:
+        echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
 
 
 def unbounded(policies: Sequence[Policy]) -> list[str]:
-    """Names of the policies for which the budget means nothing."""
-    free = (one for one in policies if not one.bounded)
-    return [one.name for one in free if one.propagation is None or one.propagation.alone]
+    """Return the names of the policies for which the budget means nothing."""
+    return [
+        policy.name
+        for policy in policies
+        if not policy.bounded and (policy.propagation is None or policy.propagation.alone)
+    ]
 
 
 def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
-    """After which layer a record's policy dropped rows of the prompt, in words.
+    """Return in words after which layer a record's policy dropped rows of the prompt.
 
     free: policies for which the budget means nothing; many: there are other traces.
     """
@@ -262,32 +269,31 @@ def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
 
 
 def means(shown: Sequence[str], n_traces: int) -> str:
-    """What the numbers of the table are means over."""
+    """Return what the numbers of the table are means over."""
     over = "layers and heads" if n_traces == 1 else f"layers, heads and {n_traces} traces"
-    explained = {
-        "wipeout": "wiped out: regions of 32 tokens of which nothing is left after the last event",
-        "regret": "regret: mass that the oracle keeps beyond the policy",
-    }
-    more = "".join(f"; {text}" for name, text in explained.items() if name in shown)
+    more = ""
+    if "wipeout" in shown:
+        more += "; wiped out: regions of 32 tokens of which nothing is left after the last event"
+    if "regret" in shown:
+        more += "; regret: mass that the oracle keeps beyond the policy"
     return f"Means over {over}, of rows over those after the prompt{more}."
 
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
-    """How far the values of the table can be trusted."""
+    """Return how far the values of the table can be trusted."""
     shares = fidelity_shares(table, shown)
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
-    return f"Fidelity of the values: {parts}. {OPEN_LOOP if 'open' in shares else ''}".rstrip()
+    return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 
 
-def _finish(run: Run, total: int, where: Path | None) -> None:
-    """Say on standard error what is missing, and leave with the right status."""
+def _finish(run: Run, total: int, out: Path | None) -> None:
+    """Print on standard error what is missing, and end with the right status."""
     for failure in run.failures:
         cell = f"{one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
         echo_text(f"failed: {cell}: {failure.error}", err=True)
-    kept = "shown above" if where is None else f"kept in {where}"
-    done = len(run.records)
+    kept = "shown above" if out is None else f"kept in {out}"
     if run.interrupted:
-        raise Stop(f"interrupted, {done} of {total} cells are done and {kept}", 130)
+        raise Stop(f"interrupted, {len(run.records)} of {total} cells are done and {kept}", 130)
     if run.failures:
-        failed = len({(f.trace, f.policy, f.budget) for f in run.failures})
+        failed = len({(each.trace, each.policy, each.budget) for each in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)

@@ -34,11 +34,6 @@ _COLUMNS = {
 #: Columns of a summary that identify the cell of a row.
 _KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
 
-OPEN_LOOP = (
-    "open: computed from the recorded queries, keys and values; in a live run errors also add up "
-    "from layer to layer and the model may generate other tokens."
-)
-
 
 def visible(text: str) -> str:
     """Escape everything that a terminal would act on; line ends stay."""
