@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsim.cli import values
 from kvsim.cli.show import echo_json, echo_table
-from kvsim.cli.values import (
-    Json,
-    OptionError,
-    PolicyNames,
-    Settings,
-    build_policies,
-    locate,
-    path_option,
-    split,
-)
+from kvsim.cli.values import OptionError
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
@@ -39,17 +31,17 @@ _FIDELITY = (
 
 
 def cost(
-    policy: PolicyNames,
+    policy: values.PolicyNames,
     budget: Annotated[
         list[str],
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="N|P%[,...]",
             help="Entries per KV head, or a share of the context.",
         ),
     ],
     model_config: Annotated[
-        Path | None, path_option("PATH", "A model's config.json, or a folder with one.")
+        Path | None, values.path_option("PATH", "A model's config.json, or a folder with one.")
     ] = None,
     trace: Annotated[
         str | None,
@@ -62,7 +54,7 @@ def cost(
     context: Annotated[
         list[str] | None,
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="N[,...]",
             help="Tokens, prompt included; default: the trace's.",
         ),
@@ -73,7 +65,7 @@ def cost(
             min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
         ),
     ] = None,
-    settings: Settings = None,
+    settings: values.Settings = None,
     selection_layer: Annotated[
         float | None,
         typer.Option(
@@ -85,7 +77,7 @@ def cost(
         float | None,
         typer.Option(help="Bytes per number of weights and cache; default: the configuration's."),
     ] = None,
-    as_json: Json = False,
+    as_json: values.Json = False,
 ) -> None:
     """Say what policies cost on a model: memory, time, FLOPs.
 
@@ -104,12 +96,12 @@ def cost(
     from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
-    opened = None if trace is None else open_trace(locate(trace))
+    opened = None if trace is None else open_trace(values.locate(trace))
     if model_config is not None:
         model = Model.from_config(model_config, number_bytes=dtype_bytes)
     else:
         model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
-    policies = build_policies(policy, settings)
+    policies = values.build_policies(policy, settings)
     cases = [
         (each, resolve_budget(size, n), n, _prompt(prompt, n, opened))
         for n in contexts or [_given(opened).n_pos]

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import (
-    bar,
-    document,
-    echo_fields,
-    echo_json,
-    echo_table,
-    echo_text,
-    one_line,
-    visible,
-)
+from kvsim.cli import show
 from kvsim.cli.values import Json, OptionError, Stop, TracePaths, locate, path_argument
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import LABELS, is_url, plural, ranges
@@ -38,7 +29,7 @@ def info(traces: TracePaths, as_json: Json = False) -> None:
 
     described = [describe(locate(trace)) for trace in traces]
     if as_json:
-        echo_json(document(described))
+        show.echo_json(show.document(described))
         return
     for place, facts in enumerate(described):
         if place:
@@ -65,14 +56,14 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
         **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
     }
-    echo_fields({name: value for name, value in fields.items() if value not in ("", "null")})
+    show.echo_fields({name: value for name, value in fields.items() if value not in ("", "null")})
     typer.echo()
     rows = []
     for name, array in facts["arrays"].items():
         shape, size = " x ".join(map(str, array["shape"])), array["bytes"]
         megabytes = "-" if size is None else f"{size / 1e6:.2f}"
         rows.append([name, shape, array["dtype"], array["source_dtype"] or "-", megabytes])
-    echo_table(["array", "shape", "stored as", "in the model", "MB"], rows, right=4)
+    show.echo_table(["array", "shape", "stored as", "in the model", "MB"], rows, right=4)
 
 
 def _attention(facts: Mapping[str, Any]) -> str:
@@ -145,7 +136,7 @@ def answer_text(check: Mapping[str, Any] | None) -> str:
 
 def quoted(text: object) -> str:
     """Return untrusted text in quotes, as one line without control characters."""
-    return visible(json.dumps(text, ensure_ascii=False))
+    return show.visible(json.dumps(text, ensure_ascii=False))
 
 
 def size_text(n_bytes: int | None) -> str:
@@ -176,23 +167,23 @@ def verify(
     for path in map(locate, traces):
         verdict, report = _checked(path, deep=deep)
         if verdict == "no trace" and single:
-            raise Stop(f"error: {one_line(report['problems'][0])}", 2)
+            raise Stop(f"error: {show.one_line(report['problems'][0])}", 2)
         verdicts.append(verdict)
         reports.append(report)
         if not as_json:
             _echo_verdict(verdict, report, deep=deep, single=single)
     if as_json:
-        echo_json(document(reports))
+        show.echo_json(show.document(reports))
     bad = [report for report in reports if not report["ok"]]
     if bad and not single:
         count = f"{len(bad)} of {len(reports)} traces"
         expected = "are not complete and undamaged, expected all to be; see the report"
         raise Stop(f"error: {count} {expected}", 2)
     if bad and verdicts != ["damaged"]:
-        raise Stop(f"error: {one_line(bad[0]['problems'][0])}", 2)
+        raise Stop(f"error: {show.one_line(bad[0]['problems'][0])}", 2)
     if bad:
         problems = plural(len(bad[0]["problems"]), "problem")
-        path = one_line(bad[0]["path"])
+        path = show.one_line(bad[0]["path"])
         raise Stop(f"error: {path} is damaged ({problems}, expected none); record it again", 2)
 
 
@@ -201,7 +192,7 @@ def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
     from kvsim.store import verify as check
 
     try:
-        with bar("layers") as report:
+        with show.bar("layers") as report:
             result = check(path, deep=deep, progress=lambda n, of: report(n, of, str(path)))
     except TraceError as error:
         # behind a server that refuses it, a trace may be undamaged
@@ -215,9 +206,9 @@ def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
 def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single: bool) -> None:
     """Print a line on a trace and its problems; details if it is the only trace."""
     more = ", and its attention follows from q, k, v" if deep and report["ok"] else ""
-    echo_text(f"{one_line(report['path'])}: {verdict}{more}")
+    show.echo_text(f"{show.one_line(report['path'])}: {verdict}{more}")
     for problem in report["problems"]:
-        echo_text(f"  {one_line(problem)}")
+        show.echo_text(f"  {show.one_line(problem)}")
     if not (single and report["ok"]):
         return
     fields = {
@@ -232,7 +223,7 @@ def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single
             "  log-sum-exp": _error(report["lse_error"], lse, "absolute"),
             "  dense attention": _error(report["attention_error"], lse, "absolute"),
         }
-    echo_fields(fields)
+    show.echo_fields(fields)
 
 
 def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
@@ -263,7 +254,7 @@ def traces(
 
     entries = index(folder)
     if as_json:
-        echo_json({"folder": str(folder), "traces": [entry.to_dict() for entry in entries]})
+        show.echo_json({"folder": str(folder), "traces": [entry.to_dict() for entry in entries]})
         return
     whole = [entry for entry in entries if entry.state == "whole"]
     broken = [entry for entry in entries if entry.state == "broken"]
@@ -272,10 +263,10 @@ def traces(
         _echo_traces(whole)
         typer.echo()
     for entry in broken:
-        echo_text(f"cannot be opened: {one_line(entry.reason)}")
+        show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
     for entry in hidden:
-        echo_text(f"{one_line(entry.path)}: {_advice(entry, folder)}")
-    echo_text(_totals(whole, len(broken), hidden, str(folder)))
+        show.echo_text(f"{show.one_line(entry.path)}: {_advice(entry, folder)}")
+    show.echo_text(_totals(whole, len(broken), hidden, str(folder)))
 
 
 def _echo_traces(entries: Sequence[Entry]) -> None:
@@ -298,14 +289,14 @@ def _echo_traces(entries: Sequence[Entry]) -> None:
     ]
     columns = [*used, "answer", *(["stopped"] if cut else ()), "kvsim"]
     headers = ["trace", "model", *columns, "tokens", "prompt", "layers", "MB"]
-    echo_table(headers, rows, right=len(columns) + 2)
+    show.echo_table(headers, rows, right=len(columns) + 2)
 
 
 def _advice(entry: Entry, folder: Path) -> str:
     """Return the state of a draft, and what to do with it."""
     if entry.state == "writing":
         return f"a capture is writing it, {entry.tokens} tokens so far"
-    path = one_line(shlex.quote(str(folder / entry.path)))
+    path = show.one_line(shlex.quote(str(folder / entry.path)))
     recover, discard = f"kvsim trace recover {path}", f"kvsim trace discard {path}"
     taken = f"a trace of {entry.place_tokens} tokens is at its path"
     if entry.state == "superseded":

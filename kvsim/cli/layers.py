@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli import values
 from kvsim.cli.show import bar, budget_text, echo_json, echo_table, echo_text, number, one_line
-from kvsim.cli.values import (
-    Device,
-    Json,
-    OptionError,
-    TracePaths,
-    open_traces,
-    parse_device,
-    path_option,
-    split,
-)
+from kvsim.cli.values import OptionError
 from kvsim.errors import OutputError, PolicyError
 from kvsim.schema import plural
 
@@ -50,11 +42,11 @@ _REGRET = {"first\ncomplete": ("first_full_recall", "d"), "regret,\nlayers": ("l
 
 
 def layers(
-    traces: TracePaths,
+    traces: values.TracePaths,
     budget: Annotated[
         list[str],
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="N|P%[,...]",
             help="Tokens that propagate past the selection layer, window included, or a share of "
             "the trace's length.",
@@ -89,7 +81,7 @@ def layers(
     ] = None,
     figures: Annotated[
         Path | None,
-        path_option(
+        values.path_option(
             "DIR", "Write figures to a new folder: details of one trace, a comparison of several."
         ),
     ] = None,
@@ -97,8 +89,8 @@ def layers(
         str,
         typer.Option("--format", metavar="png|svg|pdf", help="What the figures are written as."),
     ] = "png",
-    device: Device = "cpu",
-    as_json: Json = False,
+    device: values.Device = "cpu",
+    as_json: values.Json = False,
 ) -> None:
     """Show where ASL selects, and how layers rank the tokens.
 
@@ -121,7 +113,7 @@ def layers(
     from kvsim.policies.asl import ASL
     from kvsim.sweeps.run import resolve_budget
 
-    parse_device(device)
+    values.parse_device(device)
     if pool not in ("avg", "max", "none"):
         raise OptionError(f"--pool is {pool!r}; expected avg, max or none")
     with _as_options():
@@ -133,7 +125,7 @@ def layers(
             first_layer=first_layer,
             look_back=look_back,
         )
-    opened = open_traces(traces)
+    opened = values.open_traces(traces)
 
     def needed(trace: Trace) -> Ints | None:
         if gold_text is not None:

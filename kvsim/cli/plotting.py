@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli import values
 from kvsim.cli.show import bar, echo_text
-from kvsim.cli.values import (
-    Interval,
-    OptionError,
-    Prefill,
-    Settings,
-    Stop,
-    build_policies,
-    open_traces,
-    path_option,
-    split,
-)
+from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import OutputError, PolicyError, suggest
 from kvsim.plots.registry import FIGURES, PLOTTED, Figure, Input
 
@@ -59,11 +50,11 @@ def plot(
             "`kvsim replay --out` wrote.",
         ),
     ],
-    out: Annotated[Path, path_option("FILE", "The file to write: .png, .svg or .pdf.")],
+    out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="NAME[,NAME...]",
             help="Policies, as `kvsim policies` lists them, for figures that show any; of a run "
             "those to show, by default all.",
@@ -72,19 +63,19 @@ def plot(
     budget: Annotated[
         list[str] | None,
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="N|P%[,...]",
             help="Entries per KV head that stay after an event, or a share of the trace's length; "
             "of a run those to show, by default all.",
         ),
     ] = None,
-    interval: Interval = None,
-    prefill: Prefill = None,
-    settings: Settings = None,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    settings: values.Settings = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="NAME[,NAME...]",
             help="What over_budgets and pareto show, as `kvsim metrics` lists it, a panel each; "
             "of metrics with variants the main one.",
@@ -93,7 +84,7 @@ def plot(
     ratio: Annotated[
         list[str] | None,
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="P%[,...]",
             help="Shares of the entries that reconstruction_error evicts. [default: 10% to 90%]",
         ),
@@ -134,7 +125,7 @@ def plot(
     flags: dict[str, Any] = {"layer": layer, "head": head, "by": by}
     flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
     _check_flags(name, figure, flags)
-    values = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
+    keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
     # folders that `kvsim replay --out` wrote
     runs = [source for source in sources if (Path(source) / "run.json").is_file()]
     given: dict[str, Any] = {"policy": policy, "budget": budget}
@@ -144,8 +135,8 @@ def plot(
         data = _read(runs, policy, budget)
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
-        policies = build_policies(policy or (), settings)
-        traces = open_traces(sources)
+        policies = values.build_policies(policy or (), settings)
+        traces = values.open_traces(sources)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))
         if layer is None and figure.single and policies and traces[0].windowed:
@@ -164,10 +155,10 @@ def plot(
     from kvsim import plots
     from kvsim.analysis.summaries import uneven
 
-    values |= {"layer": layer, "layers": None if layer is None else [layer]}
-    keywords = {key: values[key] for key in figure.options if values[key] is not None}
+    keywords |= {"layer": layer, "layers": None if layer is None else [layer]}
+    given_options = {key: keywords[key] for key in figure.options if keywords[key] is not None}
     inputs = [data.input(key, figure) for key in figure.inputs]
-    drawing = getattr(plots, name)(*inputs, **keywords)
+    drawing = getattr(plots, name)(*inputs, **given_options)
     out.parent.mkdir(parents=True, exist_ok=True)
     typer.echo(f"Written to {plots.save(drawing, out)}.")
     layers = data.layers if runs or layer is None else {}

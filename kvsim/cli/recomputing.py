@@ -6,19 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli import values
 from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
-from kvsim.cli.values import (
-    Budgets,
-    Json,
-    PolicyNames,
-    Settings,
-    TrustRemoteCode,
-    build_policies,
-    locate,
-    parse_device,
-    parse_memory,
-    quiet_transformers,
-)
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -34,43 +23,43 @@ def recompute(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
     ],
-    policy: PolicyNames,
-    budget: Budgets,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
     model: Annotated[
         str,
         typer.Option(
             help="The model that was recorded: 'tiny', 'tiny-deep', a local folder, or a hub id."
         ),
     ],
-    settings: Settings = None,
+    settings: values.Settings = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    trust_remote_code: values.TrustRemoteCode = False,
+    as_json: values.Json = False,
 ) -> None:
     """Compute the layers behind a selection again.
 
     As a prefill that drops rows would, with the model's weights. Prints how far the residual
     stream and the first token move from those of the full prefill.
     """
-    limit = None if memory is None else parse_memory(memory)
+    limit = None if memory is None else values.parse_memory(memory)
 
     from kvsim.recorder import load_model
     from kvsim.runner import recompute as prefill
     from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
-    opened = open_trace(locate(trace))
-    policies = build_policies(policy, settings)
+    opened = open_trace(values.locate(trace))
+    policies = values.build_policies(policy, settings)
     sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded
-    quiet_transformers()
+    values.quiet_transformers()
     decoder, _ = load_model(
         model,
         dtype=opened.meta.get("model", {}).get("dtype"),  # that of the recording
-        device=parse_device(device),
+        device=values.parse_device(device),
         trust_remote_code=trust_remote_code,
     )
     found: list[Recomputed] = []

@@ -13,18 +13,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from kvsim.cli import values
 from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.show import echo_json, echo_text
-from kvsim.cli.values import (
-    Json,
-    OptionError,
-    Stop,
-    TrustRemoteCode,
-    parse_device,
-    parse_layers,
-    path_option,
-    quiet_transformers,
-)
+from kvsim.cli.values import OptionError, Stop
 from kvsim.recorder.options import Declared, Options, declared
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
@@ -32,7 +24,10 @@ from kvsim.tiny import MODELS
 #: Types of options that the command line takes as another type, and their conversion from it.
 _FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
-    Sequence[int] | None: (str | None, lambda text: None if text is None else parse_layers(text)),
+    Sequence[int] | None: (
+        str | None,
+        lambda text: None if text is None else values.parse_layers(text),
+    ),
     bool | str: (str | None, lambda text: text or False),
     Literal["float16"] | None: (str | None, lambda text: text),
 }
@@ -53,12 +48,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name]))
 
     @wraps(command)
-    def run(**values: Any) -> None:
-        given = {option.name: values.pop(option.name) for option in offered}
+    def run(**given: Any) -> None:
+        fields = {option.name: given.pop(option.name) for option in offered}
         for option in offered:
             if option.kind in _FORMS:
-                given[option.name] = _FORMS[option.kind][1](given[option.name])
-        command(**values, options=Options(**given, progress=True))
+                fields[option.name] = _FORMS[option.kind][1](fields[option.name])
+        command(**given, options=Options(**fields, progress=True))
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     return run
@@ -99,7 +94,7 @@ def capture(
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
         Path | None,
-        path_option(
+        values.path_option(
             "FILE.jsonl",
             "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
             "optional: 'id', 'system', 'answer', 'task', 'domain', 'level'.",
@@ -125,8 +120,8 @@ def capture(
             "needs accelerate.",
         ),
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    trust_remote_code: values.TrustRemoteCode = False,
+    as_json: values.Json = False,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -157,8 +152,8 @@ def capture(
         _check_outputs(new, path, out, options.overwrite)
     check_writable(paths[0].parent)
     if device_map is None:
-        device = parse_device(device or "cpu")
-    quiet_transformers()
+        device = values.parse_device(device or "cpu")
+    values.quiet_transformers()
     before = {path: _identity(path) for path in paths}
     try:
         placed = {"dtype": dtype, "device": device, "device_map": device_map}

@@ -9,35 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import (
-    bar,
-    cells,
-    echo_json,
-    echo_results,
-    echo_table,
-    echo_text,
-    fidelity_shares,
-    number,
-    one_line,
-)
-from kvsim.cli.values import (
-    Budgets,
-    Device,
-    Interval,
-    Json,
-    OptionError,
-    PolicyNames,
-    Prefill,
-    Settings,
-    Stop,
-    TracePaths,
-    build_policies,
-    open_traces,
-    parse_device,
-    parse_memory,
-    path_option,
-    split,
-)
+from kvsim.cli import show, values
+from kvsim.cli.values import OptionError, Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -55,12 +28,12 @@ _OPEN_LOOP = (
 
 
 def replay(
-    traces: TracePaths,
-    policy: PolicyNames,
-    budget: Budgets,
-    interval: Interval = None,
-    prefill: Prefill = None,
-    settings: Settings = None,
+    traces: values.TracePaths,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    settings: values.Settings = None,
     sink: Annotated[
         int,
         typer.Option(
@@ -76,7 +49,7 @@ def replay(
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            callback=split,
+            callback=values.split,
             metavar="NAME[,NAME...]",
             help="What to measure, as `kvsim metrics` lists it; default: everything with --out, "
             "without it what the table shows.",
@@ -97,15 +70,17 @@ def replay(
             "block by block.  [default: 2GiB]",
         ),
     ] = None,
-    device: Device = "cpu",
+    device: values.Device = "cpu",
     events: Annotated[
         bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
     ] = False,
     out: Annotated[
         Path | None,
-        path_option("DIR", "Write run.json, records.zarr and results.parquet to a new folder."),
+        values.path_option(
+            "DIR", "Write run.json, records.zarr and results.parquet to a new folder."
+        ),
     ] = None,
-    as_json: Json = False,
+    as_json: values.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
 
@@ -116,7 +91,7 @@ def replay(
         raise OptionError("--events is about the results in --out; give --out DIR as well")
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, "regret"]))
-    limit = None if memory is None else parse_memory(memory)
+    limit = None if memory is None else values.parse_memory(memory)
 
     from kvsim.analysis.table import choose
     from kvsim.core.policy import Protection
@@ -126,10 +101,10 @@ def replay(
         check_output(out)
     choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
-    policies = build_policies(policy, settings, protect)
-    parse_device(device)
-    opened = open_traces(traces)
-    with bar("cells") as report:
+    policies = values.build_policies(policy, settings, protect)
+    values.parse_device(device)
+    opened = values.open_traces(traces)
+    with show.bar("cells") as report:
         run = sweep(
             opened,
             policies,
@@ -153,7 +128,7 @@ def replay(
     measured = set(run.table["metric"])
     shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
     if as_json:
-        echo_json(_document(run, shown, out))
+        show.echo_json(_document(run, shown, out))
     else:
         _print(opened, policies, protect, run, shown, out)
     _finish(run, total, out)
@@ -165,9 +140,9 @@ def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any
 
     return {
         **run.describe(),
-        "cells": cells(summarise(run.table, shown)),
+        "cells": show.cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
-        "fidelity": fidelity_shares(run.table, shown),
+        "fidelity": show.fidelity_shares(run.table, shown),
         "selections": [
             {"trace": r.trace, "policy": r.policy, "budget": r.budget, **asdict(r.selection)}
             | {"fidelity": selection_fidelity(r)}
@@ -199,8 +174,8 @@ def _print(
     from kvsim.sweeps.run import summarise
 
     for trace in traces:
-        echo_text(
-            f"{one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
+        show.echo_text(
+            f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
             f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
         )
     protected = (
@@ -209,32 +184,37 @@ def _print(
         f"the last {protect.recent} positions" if protect.recent else "",
     )
     if any(protected):
-        echo_text(f"Every policy also keeps {' and '.join(filter(None, protected))} in any case.")
-    echo_text()
+        show.echo_text(
+            f"Every policy also keeps {' and '.join(filter(None, protected))} in any case."
+        )
+    show.echo_text()
     summary, free = summarise(run.table, shown), unbounded(policies)
     if summary.height:
-        echo_results(summary, free)
-        echo_text()
+        show.echo_results(summary, free)
+        show.echo_text()
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
-        echo_table(
+        show.echo_table(
             of_trace.columns,
-            [[*row[:3], *(number(value, ".3f") for value in row[3:])] for row in of_trace.rows()],
+            [
+                [*row[:3], *(show.number(value, ".3f") for value in row[3:])]
+                for row in of_trace.rows()
+            ],
             right=3,
         )
-        echo_text()
+        show.echo_text()
     if shown:
-        echo_text(means(shown, len(traces)))
-        echo_text(fidelity_line(run.table, shown))
+        show.echo_text(means(shown, len(traces)))
+        show.echo_text(fidelity_line(run.table, shown))
     else:
-        echo_text("No values: none of the metrics can be computed on these traces.")
+        show.echo_text("No values: none of the metrics can be computed on these traces.")
     lines = (_selection_line(record, free, many=len(traces) > 1) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
-        echo_text(line)
+        show.echo_text(line)
     for remark in run.remarks:
-        echo_text(f"Note: {remark}.")
+        show.echo_text(f"Note: {remark}.")
     if out is not None:
-        echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
+        show.echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
 
 
 def unbounded(policies: Sequence[Policy]) -> list[str]:
@@ -265,7 +245,7 @@ def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
         outcome = f"layers {first} to {last} drop rows, the last layer works on {rows}"
     else:
         outcome = f"from layer {layer + 1} on layers work on {rows}"
-    return f"{one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
+    return f"{show.one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
 
 
 def means(shown: Sequence[str], n_traces: int) -> str:
@@ -281,7 +261,7 @@ def means(shown: Sequence[str], n_traces: int) -> str:
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
     """Return how far the values of the table can be trusted."""
-    shares = fidelity_shares(table, shown)
+    shares = show.fidelity_shares(table, shown)
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 
@@ -289,8 +269,8 @@ def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
 def _finish(run: Run, total: int, out: Path | None) -> None:
     """Print on standard error what is missing, and end with the right status."""
     for failure in run.failures:
-        cell = f"{one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
-        echo_text(f"failed: {cell}: {failure.error}", err=True)
+        cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
+        show.echo_text(f"failed: {cell}: {failure.error}", err=True)
     kept = "shown above" if out is None else f"kept in {out}"
     if run.interrupted:
         raise Stop(f"interrupted, {len(run.records)} of {total} cells are done and {kept}", 130)
