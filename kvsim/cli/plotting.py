@@ -15,7 +15,7 @@ from kvsim.cli import values
 from kvsim.cli.show import bar, echo_text
 from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import OutputError, PolicyError, suggest
-from kvsim.plots.registry import FIGURES, PLOTTED, Figure, Input
+from kvsim.plots.registry import FIGURES, PLOTTED, Figure
 
 if TYPE_CHECKING:
     import polars as pl
@@ -296,7 +296,7 @@ class _Data:
     remarks: Sequence[str] = ()
     layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def input(self, name: Input, figure: Figure) -> Any:
+    def input(self, name: str, figure: Figure) -> Any:
         """Return an argument of a figure, computed if need be."""
         from kvsim.analysis.attention.expectation import expected_and_observed
         from kvsim.analysis.attention.normality import state_normality

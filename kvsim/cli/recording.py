@@ -61,12 +61,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(option: Declared) -> inspect.Parameter:
     """Return the parameter of a command that typer makes an option of."""
-    name, text, metavar = (
-        f"--{option.name.replace('_', '-')}",
-        option.help.text,
-        option.help.metavar,
-    )
-    info = typer.Option(name, help=text, metavar=metavar, min=option.least)
+    name, described = f"--{option.name.replace('_', '-')}", option.help
+    info = typer.Option(name, help=described.text, metavar=described.metavar, min=option.least)
     kind = _FORMS[option.kind][0] if option.kind in _FORMS else option.kind
     return inspect.Parameter(
         option.name,

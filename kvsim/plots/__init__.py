@@ -2,11 +2,9 @@
 """Figures. The only room that imports matplotlib.
 
     registry     every figure by name: summary, source, inputs, options
-    summary      policies against each other over budgets
-    records      retained, evicted and missed positions of records; output error by row
+    summary      policies against each other over budgets, and where entries are kept
+    records      positions retained and missed, output error by row, text by state
     events       positions that an event keeps, dropped bursts, segments and their quotas
-    sets         positions of kept entries, and how much of the kept set stays
-    text         the text by what became of its tokens
     attention    overlap of top keys, sparsity
     expectation  Expected Attention: expected against observed attention, reconstruction error
     normality    queries next to the normal distributions that fit them
@@ -33,13 +31,11 @@ if TYPE_CHECKING:
     from kvsim.plots.layers import *
     from kvsim.plots.normality import *
     from kvsim.plots.records import *
-    from kvsim.plots.sets import *
     from kvsim.plots.style import save as save
     from kvsim.plots.summary import *
-    from kvsim.plots.text import *
 
 _HOME = {name: figure.module for name, figure in FIGURES.items()}
-_HOME |= {"NEEDED": "records", "save": "style", "token_html": "text"}
+_HOME |= {"NEEDED": "records", "save": "style", "token_html": "records"}
 
 __all__ = [*_HOME]  # noqa: PLE0604 - the names of the registry, once
 

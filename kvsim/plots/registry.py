@@ -11,24 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-Input = Literal[
-    "table",
-    "trace",
-    "traces",
-    "record",
-    "records",
-    "plans",
-    "evictions",
-    "expectation",
-    "trace_table",
-    "normality",
-    "projections",
-    "diagnosis",
-    "diagnoses",
-    "distribution",
-    "grid",
-]
-
 #: What `kvsim plot` replays for an input: a sweep, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
 REPLAYS: Final[Mapping[str, Literal["sweep", "plans", "once"]]] = {
@@ -61,7 +43,7 @@ class Figure:
 
     module: str
     summary: str
-    inputs: tuple[Input, ...]
+    inputs: tuple[str, ...]
     options: tuple[str, ...] = ()
     source: str = "kvsim"
     metrics: tuple[str, ...] = ()
@@ -140,21 +122,21 @@ FIGURES: Final[Mapping[str, Figure]] = {
         "records", "Output error of every row after the prompt.", ("trace", "records")
     ),
     "middle_coverage": Figure(
-        "sets",
+        "summary",
         "Share kept of each twentieth of the sequence, mean over events.",
         ("traces", "records"),
         _PLACE,
         "AMS, Fig. 4",
     ),
     "position_density": Figure(
-        "sets",
+        "summary",
         "Positions of the entries that the last event keeps, as a density.",
         ("traces", "records"),
         _PLACE,
         "G-KV, Fig. 7",
     ),
     "iou_by": Figure(
-        "sets",
+        "summary",
         "Retained-set IoU by stage of the model, or by task, domain or level of the prompts.",
         ("table",),
         ("by",),
@@ -186,7 +168,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         requires="`ams` around any scorer",
     ),
     "token_text": Figure(
-        "text",
+        "records",
         "The text, each token retained, dropped or not yet scored by one head.",
         ("trace", "record"),
         _PLACE,
@@ -194,7 +176,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         requires="text of tokens",
     ),
     "lift_bars": Figure(
-        "text",
+        "records",
         "Tokens that are kept more or less often than all tokens.",
         ("trace", "record"),
         ("layer",),
