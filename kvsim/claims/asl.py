@@ -166,7 +166,6 @@ def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
 
 
 def _never(e: Evidence) -> str:
-    """Why there is no selection layer."""
     return e.untraced("selection_layer", "(ASL selects nowhere in them, as in three layers)")
 
 

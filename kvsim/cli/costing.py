@@ -132,7 +132,6 @@ def _tokens(text: str) -> int:
 
 
 def _given(trace: Trace | None) -> Trace:
-    """The trace, of which the options said that there is one."""
     if trace is None:
         raise OptionError("no trace is given; expected --trace TRACE")
     return trace

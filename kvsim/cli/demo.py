@@ -89,7 +89,6 @@ def _check_target(out: Path) -> None:
 
 
 def _publish(draft: Path, out: Path) -> None:
-    """Replace the folder of an earlier demo by the complete new one."""
     _check_target(out)
     aside = out.parent / f".{out.name}.old-{secrets.token_hex(4)}"
     if out.exists():

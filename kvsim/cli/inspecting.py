@@ -236,8 +236,7 @@ def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
 
 
 def traces(
-    folder: Annotated[Path, path_argument("DIR", "A folder with traces.")],
-    as_json: Json = False,
+    folder: Annotated[Path, path_argument("DIR", "A folder with traces.")], as_json: Json = False
 ) -> None:
     """List the traces of a folder, and the drafts of interrupted captures.
 
@@ -312,7 +311,6 @@ def _advice(entry: Entry, folder: Path) -> str:
 
 
 def _layers(entry: Entry) -> str:
-    """Return the number of layers, of how many if some are not stored."""
     if entry.layers is None:
         return "-"
     partial = entry.model_layers is not None and entry.model_layers != entry.layers

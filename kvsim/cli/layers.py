@@ -76,8 +76,7 @@ def layers(
         ),
     ] = None,
     gold_text: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="A text of the prompt that the answer needs."),
+        str | None, typer.Option(metavar="TEXT", help="A text of the prompt that the answer needs.")
     ] = None,
     figures: Annotated[
         Path | None,
@@ -105,7 +104,10 @@ def layers(
         raise OptionError(f"--format is {form!r}; expected png, svg or pdf")
     if not math.isfinite(tau):
         raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
-    positions = None if gold in (None, _ANSWER) else _positions(str(gold))
+    positions = None
+    if gold is not None and gold != _ANSWER:
+        expected = f"positions such as 12-18,40, or {_ANSWER!r}"
+        positions = values.parse_ranges(gold, "--gold", expected)
 
     from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
     from kvsim.analysis.prompt.ranking import ranking
@@ -172,23 +174,6 @@ def _as_options() -> Iterator[None]:
             raise
         name, problem = filter(None, match.groups())
         raise OptionError(f"--{name.replace('_', '-')} {problem}") from error
-
-
-def _positions(text: str) -> list[int]:
-    """Return `12-18,40` as positions, both ends included."""
-    out: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if last < first:
-            raise OptionError(
-                f"--gold is {text!r}; expected positions such as 12-18,40, or {_ANSWER!r}"
-            )
-        out += range(first, last + 1)
-    return out
-
-
-# ------------------------------------------------------------------------------------------ text
 
 
 def _print(
@@ -293,9 +278,6 @@ def _print_distribution(table: pl.DataFrame) -> None:
     echo_table(["task", "budget", "traces", "mean layer", "layer: traces"], rows)
 
 
-# ------------------------------------------------------------------------------------------ JSON
-
-
 def _document(
     traces: Sequence[Trace], diagnoses: Sequence[Diagnosis], rule: ASL, written: Sequence[Path]
 ) -> dict[str, Any]:
@@ -342,9 +324,6 @@ def _grid(diagnosis: Diagnosis) -> dict[str, Any]:
         ],
         "fidelity": "exact",
     }
-
-
-# --------------------------------------------------------------------------------------- figures
 
 
 def _figures(

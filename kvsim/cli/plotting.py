@@ -166,9 +166,6 @@ def plot(
         echo_text(f"Note: {remark}.", err=True)
 
 
-# ------------------------------------------------------------------------------- the request
-
-
 def _figure(name: str) -> Figure:
     if name in PLOTTED:
         return FIGURES[name]
@@ -217,11 +214,7 @@ def _share(text: str) -> float:
 
 
 def _check_given(
-    name: str,
-    figure: Figure,
-    sources: Sequence[str],
-    runs: Sequence[str],
-    given: Mapping[str, Any],
+    name: str, figure: Figure, sources: Sequence[str], runs: Sequence[str], given: Mapping[str, Any]
 ) -> None:
     """Raise unless a figure can be drawn from these sources with the options given for policies."""
     if runs and name not in _RUNS:
@@ -277,9 +270,6 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
             f"--layer {layer} of {trace.name} has a sliding window, so no policy is replayed "
             f"there; expected one that sees the whole text, as {unwindowed}"
         )
-
-
-# ------------------------------------------------------------------------------------ the data
 
 
 @dataclass(frozen=True)
@@ -373,7 +363,6 @@ def _read(
 
 
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> _Data:
-    """Return one record with its Plans."""
     from kvsim.engine import replay
     from kvsim.sweeps.run import resolve_budget, shared_prefill
 

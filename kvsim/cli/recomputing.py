@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import values
-from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
+from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line, selection_dict
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -62,62 +63,52 @@ def recompute(
         device=values.parse_device(device),
         trust_remote_code=trust_remote_code,
     )
-    found: list[Recomputed] = []
+    prefills: list[Recomputed] = []
     with bar("prefills") as report:
-        for one in policies:
-            for size in sizes:
-                report(len(found), len(policies) * len(sizes), f"{one.name}, budget {size}")
-                found.append(prefill(opened, one, size, decoder, memory=limit))
+        for each, size in product(policies, sizes):
+            report(len(prefills), len(policies) * len(sizes), f"{each.name}, budget {size}")
+            prefills.append(prefill(opened, each, size, decoder, memory=limit))
     if as_json:
-        echo_json({"trace": opened.name, "prefills": [_document(one) for one in found]})
+        echo_json({"trace": opened.name, "prefills": list(map(_document, prefills))})
         return
     echo_text(
         f"{one_line(opened.name)}: prompt of {opened.prompt_len} tokens, "
         f"{plural(opened.n_layers, 'layer')}\n"
     )
-    echo_table(
-        ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)", "token"],
-        [_row(one) for one in found],
-        right=3,
-    )
+    columns = ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)"]
+    echo_table([*columns, "token"], map(_row, prefills), right=3)
     echo_text(
         "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, "
         "mean over\nits rows. KL, token: the first token beside that of the full prefill."
     )
     echo_text(_WHAT)
-    for remark in dict.fromkeys(one.record.remark for one in found if one.record.remark):
+    for remark in dict.fromkeys(each.record.remark for each in prefills if each.record.remark):
         echo_text(f"Note: {remark}.")
 
 
-def _row(one: Recomputed) -> list[str]:
-    selection, errors = one.record.selection, one.residual_error
+def _row(prefill: Recomputed) -> list[str]:
+    selection, errors = prefill.record.selection, prefill.residual_error
     layer = None if selection is None else selection.layer
     return [
-        one.record.policy,
-        str(one.record.budget),
+        prefill.record.policy,
+        str(prefill.record.budget),
         "nowhere" if layer is None else f"layer {layer}",
         "" if selection is None else str(selection.counts[-1]),
         f"{float(errors[max(errors)].mean()):.3f}" if errors else "-",
-        f"{one.kl:.4f}",
-        "same" if one.same_token else "other",
+        f"{prefill.kl:.4f}",
+        "same" if prefill.same_token else "other",
     ]
 
 
-def _document(one: Recomputed) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from kvsim.analysis.table import selection_fidelity
-
-    record, selection = one.record, None
-    if record.selection is not None:
-        selection = asdict(record.selection) | {"fidelity": selection_fidelity(record)}
-    table = one.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
+def _document(prefill: Recomputed) -> dict[str, Any]:
+    record = prefill.record
+    table = prefill.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
     return {
         "policy": record.policy,
         "params": dict(record.params),
         "budget": record.budget,
-        "selection": selection,
-        "check": one.check,
+        "selection": selection_dict(record),
+        "check": prefill.check,
         "remark": record.remark,
         "results": table.to_dicts(),
     }

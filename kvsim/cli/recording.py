@@ -77,8 +77,7 @@ def capture(
     *,
     context: typer.Context,
     model: Annotated[
-        str,
-        typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id."),
+        str, typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id.")
     ],
     out: Annotated[
         str,
@@ -195,7 +194,6 @@ def _identity(path: Path) -> int | None:
 
 
 def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -> str:
-    """Return in words which traces of an interrupted capture are complete."""
     after = {path: _identity(path) for path in before}
     done = [p for p, new in after.items() if new is not None and (resume or new != before[p])]
     if not done:
@@ -267,7 +265,6 @@ def _check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -
 
 
 def _publish(paths: list[Path], staged: Path, out: str) -> None:
-    """Upload the traces that exist, if `out` is a URL."""
     if is_url(out):
         from kvsim.store.remote import upload
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,7 +134,6 @@ def replay(
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
-    from kvsim.analysis.table import selection_fidelity
     from kvsim.sweeps.run import summarise
 
     return {
@@ -144,10 +142,9 @@ def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": show.fidelity_shares(run.table, shown),
         "selections": [
-            {"trace": r.trace, "policy": r.policy, "budget": r.budget, **asdict(r.selection)}
-            | {"fidelity": selection_fidelity(r)}
-            for r in run.records
-            if r.selection is not None
+            {"trace": record.trace, "policy": record.policy, "budget": record.budget, **selection}
+            for record in run.records
+            if (selection := show.selection_dict(record)) is not None
         ],
         "out": None if out is None else str(out),
     }

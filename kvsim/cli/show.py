@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,6 +17,8 @@ from kvsim.schema import schedule
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from kvsim.core.record import Record
 
 #: Metrics with a shorter column name, and the format of their values.
 _COLUMNS = {
@@ -95,6 +98,15 @@ def echo_fields(fields: Mapping[str, str]) -> None:
 def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of a summary for JSON."""
     return [{**row, "params": json.loads(row["params"])} for row in summary.to_dicts()]
+
+
+def selection_dict(record: Record) -> dict[str, Any] | None:
+    """Return for JSON after which layer a record's policy dropped rows of the prompt, if it did."""
+    from kvsim.analysis.table import selection_fidelity
+
+    if record.selection is None:
+        return None
+    return asdict(record.selection) | {"fidelity": selection_fidelity(record)}
 
 
 def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, float]:

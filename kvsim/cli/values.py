@@ -191,20 +191,21 @@ def parse_device(name: str) -> str:
     return name
 
 
-def parse_layers(text: str) -> list[int]:
-    """Parse numbers of layers: 0,4-7,-1, where negative numbers count from the end."""
-    layers: list[int] = []
+def parse_ranges(text: str, option: str, expected: str) -> list[int]:
+    """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
+    numbers: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(-\d{1,4})|(\d{1,4})(?:-(\d{1,4}))?", part.strip())
-        numbers = [] if match is None else [int(number) for number in match.groups() if number]
-        span = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
-        if not span:
-            raise OptionError(
-                f"--layers is {text!r}; expected numbers and ranges between commas, such as "
-                "0,4-7,-1"
-            )
-        layers += span
-    return layers
+        match = re.fullmatch(r"(-\d{1,7})|(\d{1,7})(?:-(\d{1,7}))?", part.strip())
+        ends = [] if match is None else [int(number) for number in match.groups() if number]
+        if not ends or ends[-1] < ends[0]:
+            raise OptionError(f"{option} is {text!r}; expected {expected}")
+        numbers += range(ends[0], ends[-1] + 1)
+    return numbers
+
+
+def parse_layers(text: str) -> list[int]:
+    """Parse numbers of layers."""
+    return parse_ranges(text, "--layers", "numbers and ranges between commas, such as 0,4-7,-1")
 
 
 def build_policies(

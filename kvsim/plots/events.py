@@ -147,7 +147,6 @@ def _pixels(codes: Ints) -> NDArray[np.float64]:
 
 
 def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:
-    """The tokens of few positions, else their numbers."""
     if trace.token_text is None or last - first > _WORDS + 8:
         name_axes(axis, "position")
         return

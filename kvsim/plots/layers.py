@@ -350,7 +350,6 @@ def _finished(
 
 
 def _lines(count: int) -> list[Mapping[str, Any]]:
-    """Styles of `count` lines, different in colour and marker."""
     return [{**style, "lw": 1.4, "ms": 3} for style in series(map(str, range(count))).values()]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -298,13 +298,16 @@ def _per_budget(
     return figure
 
 
-def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
-    """Averages of the main variants of what belongs to a policy."""
-    wanted = [
+def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
+    """Return the values of the main variants of metrics of policies."""
+    wanted = (
         (pl.col("metric") == name) & (pl.col("variant") == metric(name).main) for name in metrics
-    ]
-    means = averages(table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted)))
-    means = means.filter(pl.col("mean").is_not_null())
+    )
+    return table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted))
+
+
+def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
+    means = averages(main_variants(table, metrics)).filter(pl.col("mean").is_not_null())
     if not means.height:
         measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
         raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {measured}")

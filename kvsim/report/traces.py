@@ -66,7 +66,6 @@ _ANALYSES = {
 
 
 def _left_out(study: Study) -> list[str]:
-    """Which analyses are left out of which traces, and why; a line for each reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for trace, missing in zip(study.traces, study.left_out, strict=True):
         for why in dict.fromkeys(missing[name] for name in _ANALYSES if name in missing):
