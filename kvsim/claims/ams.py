@@ -55,7 +55,7 @@ def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
     for variant in e.variants("wipeout"):
         for label, plain, ours in e.pairs(base, made):
             for asked in e.budgets:
-                a, b = (e.value(one, asked, "wipeout", variant) for one in (plain, ours))
+                a, b = (e.value("wipeout", variant, of=(one, asked)) for one in (plain, ours))
                 if np.nansum(a + b):
                     cases[joined(f"budget {asked}", variant, label)] = a - b
     return Claim(
@@ -130,7 +130,9 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
     for metric in ("output_error", "wipeout"):
         cases = {}
         for label, plain, ours in e.pairs(base, made):
-            lead = [e.value(plain, n, metric) - e.value(ours, n, metric) for n in e.budgets]
+            lead = [
+                e.value(metric, of=(plain, n)) - e.value(metric, of=(ours, n)) for n in e.budgets
+            ]
             known = [i for i, values in enumerate(lead) if not np.isnan(values).all()]
             if len(known) > 1:
                 small, large = known[0], known[-1]
@@ -157,7 +159,7 @@ def _segments_by_depth(e: Evidence) -> Claim:
         layers = e.layers("segment_count")
         for first, second in pairwise(layers):
             for asked in e.budgets:
-                a, b = (e.value(one, asked, "segment_count", None, x) for x in (first, second))
+                a, b = (e.value("segment_count", layer=x, of=(one, asked)) for x in (first, second))
                 where = f"layers {first} and {second}, budget {asked}"
                 cases[joined(where, label)] = a - b
     return Claim(

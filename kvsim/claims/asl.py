@@ -26,7 +26,7 @@ def asl(e: Evidence) -> Iterator[Claim]:
         "Early layers attend flatly, deep layers to few tokens",
         "entropy of a layer's pooled scores in nats, minus that of the next layer",
         {
-            f"layer {a}": e.of_traces(entropy, layer=a) - e.of_traces(entropy, layer=b)
+            f"layer {a}": e.value(entropy, layer=a) - e.value(entropy, layer=b)
             for a, b in pairwise(e.layers(entropy))
         },
         needs=e.untraced(entropy),
@@ -38,7 +38,7 @@ def asl(e: Evidence) -> Iterator[Claim]:
         "Tokens that rank high in one of the layers compared are more than go on, at early layers",
         "tokens compared over tokens that go on, minus 1, at the first layer that has them",
         {
-            variant: e.of_traces("rank_union", variant, layer) - 1
+            variant: e.value("rank_union", variant, layer) - 1
             for variant in e.variants("rank_union")
             for layer in e.layers("rank_union", variant)[:1]
         },
@@ -54,7 +54,7 @@ def _halves(e: Evidence, metric: str, variant: str) -> Floats:
     if not half:
         return np.full(len(e.traces), np.nan)
     first, last = (
-        np.mean([e.of_traces(metric, variant, at) for at in some], axis=0)
+        np.mean([e.value(metric, variant, at) for at in some], axis=0)
         for some in (layers[:half], layers[-half:])
     )
     fall: Floats = first - last
@@ -67,7 +67,7 @@ def _later(e: Evidence) -> Iterator[Claim]:
     cases: Cases = {}
     for variant in relative[1:]:
         for last in e.layers("rank_relative", variant)[-1:]:
-            many, few = (e.of_traces("rank_relative", x, last) for x in (variant, relative[0]))
+            many, few = (e.value("rank_relative", x, last) for x in (variant, relative[0]))
             cases[f"{variant} against {relative[0]}"] = many - few
     yield Claim(
         "S3",
@@ -160,7 +160,7 @@ def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
     layers = {}
     for variant in e.variants("selection_layer"):
         k, tau, *more = variant.split(",")
-        layer = e.of_traces("selection_layer", variant)
+        layer = e.value("selection_layer", variant)
         layers[k, tau.removeprefix("tau="), ",".join(more)] = layer
     return layers
 

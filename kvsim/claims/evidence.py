@@ -113,33 +113,21 @@ class Evidence:
 
     def value(
         self,
-        result: Result | None,
-        asked: str | None,
         metric: str,
         variant: str | None = None,
         layer: int | None = None,
         *,
+        of: tuple[Result, str] | None = None,
         chance: bool = False,
     ) -> Floats:
         """The mean over layers and heads, or over those of one layer; [prompt], NaN without one.
 
-        result, asked: None for what belongs to the trace; variant: the main one by default;
-        chance: what chance alone gives.
+        variant: the main one by default. of: a result and the budget asked for; None for a property
+        of the trace. chance: what chance alone gives.
         """
         values = self._of(metric, variant, layered=layer is not None)
-        out: Floats = values.get((result, asked, layer), self._none)[int(chance)]
+        out: Floats = values.get((*(of or (None, None)), layer), self._none)[int(chance)]
         return out
-
-    def of_traces(
-        self,
-        metric: str,
-        variant: str | None = None,
-        layer: int | None = None,
-        *,
-        chance: bool = False,
-    ) -> Floats:
-        """A property of each trace, as `value`."""
-        return self.value(None, None, metric, variant, layer, chance=chance)
 
     def layers(self, metric: str, variant: str | None = None) -> list[int]:
         """The layers that have a value of a metric."""
@@ -164,9 +152,9 @@ class Evidence:
             for row in rows.iter_rows(named=True):
                 result = self._rows.get(tuple(row[name] for name in COLUMNS))
                 numbers = [np.nan if row[x] is None else row[x] for x in ("value", "chance")]
-                prompt = self.traces.index(row["trace"])
+                place = self.traces.index(row["trace"])
                 key = result, row["asked"], row.get("layer")
-                values.setdefault(key, self._none.copy())[:, prompt] = numbers
+                values.setdefault(key, self._none.copy())[:, place] = numbers
         return self._values[at]
 
     # --- results ---
@@ -222,7 +210,7 @@ class Evidence:
         self, metric: str, variant: str | None = None, number: Callable[[int], Floats] | None = None
     ) -> Cases:
         """A property of the traces in each layer that has it, or a number of such a layer."""
-        number = number or partial(self.of_traces, metric, variant)
+        number = number or partial(self.value, metric, variant)
         return {_layer(layer): number(layer) for layer in self.layers(metric, variant)}
 
     # --- claims ---
@@ -242,8 +230,8 @@ class Evidence:
         """A claim that one setting has more of something than another; layers: in each of them."""
         cases = {
             joined(f"budget {asked}", _layer(layer), label): (
-                self.value(a, asked, metric, variant, layer)
-                - self.value(b, asked, metric, variant, layer)
+                self.value(metric, variant, layer, of=(a, asked))
+                - self.value(metric, variant, layer, of=(b, asked))
             )
             for label, a, b in self.pairs(more, less, when)
             for layer in (self.layers(metric, variant) if layers else [None])
@@ -273,7 +261,7 @@ class Evidence:
         """
         cases = {
             joined(f"budget {asked}", _layer(layer), label): case(
-                self.value(result, asked, metric, variant, layer)
+                self.value(metric, variant, layer, of=(result, asked))
             )
             for label, result in self.alone(setting, when)
             for layer, asked in product(layers, self.budgets)
@@ -295,7 +283,7 @@ class Evidence:
         cases = {}
         for label, a, b in pairs:
             for asked in self.budgets:
-                x, base = (self.value(one, asked, "output_error") for one in (a, b))
+                x, base = (self.value("output_error", of=(one, asked)) for one in (a, b))
                 measured = base[~np.isnan(base)]
                 if len(measured) and measured.mean():
                     cases[joined(f"budget {asked}", label)] = (x - base) / measured.mean()

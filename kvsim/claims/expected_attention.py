@@ -72,7 +72,7 @@ def _normal_queries(e: Evidence) -> Iterator[Claim]:
     """E7: what eq. 7 needs of the queries."""
 
     def off(layer: int, skip: int) -> Floats:
-        return e.of_traces("projection_gap", f"skip={skip}", layer)
+        return e.value("projection_gap", f"skip={skip}", layer)
 
     said = "distance of log mean exp(x) from that of normal samples, median over keys"
     yield Claim(

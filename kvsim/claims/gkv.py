@@ -57,7 +57,7 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     """G1 and G2: what windows of rows attend to."""
 
     def value(layer: int, variant: str, *, chance: bool = False) -> Floats:
-        return e.of_traces("window_overlap", variant, layer, chance=chance)
+        return e.value("window_overlap", variant, layer, chance=chance)
 
     def before(layer: int, share: str) -> Floats:
         """Mean over the three windows before the last."""
@@ -113,14 +113,13 @@ def _windows(e: Evidence) -> Iterator[Claim]:
 def _intermittence(e: Evidence) -> Iterator[Claim]:
     """G3: against windows in random order, which come back as often as anything can."""
     at = "attention_return", "share=0.1,returns"
-    yield Claim(
-        "G3",
-        "Attention is intermittent: what one window does without is wanted again later",
+    says = "Attention is intermittent: what one window does without is wanted again later"
+    tested = (
         "share of a window's top 10 % that was top before, but not in the window just before; "
-        "minus half of that share with the windows in random order",
-        e.by_layer(*at, lambda i: e.of_traces(*at, i) - e.of_traces(*at, i, chance=True) / 2),
-        needs=e.unmeasured(*at),
+        "minus half of that share with the windows in random order"
     )
+    cases = e.by_layer(*at, lambda i: e.value(*at, i) - e.value(*at, i, chance=True) / 2)
+    yield Claim("G3", says, tested, cases, needs=e.unmeasured(*at))
 
 
 def _sparsity(e: Evidence) -> Iterator[Claim]:
