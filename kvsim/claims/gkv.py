@@ -27,14 +27,10 @@ def gkv(e: Evidence) -> Iterator[Claim]:
     yield e.compared("G10", f"{says}: the global score", pooled, of("global_max", pool=None))
     yield e.compared("G10", f"{says}: the local score", of("snapkv@gkv"), LOCAL)
     yield from _redundancy(e)
-    yield Claim(
-        "G12",
-        "Attention thins out as the text grows, so that scores have to be normalised",
-        "rank correlation of the number of a window with its largest score of a prompt's key, "
-        "times -1",
-        {case: -values for case, values in e.by_layer("score_decline").items()},
-        needs=e.untraced("score_decline"),
-    )
+    says = "Attention thins out as the text grows, so that scores have to be normalised"
+    tested = "rank correlation of the number of a window with its largest score of a prompt's key"
+    cases = {case: -values for case, values in e.by_layer("score_decline").items()}
+    yield Claim("G12", says, f"{tested}, times -1", cases, needs=e.untraced("score_decline"))
     h2o, place = of("h2o"), ("retained_position", "older")
     tested = "1/2 minus the mean place of what is kept behind the recent half, 0 to 1, h2o"
     says = "H2O neglects the end of a long text"
@@ -124,27 +120,19 @@ def _intermittence(e: Evidence) -> Iterator[Claim]:
 
 def _sparsity(e: Evidence) -> Iterator[Claim]:
     """G4 and G5: of the whole cache, and of what is left of it."""
-    for peak, said in (("sequence", "all keys"), ("behind_sink", "without the first 4")):
+    for peak, keys in (("sequence", "all keys"), ("behind_sink", "without the first 4")):
         at = "sparsity", f"p=0.01,max={peak}"
-        yield Claim(
-            "G4",
-            f"More than 90 % of the keys get less than 1 % of the largest score ({said})",
-            "that share in the last 16 rows, minus 0.9",
-            {case: values - 0.9 for case, values in e.by_layer(*at).items()},
-            needs=e.unmeasured(*at),
-        )
+        says = f"More than 90 % of the keys get less than 1 % of the largest score ({keys})"
+        tested = "that share in the last 16 rows, minus 0.9"
+        cases = {case: values - 0.9 for case, values in e.by_layer(*at).items()}
+        yield Claim("G4", says, tested, cases, needs=e.unmeasured(*at))
     for share, most in ((0.01, 0.9), (0.05, 0.8)):
         at = "sparsity_compressed", f"p={share:g},max=sequence"
-        yield e.measured(
-            "G5",
-            f"... and so it is with what is kept: more than {most * 100:.0f} % get less than "
-            f"{share * 100:.0f} %",
-            f"that share of what gkv keeps, in the last 16 rows, minus {most:g}",
-            of("gkv"),
-            *at,
-            case=partial(np.add, -most),
-            layers=e.layers(*at),
-        )
+        says = f"... and so it is with what is kept: more than {most * 100:.0f} % get less than "
+        says += f"{share * 100:.0f} %"
+        tested = f"that share of what gkv keeps, in the last 16 rows, minus {most:g}"
+        beyond, layers = partial(np.add, -most), e.layers(*at)
+        yield e.measured("G5", says, tested, of("gkv"), *at, case=beyond, layers=layers)
 
 
 def _places(e: Evidence) -> Iterator[Claim]:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,14 +73,12 @@ def run(
 
 def _check_target(out: Path) -> None:
     """Raise OutputError if `out` exists and is not just an earlier demo."""
-    if not (out.exists() or out.is_symlink()):
-        return
-    if out.is_symlink() or not (out / MARKER).is_file():
+    if out.is_symlink() or (out.exists() and not (out / MARKER).is_file()):
         raise OutputError(
             f"{out} exists and is not of `kvsim demo`; give another --out or move it away, "
             "nothing was changed"
         )
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in _FILES)
+    foreign = sorted({path.name for path in out.iterdir()} - _FILES) if out.exists() else ()
     if foreign:
         raise OutputError(
             f"{out} has {', '.join(foreign)}, which is not of a demo; give another --out or move "
@@ -220,16 +218,15 @@ class _Demo:
 
         capture = self.seconds["capture"]
         seconds = {(cell["policy"], cell["budget"]): cell["replay_seconds"] for cell in cells}
-        more: dict[str, Callable[[dict[str, Any]], str]] = {
-            "replay\nms": lambda row: f"{1000 * seconds[row['policy'], row['budget']]:.0f}",
-            "capture\n/ replay": lambda row: (
-                f"{capture / seconds[row['policy'], row['budget']]:.0f}x"
-            ),
-        }
+
+        def times(row: Mapping[str, Any]) -> dict[str, str]:
+            replay = seconds[row["policy"], row["budget"]]
+            ratio = f"{capture / replay:.0f}x"
+            return {"replay\nms": f"{1000 * replay:.0f}", "capture\n/ replay": ratio}
+
         self._echo(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
-        echo_results(summary, ["full"], more)
-        self._echo()
-        self._echo(means(SUMMARY, 1))
+        echo_results(summary, ["full"], times)
+        self._echo(f"\n{means(SUMMARY, 1)}")
         self._echo(fidelity_line(run.table, SUMMARY))
         self._echo(_reading(cells))
         self._echo(

@@ -141,9 +141,9 @@ def _name(sample: Sample, seed: int, index: int) -> str:
 
 
 def _check_output(out: Path | None, *, overwrite: bool) -> None:
+    if out is None and overwrite:
+        raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
     if out is None:
-        if overwrite:
-            raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
         return
     if out.exists() and not (overwrite and out.is_file()):
         what = ", or --overwrite to replace it" if out.is_file() else ""

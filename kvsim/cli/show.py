@@ -118,7 +118,7 @@ def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, fl
 def echo_results(
     summary: pl.DataFrame,
     unbounded: Iterable[str],
-    more: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
+    more: Callable[[dict[str, Any]], dict[str, str]] = lambda _: {},
 ) -> None:
     """Print the table of a sweep, a line per policy and budget; `more` computes further columns.
 
@@ -128,32 +128,26 @@ def echo_results(
 
     free = set(unbounded)
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
-    rows = summary.filter(~repeated).to_dicts()
-    columns: dict[str, list[str]] = {
-        "policy": [row["policy"] for row in rows],
-        "budget": [
-            "-" if row["policy"] in free else budget_text(row["budget"], row["share"])
-            for row in rows
-        ],
-    }
-    schedules = [
-        "never" if row["policy"] in free else schedule(row["interval"], prefill=row["prefill"])
-        for row in rows
-    ]
-    common = set(schedules) - {"never"}
+    rows = []
+    for row in summary.filter(~repeated).to_dicts():
+        bounded = row["policy"] not in free
+        after = schedule(row["interval"], prefill=row["prefill"])
+        line = {
+            "policy": row["policy"],
+            "budget": budget_text(row["budget"], row["share"]) if bounded else "-",
+            "evicts after": after if bounded else "never",
+        }
+        for name in (name for name in row if name not in _KEYS):
+            header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
+            line[header] = number(row[name], form)
+        rows.append(line | more(row))
+    right, common = 3, {row["evicts after"] for row in rows} - {"never"}
     if len(common) == 1:
         echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
-    else:
-        columns["evicts after"] = schedules
-    right = len(columns)
-    for name in summary.columns:
-        if name in _KEYS:
-            continue
-        header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
-        columns[header] = [number(row[name], form) for row in rows]
-    for header, compute in (more or {}).items():
-        columns[header] = [compute(row) for row in rows]
-    echo_table(list(columns), list(zip(*columns.values(), strict=True)), right=right)
+        right = 2
+        for row in rows:
+            del row["evicts after"]
+    echo_table(list(rows[0]), [list(row.values()) for row in rows], right=right)
 
 
 def budget_text(budget: int, share: str | None) -> str:

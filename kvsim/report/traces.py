@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import polars as pl
@@ -94,12 +95,10 @@ def _expectation(study: Study) -> str:
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
     first = study.first.expectation
     shown, fewer = (_some(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
+    loss = partial(plots.attention_loss, study.table, layers=shown)
     pictures = [
-        image("Agreement by step", lambda: plots.agreement_steps(study.table, layers=shown)),
-        image(
-            "Attention lost with keys removed",
-            lambda: plots.attention_loss(study.table, layers=shown),
-        ),
+        image("Agreement by step", partial(plots.agreement_steps, study.table, layers=shown)),
+        image("Attention lost with keys removed", loss),
     ]
     if first is not None:
         alt = f"Expected against observed attention, {first.trace}"
@@ -145,18 +144,12 @@ def _selections(study: Study) -> str:
             f"{first.trace} at k={SHARES[0]}: {first.curve.verdict()}.",
         )
     head = ["rule", "layer after which it selects", "prompts that select"]
-    usual, others = (
-        table_of(
-            head,
-            (
-                [row["variant"], interval(row) or "-", f"{row['n']} of {row['of']}"]
-                for row in table.to_dicts()
-                if row["variant"].endswith(f"tau={study.first.rule.tau:g}") == of_rule
-            ),
-        )
-        for of_rule in (True, False)
-    )
-    return usual + details(others, "other thresholds, look-backs and first layers")
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
+    for row in table.to_dicts():
+        usual = row["variant"].endswith(f"tau={study.first.rule.tau:g}")
+        rows[usual].append([row["variant"], interval(row), f"{row['n']} of {row['of']}"])
+    others = details(table_of(head, rows[False]), "other thresholds, look-backs and first layers")
+    return table_of(head, rows[True]) + others
 
 
 def _reconstruction(study: Study) -> str:
@@ -240,23 +233,17 @@ def _by_layer(study: Study, columns: Sequence[Column], *, together: bool = True)
     hover = Markup('<span title="{}">{}</span>')
     head = ["layer", *(hover.format(METRICS[name].summary, title) for title, name, _, _ in columns)]
 
-    def rows(parts: Sequence[tuple[str, pl.DataFrame]]) -> list[list[str]]:
-        return [
-            [
-                label,
-                *(
-                    cell(part.filter(metric=name, variant=variant), chance=chance)
-                    for _, name, variant, chance in columns
-                ),
-            ]
+    def shown(parts: Sequence[tuple[str, pl.DataFrame]]) -> Markup:
+        rows = [
+            [label, *(cell(part.filter(metric=n, variant=v), chance=c) for _, n, v, c in columns)]
             for label, part in parts
         ]
+        return table_of(head, rows, right=1)
 
     first = [("all", _averages(study, table))] if together else []
     if len(parts) <= _LAYERS:
-        return table_of(head, rows([*first, *parts]), right=1)
-    every = details(table_of(head, rows(parts), right=1), plural(len(parts), "layer"))
-    return (table_of(head, rows(first), right=1) if first else "") + every
+        return shown([*first, *parts])
+    return (shown(first) if first else "") + details(shown(parts), plural(len(parts), "layer"))
 
 
 def _some(n_layers: int, most: int) -> list[int]:
