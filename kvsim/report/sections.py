@@ -115,8 +115,10 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
             main_variants(table, ["output_error", "wipeout", "retained_iou"]), by=[label]
         )
         rows = [
-            [row[label], row["policy"], row["asked"]]
-            + [html.called(row["metric"]), html.interval(row), row["n"]]
+            [
+                *(row[label], row["policy"], row["asked"]),
+                *(html.called(row["metric"]), html.interval(row), row["n"]),
+            ]
             for row in means.sort(label, maintain_order=True).to_dicts()
             if row["mean"] is not None
         ]

@@ -147,7 +147,7 @@ def _selections(study: Study) -> str:
     rows: dict[bool, list[list[str]]] = {True: [], False: []}
     for row in table.to_dicts():
         usual = row["variant"].endswith(f"tau={study.first.rule.tau:g}")
-        rows[usual].append([row["variant"], interval(row), f"{row['n']} of {row['of']}"])
+        rows[usual].append([row["variant"], interval(row) or "-", f"{row['n']} of {row['of']}"])
     others = details(table_of(head, rows[False]), "other thresholds, look-backs and first layers")
     return table_of(head, rows[True]) + others
 
