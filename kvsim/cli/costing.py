@@ -84,13 +84,9 @@ def cost(
     And what was assumed. Closed form, from the model's configuration; nothing is run, except to
     measure the selection layer on a trace.
     """
-    if model_config is None and trace is None:
-        raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
-    if context is None and trace is None:
-        raise OptionError("no context is given; expected --context N, or a --trace that has one")
     if dtype_bytes is not None and not 1 <= dtype_bytes <= 8:
         raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
-    contexts = None if context is None else [_tokens(text) for text in context]
+    contexts = [_tokens(text) for text in context or ()]
 
     from kvsim.cost import Model, bounded, estimate, no_selection
     from kvsim.store import open_trace
@@ -99,12 +95,18 @@ def cost(
     opened = None if trace is None else open_trace(values.locate(trace))
     if model_config is not None:
         model = Model.from_config(model_config, number_bytes=dtype_bytes)
+    elif opened is not None:
+        model = Model.from_trace(opened, number_bytes=dtype_bytes)
     else:
-        model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
+        raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
+    if opened is not None:
+        contexts = contexts or [opened.n_pos]
+    if not contexts:
+        raise OptionError("no context is given; expected --context N, or a --trace that has one")
     policies = values.build_policies(policy, settings)
     cases = [
         (each, resolve_budget(size, n), n, _prompt(prompt, n, opened))
-        for n in contexts or [_given(opened).n_pos]
+        for n in contexts
         for each in policies
         for size in (budget if bounded(each) else budget[:1])
     ]
@@ -129,12 +131,6 @@ def _tokens(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise OptionError(f"--context is {text!r}; expected a number of tokens")
     return int(text)
-
-
-def _given(trace: Trace | None) -> Trace:
-    if trace is None:
-        raise OptionError("no trace is given; expected --trace TRACE")
-    return trace
 
 
 def _prompt(given: int | None, context: int, trace: Trace | None) -> int | None:

@@ -42,9 +42,6 @@ def path_argument(metavar: str, text: str) -> Any:
     return typer.Argument(parser=local_path, metavar=metavar, help=text)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-
 def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
     """Return the values of an option that may repeat and have commas; each once, in order."""
     if not values:
@@ -56,6 +53,7 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
     return list(dict.fromkeys(parts))
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 PolicyNames = Annotated[
     list[str],
     typer.Option(

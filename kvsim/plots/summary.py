@@ -163,23 +163,22 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
         table = stages(table)
     if by not in table.columns:
         raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}")
-    wanted = (pl.col("metric") == "retained_iou") & (pl.col("variant") == "")
-    found = averages(table.filter(wanted & pl.col(by).is_not_null()), [by])
-    found = found.filter(pl.col("mean").is_not_null())
-    if not found.height:
+    values = table.filter(pl.col(by).is_not_null(), metric="retained_iou", variant="")
+    means = averages(values, [by]).filter(pl.col("mean").is_not_null())
+    if not means.height:
         raise PolicyError(
             f"the table has no retained_iou by {by}; it takes two events of a policy, and "
             f"traces with a {by}"
         )
-    groups = found[by].unique().sort().to_list()
-    budgets = asked_order(found["asked"].to_list())
-    styles = series(found["policy"].unique(maintain_order=True))
+    groups = means[by].unique().sort().to_list()
+    budgets = asked_order(means["asked"].to_list())
+    styles = series(means["policy"].unique(maintain_order=True))
     width = max(3.4, 0.16 * len(groups) * (len(styles) + 1) + 0.8)
     figure, axes = _panels(len(budgets), (width, 3.6), (0, 0), share=True)
     bar = 0.8 / len(styles)
     for axis, asked in zip(axes, budgets, strict=True):
         for place, (policy, style) in enumerate(styles.items()):
-            part = found.filter(policy=policy, asked=asked)
+            part = means.filter(policy=policy, asked=asked)
             at = np.array([groups.index(group) for group in part[by]], dtype=np.float64)
             at += (place - (len(styles) - 1) / 2) * bar
             mean = part["mean"].to_numpy()
@@ -194,8 +193,8 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
         plain(axis, by, title=f"budget {asked}")
         axis.set_ylim(0, 1)
     name_axes(axes[0], y="IoU of consecutive kept sets")
-    what = f"Retained-set IoU by {by}, mean over {counted(found['n'])}\nacross bars: chance"
-    finish(figure, axes[0], what, found["fidelity"], columns=5)
+    what = f"Retained-set IoU by {by}, mean over {counted(means['n'])}\nacross bars: chance"
+    finish(figure, axes[0], what, means["fidelity"], columns=5)
     return figure
 
 
