@@ -20,7 +20,7 @@ from transformers.utils import logging
 from apps.tiny.heads import head_maps, head_masses, removed_heads, training_curves
 from apps.tiny.probes import attention_maps
 from apps.tiny.results import Results, digest
-from kvsim.plots.saving import save
+from kvsim.plots import save
 from kvsim.tiny import PATH
 from kvsim.tiny.tasks import prompts
 

@@ -50,10 +50,15 @@ def plural(n: int, what: str) -> str:
 
 def numbered(layers: Sequence[int]) -> str:
     """Ascending numbers of layers in words: `layer 3`, `layers 0, 4-7`."""
-    starts = [n for i, n in enumerate(layers) if i == 0 or layers[i - 1] != n - 1]
-    ends = [n for i, n in enumerate(layers) if i + 1 == len(layers) or layers[i + 1] != n + 1]
+    return f"layer{'s' * (len(layers) != 1)} {ranges(layers, ', ')}"
+
+
+def ranges(numbers: Sequence[int], separator: str = ",") -> str:
+    """Ascending numbers in the form of `--layers`: 0,4-7."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
     spans = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-    return f"layer{'s' * (len(layers) != 1)} {', '.join(spans)}"
+    return separator.join(spans)
 
 
 def schedule(interval: int | None, *, prefill: bool) -> str:

@@ -34,11 +34,11 @@ class Results:
         layer: int | None = None,
     ) -> Floats:
         """A value for each prompt, NaN where there is none."""
-        return self.evidence.value(self._result(label), str(budget), metric, variant, layer)
+        return self.evidence.value(metric, variant, layer, of=(self._result(label), str(budget)))
 
     def chance(self, label: str, budget: int, metric: str) -> Floats:
         """What chance alone gives; [prompt]."""
-        return self.evidence.chance(self._result(label), str(budget), metric)
+        return self.evidence.value(metric, of=(self._result(label), str(budget)), chance=True)
 
     @property
     def layers(self) -> int:

@@ -26,7 +26,7 @@ def asl(e: Evidence) -> Iterator[Claim]:
         "Early layers attend flatly, deep layers to few tokens",
         "entropy of a layer's pooled scores in nats, minus that of the next layer",
         {
-            f"layer {a}": e.of_traces(entropy, layer=a) - e.of_traces(entropy, layer=b)
+            f"layer {a}": e.value(entropy, layer=a) - e.value(entropy, layer=b)
             for a, b in pairwise(e.layers(entropy))
         },
         needs=e.untraced(entropy),
@@ -38,7 +38,7 @@ def asl(e: Evidence) -> Iterator[Claim]:
         "Tokens that rank high in one of the layers compared are more than go on, at early layers",
         "tokens compared over tokens that go on, minus 1, at the first layer that has them",
         {
-            variant: e.of_traces("rank_union", variant, layer) - 1
+            variant: e.value("rank_union", variant, layer) - 1
             for variant in e.variants("rank_union")
             for layer in e.layers("rank_union", variant)[:1]
         },
@@ -54,7 +54,7 @@ def _halves(e: Evidence, metric: str, variant: str) -> Floats:
     if not half:
         return np.full(len(e.traces), np.nan)
     first, last = (
-        np.mean([e.of_traces(metric, variant, at) for at in some], axis=0)
+        np.mean([e.value(metric, variant, at) for at in some], axis=0)
         for some in (layers[:half], layers[-half:])
     )
     fall: Floats = first - last
@@ -67,74 +67,58 @@ def _later(e: Evidence) -> Iterator[Claim]:
     cases: Cases = {}
     for variant in relative[1:]:
         for last in e.layers("rank_relative", variant)[-1:]:
-            many, few = (e.of_traces("rank_relative", x, last) for x in (variant, relative[0]))
+            many, few = (e.value("rank_relative", x, last) for x in (variant, relative[0]))
             cases[f"{variant} against {relative[0]}"] = many - few
-    yield Claim(
-        "S3",
-        "With more tokens a threshold is passed later",
-        "relative variance at the last layer with more tokens, minus that with the fewest",
-        cases,
-        needs=e.untraced("rank_relative", "for two numbers of tokens"),
-    )
-    chosen = _selections(e)
-    least = min((k for k, tau, more in chosen), key=_tokens, default="")
-    yield Claim(
-        "S3",
-        "... and a later layer is selected",
-        "selection layer with more tokens, minus that with the fewest; prompts that select at both",
-        {
-            f"{k} against {least}, tau={tau}": layer - chosen[least, tau, ""]
-            for (k, tau, more), layer in chosen.items()
-            if not more and k != least
-        },
-        needs=_never(e),
-    )
-    taus = sorted({tau for _, tau, _ in chosen}, key=float)
-    yield Claim(
-        "S3",
-        "A smaller threshold selects a later layer",
-        "selection layer at the smallest threshold, minus that at the largest; prompts that select "
-        "at both",
-        {
-            f"{k}, tau={taus[0]} against {taus[-1]}": layer - chosen[k, taus[-1], ""]
-            for (k, tau, more), layer in chosen.items()
-            if not more and tau == taus[0] != taus[-1]
-        },
-        needs=_never(e),
-    )
+    says = "With more tokens a threshold is passed later"
+    tested = "relative variance at the last layer with more tokens, minus that with the fewest"
+    needs = e.untraced("rank_relative", "for two numbers of tokens")
+    yield Claim("S3", says, tested, cases, needs=needs)
+    usual = {at[:2]: layer for at, layer in _selections(e).items() if not at[2]}
+    least = min((k for k, _, _ in _selections(e)), key=_tokens, default="")
+    taus = sorted({tau for _, tau, _ in _selections(e)}, key=float)
+    by_tokens: Cases = {}
+    by_tau: Cases = {}
+    for (k, tau), layer in usual.items():
+        if k != least:
+            by_tokens[f"{k} against {least}, tau={tau}"] = layer - usual[least, tau]
+        if tau == taus[0] != taus[-1]:
+            by_tau[f"{k}, tau={tau} against {taus[-1]}"] = layer - usual[k, taus[-1]]
+    says = "... and a later layer is selected"
+    tested = "selection layer with more tokens, minus that with the fewest"
+    tested += "; prompts that select at both"
+    yield Claim("S3", says, tested, by_tokens, needs=_never(e))
+    says = "A smaller threshold selects a later layer"
+    tested = "selection layer at the smallest threshold, minus that at the largest"
+    tested += "; prompts that select at both"
+    yield Claim("S3", says, tested, by_tau, needs=_never(e))
 
 
 def _sensitivity(e: Evidence) -> Iterator[Claim]:
     """S4: the look-back and the first layer of the rule, beside its own."""
     chosen = _selections(e)
-    usual = {at: chosen[(*at[:2], "")] for at in chosen if (*at[:2], "") in chosen}
-    backs = {at: layer for at, layer in chosen.items() if at[2].startswith("look_back=")}
+    backs, firsts = (
+        {at: layer for at, layer in chosen.items() if at[2].startswith(f"{name}=")}
+        for name in ("look_back", "first_layer")
+    )
     shortest = min((_tokens(at[2]) for at in backs), default=0)
-    yield Claim(
-        "S4",
-        "A short look-back reacts faster",
-        "selection layer with ASL's own look-back, minus that with the shortest",
-        {
-            f"{at[0]}, {at[2]}": usual[at] - layer
-            for at, layer in backs.items()
-            if at in usual and _tokens(at[2]) == shortest
-        },
-        needs=_never(e),
-    )
-    firsts = {at: layer for at, layer in chosen.items() if at[2].startswith("first_layer=")}
     latest = max((_tokens(at[2]) for at in firsts), default=0)
-    yield Claim(
-        "S4",
-        "A late first layer is noisier",
+    faster = {
+        f"{k}, {rule}": chosen[k, tau, ""] - layer
+        for (k, tau, rule), layer in backs.items()
+        if (k, tau, "") in chosen and _tokens(rule) == shortest
+    }
+    noisier = {
+        f"{k}, {rule}": _spread(layer) - _spread(chosen[k, tau, ""])
+        for (k, tau, rule), layer in firsts.items()
+        if (k, tau, "") in chosen and _tokens(rule) == latest
+    }
+    tested = "selection layer with ASL's own look-back, minus that with the shortest"
+    yield Claim("S4", "A short look-back reacts faster", tested, faster, needs=_never(e))
+    tested = (
         "distance of a prompt's selection layer from the mean over prompts, with the latest first "
-        "layer, minus with ASL's own",
-        {
-            f"{at[0]}, {at[2]}": _spread(layer) - _spread(usual[at])
-            for at, layer in firsts.items()
-            if at in usual and _tokens(at[2]) == latest
-        },
-        needs=_never(e),
+        "layer, minus with ASL's own"
     )
+    yield Claim("S4", "A late first layer is noisier", tested, noisier, needs=_never(e))
 
 
 def _by_level(e: Evidence) -> Claim:
@@ -146,13 +130,9 @@ def _by_level(e: Evidence) -> Claim:
         if not more and len(np.unique(level[both])) > 1:
             off = level - level[both].mean()
             cases[f"{k}, tau={tau}"] = off * (layer - layer[both].mean())
-    return Claim(
-        "S6",
-        "Harder tasks select later",
-        "covariance over prompts of the level of a prompt with its selection layer",
-        cases,
-        needs=f"{_never(e)}, of several levels (kvsim prompts --level)",
-    )
+    tested = "covariance over prompts of the level of a prompt with its selection layer"
+    needs = f"{_never(e)}, of several levels (kvsim prompts --level)"
+    return Claim("S6", "Harder tasks select later", tested, cases, needs=needs)
 
 
 def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
@@ -160,13 +140,12 @@ def _selections(e: Evidence) -> dict[tuple[str, str, str], Floats]:
     layers = {}
     for variant in e.variants("selection_layer"):
         k, tau, *more = variant.split(",")
-        layer = e.of_traces("selection_layer", variant)
+        layer = e.value("selection_layer", variant)
         layers[k, tau.removeprefix("tau="), ",".join(more)] = layer
     return layers
 
 
 def _never(e: Evidence) -> str:
-    """Why there is no selection layer."""
     return e.untraced("selection_layer", "(ASL selects nowhere in them, as in three layers)")
 
 

@@ -106,43 +106,33 @@ class Evidence:
         self._rows = results(table)
         self.results = list(dict.fromkeys(self._rows.values()))
         self._parts = table.drop("asked").partition_by("metric", "variant", as_dict=True)
-        self._known: dict[tuple[str, str, bool], dict[Any, Floats]] = {}
+        self._values: dict[tuple[str, str, bool], dict[Any, Floats]] = {}
         self._labels = table.unique("trace", keep="first", maintain_order=True)
 
     # --- values ---
 
     def value(
         self,
-        result: Result | None,
-        asked: str | None,
         metric: str,
         variant: str | None = None,
         layer: int | None = None,
+        *,
+        of: tuple[Result, str] | None = None,
+        chance: bool = False,
     ) -> Floats:
         """The mean over layers and heads, or over those of one layer; [prompt], NaN without one.
 
-        result, asked: None for what belongs to the trace; variant: the main one by default.
+        variant: the main one by default. of: a result and the budget asked for; None for a property
+        of the trace. chance: what chance alone gives.
         """
-        return self._pair(result, asked, metric, variant, layer)[0]
-
-    def chance(self, result: Result | None, asked: str | None, metric: str) -> Floats:
-        """What chance alone gives, as `value`."""
-        return self._pair(result, asked, metric)[1]
-
-    def of_traces(
-        self, metric: str, variant: str | None = None, layer: int | None = None
-    ) -> Floats:
-        """A property of each trace; [prompt], NaN without one."""
-        return self._pair(None, None, metric, variant, layer)[0]
-
-    def traces_chance(self, metric: str, variant: str, layer: int) -> Floats:
-        """What chance alone gives, as `of_traces`."""
-        return self._pair(None, None, metric, variant, layer)[1]
+        values = self._of(metric, variant, layered=layer is not None)
+        out: Floats = values.get((*(of or (None, None)), layer), self._none)[int(chance)]
+        return out
 
     def layers(self, metric: str, variant: str | None = None) -> list[int]:
         """The layers that have a value of a metric."""
-        known = self._of(metric, variant, layered=True)
-        return sorted({layer for _, _, layer in known if layer is not None})
+        values = self._of(metric, variant, layered=True)
+        return sorted({layer for _, _, layer in values if layer is not None})
 
     def variants(self, metric: str) -> list[str]:
         """The variants of a metric, in the order of the Table."""
@@ -152,34 +142,20 @@ class Evidence:
         """A label of each prompt."""
         return self._labels[name].to_list()
 
-    def _pair(
-        self,
-        result: Result | None,
-        asked: str | None,
-        metric: str,
-        variant: str | None = None,
-        layer: int | None = None,
-    ) -> tuple[Floats, Floats]:
-        """Values and chance; [prompt] each."""
-        known = self._of(metric, variant, layered=layer is not None)
-        values, chance = known.get((result, asked, layer), self._none)
-        return values, chance
-
     def _of(self, metric: str, variant: str | None, *, layered: bool) -> dict[Any, Floats]:
         """Values and chance [2, prompt] by (result, budget asked for, layer)."""
-        name = _main(metric) if variant is None else variant
-        at = metric, name, layered
-        if at not in self._known:
-            known = self._known[at] = {}
-            part = self._parts.get((metric, name))
-            if part is not None:
-                place = {trace: i for i, trace in enumerate(self.traces)}
-                for row in per_prompt(part, ["layer"] if layered else []).iter_rows(named=True):
-                    result = self._rows.get(tuple(row[name] for name in COLUMNS))
-                    numbers = [np.nan if row[x] is None else row[x] for x in ("value", "chance")]
-                    key = result, row["asked"], row.get("layer")
-                    known.setdefault(key, self._none.copy())[:, place[row["trace"]]] = numbers
-        return self._known[at]
+        at = metric, _main(metric) if variant is None else variant, layered
+        if at not in self._values:
+            values = self._values[at] = {}
+            part = self._parts.get(at[:2], pl.DataFrame())
+            rows = per_prompt(part, ["layer"] if layered else []) if part.height else part
+            for row in rows.iter_rows(named=True):
+                result = self._rows.get(tuple(row[name] for name in COLUMNS))
+                numbers = [np.nan if row[x] is None else row[x] for x in ("value", "chance")]
+                place = self.traces.index(row["trace"])
+                key = result, row["asked"], row.get("layer")
+                values.setdefault(key, self._none.copy())[:, place] = numbers
+        return self._values[at]
 
     # --- results ---
 
@@ -230,61 +206,11 @@ class Evidence:
 
     # --- cases ---
 
-    def gap(
-        self,
-        more: Setting,
-        less: Setting,
-        metric: str,
-        variant: str | None = None,
-        *,
-        when: When = decoding,
-        layers: bool = False,
-    ) -> Cases:
-        """`more` minus `less` on each prompt, at each budget; layers: in each of them."""
-        known = self.layers(metric, variant) if layers else [None]
-        return {
-            joined(f"budget {asked}", _layer(layer), label): (
-                self.value(a, asked, metric, variant, layer)
-                - self.value(b, asked, metric, variant, layer)
-            )
-            for label, a, b in self.pairs(more, less, when)
-            for layer, asked in product(known, self.budgets)
-        }
-
-    def values(
-        self,
-        setting: Setting,
-        metric: str,
-        variant: str | None = None,
-        *,
-        when: When = decoding,
-        layers: Iterable[int | None] = (None,),
-    ) -> Cases:
-        """The values of one setting on each prompt, at each budget; layers: in each of them."""
-        return {
-            joined(f"budget {asked}", _layer(layer), label): self.value(
-                one, asked, metric, variant, layer
-            )
-            for label, one in self.alone(setting, when)
-            for layer, asked in product(layers, self.budgets)
-        }
-
-    def change(self, pairs: Iterable[tuple[str, Result, Result]], metric: str) -> Cases:
-        """The first of each pair minus the second, relative to the mean of the second."""
-        cases = {}
-        for label, a, b in pairs:
-            for asked in self.budgets:
-                x, base = (self.value(one, asked, metric) for one in (a, b))
-                known = base[~np.isnan(base)]
-                if len(known) and known.mean():
-                    cases[joined(f"budget {asked}", label)] = (x - base) / known.mean()
-        return cases
-
     def by_layer(
         self, metric: str, variant: str | None = None, number: Callable[[int], Floats] | None = None
     ) -> Cases:
         """A property of the traces in each layer that has it, or a number of such a layer."""
-        number = number or partial(self.of_traces, metric, variant)
+        number = number or partial(self.value, metric, variant)
         return {_layer(layer): number(layer) for layer in self.layers(metric, variant)}
 
     # --- claims ---
@@ -301,12 +227,69 @@ class Evidence:
         when: When = decoding,
         layers: bool = False,
     ) -> Claim:
-        """A claim that one setting has more of something than another."""
-        cases = self.gap(more, less, metric, variant, when=when, layers=layers)
+        """A claim that one setting has more of something than another; layers: in each of them."""
+        cases = {
+            joined(f"budget {asked}", _layer(layer), label): (
+                self.value(metric, variant, layer, of=(a, asked))
+                - self.value(metric, variant, layer, of=(b, asked))
+            )
+            for label, a, b in self.pairs(more, less, when)
+            for layer in (self.layers(metric, variant) if layers else [None])
+            for asked in self.budgets
+        }
         where = ", each layer" if layers else ""
         tested = f"{called(metric, variant)}{where}: {more} minus {less}"
         needs = self.lacks([more, less], metric, variant, when)
         return Claim(number, says, tested, cases, needs=needs)
+
+    def measured(
+        self,
+        number: str,
+        says: str,
+        tested: str,
+        setting: Setting,
+        metric: str,
+        variant: str | None = None,
+        *,
+        case: Callable[[Floats], Floats],
+        when: When = decoding,
+        layers: Iterable[int | None] = (None,),
+    ) -> Claim:
+        """A claim about the values of one setting on each prompt at each budget.
+
+        case: what of a value is above 0 where the claim is right. layers: in each of them.
+        """
+        cases = {
+            joined(f"budget {asked}", _layer(layer), label): case(
+                self.value(metric, variant, layer, of=(result, asked))
+            )
+            for label, result in self.alone(setting, when)
+            for layer, asked in product(layers, self.budgets)
+        }
+        needs = self.lacks([setting], metric, variant, when)
+        return Claim(number, says, tested, cases, needs=needs)
+
+    def alike(
+        self,
+        number: str,
+        says: str,
+        tested: str,
+        pairs: Iterable[tuple[str, Result, Result]],
+        settings: Sequence[Setting],
+        *,
+        when: When = decoding,
+    ) -> Claim:
+        """A claim that the output error of each pair is within 5 % of the mean of the second."""
+        cases = {}
+        for label, a, b in pairs:
+            for asked in self.budgets:
+                x, base = (self.value("output_error", of=(one, asked)) for one in (a, b))
+                measured = base[~np.isnan(base)]
+                if len(measured) and measured.mean():
+                    cases[joined(f"budget {asked}", label)] = (x - base) / measured.mean()
+        tested = f"relative change of the output error {tested}; within 5 %"
+        needs = self.lacks(settings, "output_error", when=when)
+        return Claim(number, says, tested, cases, margin=0.05, needs=needs)
 
     def lacks(
         self,

@@ -24,14 +24,9 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
         e.by_layer("expectation"),
         needs=e.untraced("expectation"),
     )
-    yield Claim(
-        "E2",
-        "The number of positions looked ahead hardly matters",
-        "relative change of the output error with another n_future; within 5 %",
-        e.change(e.around(MADE, "n_future", prompt), "output_error"),
-        margin=0.05,
-        needs=e.lacks([of(MADE), of(MADE, n_future=128)], "output_error", when=prompt),
-    )
+    says = "The number of positions looked ahead hardly matters"
+    ahead, settings = e.around(MADE, "n_future", prompt), [made, of(MADE, n_future=128)]
+    yield e.alike("E2", says, "with another n_future", ahead, settings, when=prompt)
     says = "The covariance makes it better"
     yield compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
     yield Claim(
@@ -41,9 +36,9 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
         "model it is of",
     )
     yield from _value_norm(e)
-    known = dict.fromkeys(one.policy for one in e.results)
-    crossed = [name.removeprefix("adakv+") for name in known if name.startswith("adakv+")]
-    for name in dict.fromkeys((MADE, "snapkv", *(one for one in crossed if one in known))):
+    policies = dict.fromkeys(result.policy for result in e.results)
+    crossed = [name.removeprefix("adakv+") for name in policies if name.startswith("adakv+")]
+    for name in dict.fromkeys((MADE, "snapkv", *filter(policies.__contains__, crossed))):
         says = f"Budgets by head (AdaKV) make {name} better"
         yield compared("E5", says, of(name), of(f"adakv+{name}"))
     for name in ("knorm", "keydiff", "snapkv", "tova", "streaming_llm"):
@@ -54,13 +49,14 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
 def _value_norm(e: Evidence) -> Iterator[Claim]:
     """E4: the norm of the value, and the epsilon that lets it decide where attention is small."""
     some, none = of(MADE, epsilon=0.01), of(MADE, epsilon=0.0)
-    share = e.values(some, "value_norm_overlap", when=prompt)
-    yield Claim(
+    yield e.measured(
         "E4",
         "With epsilon 0.01 the norm of the value decides about most of what is kept",
         "share of the kept entries that the norm alone would keep, minus 1/2",
-        {case: values - 0.5 for case, values in share.items()},
-        needs=e.lacks([some], "value_norm_overlap", when=prompt),
+        some,
+        "value_norm_overlap",
+        case=lambda share: share - 0.5,
+        when=prompt,
     )
     says = "... more than it does without epsilon"
     yield e.compared("E4", says, some, none, "value_norm_overlap", when=prompt)
@@ -76,20 +72,15 @@ def _normal_queries(e: Evidence) -> Iterator[Claim]:
     """E7: what eq. 7 needs of the queries."""
 
     def off(layer: int, skip: int) -> Floats:
-        return e.of_traces("projection_gap", f"skip={skip}", layer)
+        return e.value("projection_gap", f"skip={skip}", layer)
 
-    said = "distance of log mean exp(x) from that of normal samples, median over keys"
-    yield Claim(
-        "E7",
-        "Projections of queries are nearly normal: their mean exponential is within a factor of 2",
-        f"log 2 minus {said}",
-        e.by_layer("projection_gap", "skip=4", lambda i: np.log(2) - off(i, 4)),
-        needs=e.untraced("projection_gap"),
+    distance = "distance of log mean exp(x) from that of normal samples, median over keys"
+    needs, at = e.untraced("projection_gap"), ("projection_gap", "skip=4")
+    says = (
+        "Projections of queries are nearly normal: their mean exponential is within a factor of 2"
     )
-    yield Claim(
-        "E7",
-        "... and the queries of the first 4 tokens, the sinks, are what deviates",
-        f"{said}: of all queries minus without these",
-        e.by_layer("projection_gap", "skip=4", lambda i: off(i, 0) - off(i, 4)),
-        needs=e.untraced("projection_gap"),
-    )
+    cases = e.by_layer(*at, lambda i: np.log(2) - off(i, 4))
+    yield Claim("E7", says, f"log 2 minus {distance}", cases, needs=needs)
+    says = "... and the queries of the first 4 tokens, the sinks, are what deviates"
+    cases = e.by_layer(*at, lambda i: off(i, 0) - off(i, 4))
+    yield Claim("E7", says, f"{distance}: of all queries minus without these", cases, needs=needs)

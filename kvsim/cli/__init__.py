@@ -1,9 +1,7 @@
 """The command line: `kvsim COMMAND ...`, one command per line of `COMMANDS`.
 
     values      values of options and arguments
-    options     options of a command, generated from a dataclass
     show        tables, JSON and progress
-    figures     data that `plot` draws figures from
 
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 an
@@ -26,8 +24,7 @@ from kvsim.cli import (
     costing,
     dashboard,
     demo,
-    describing,
-    indexing,
+    inspecting,
     layers,
     listing,
     plotting,
@@ -37,7 +34,6 @@ from kvsim.cli import (
     replaying,
     reporting,
     tracing,
-    verifying,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
@@ -57,9 +53,9 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "prompts": prompting.prompts,
     "capture": recording.capture,
-    "info": describing.info,
-    "verify": verifying.verify,
-    "traces": indexing.traces,
+    "info": inspecting.info,
+    "verify": inspecting.verify,
+    "traces": inspecting.traces,
     "replay": replaying.replay,
     "report": reporting.report,
     "plot": plotting.plot,

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsim.cli import values
 from kvsim.cli.show import echo_json, echo_table
-from kvsim.cli.values import (
-    Json,
-    OptionError,
-    PolicyNames,
-    Settings,
-    build_policies,
-    locate,
-    path_option,
-    split,
-)
+from kvsim.cli.values import OptionError
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
@@ -39,13 +31,17 @@ _FIDELITY = (
 
 
 def cost(
-    policy: PolicyNames,
+    policy: values.PolicyNames,
     budget: Annotated[
         list[str],
-        typer.Option(metavar="N|P%[,...]", help="Entries per KV head, or a share of the context."),
+        typer.Option(
+            callback=values.split,
+            metavar="N|P%[,...]",
+            help="Entries per KV head, or a share of the context.",
+        ),
     ],
     model_config: Annotated[
-        Path | None, path_option("PATH", "A model's config.json, or a folder with one.")
+        Path | None, values.path_option("PATH", "A model's config.json, or a folder with one.")
     ] = None,
     trace: Annotated[
         str | None,
@@ -57,7 +53,11 @@ def cost(
     ] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(metavar="N[,...]", help="Tokens, prompt included; default: the trace's."),
+        typer.Option(
+            callback=values.split,
+            metavar="N[,...]",
+            help="Tokens, prompt included; default: the trace's.",
+        ),
     ] = None,
     prompt: Annotated[
         int | None,
@@ -65,7 +65,7 @@ def cost(
             min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
         ),
     ] = None,
-    settings: Settings = None,
+    settings: values.Settings = None,
     selection_layer: Annotated[
         float | None,
         typer.Option(
@@ -77,37 +77,38 @@ def cost(
         float | None,
         typer.Option(help="Bytes per number of weights and cache; default: the configuration's."),
     ] = None,
-    as_json: Json = False,
+    as_json: values.Json = False,
 ) -> None:
     """Say what policies cost on a model: memory, time, FLOPs.
 
     And what was assumed. Closed form, from the model's configuration; nothing is run, except to
     measure the selection layer on a trace.
     """
-    if model_config is None and trace is None:
-        raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
-    if context is None and trace is None:
-        raise OptionError("no context is given; expected --context N, or a --trace that has one")
     if dtype_bytes is not None and not 1 <= dtype_bytes <= 8:
         raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
-    names, budgets = split(policy, "--policy"), split(budget, "--budget")
-    contexts = None if context is None else [_tokens(n) for n in split(context, "--context")]
+    contexts = [_tokens(text) for text in context or ()]
 
     from kvsim.cost import Model, bounded, estimate, no_selection
     from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
-    opened = None if trace is None else open_trace(locate(trace))
+    opened = None if trace is None else open_trace(values.locate(trace))
     if model_config is not None:
         model = Model.from_config(model_config, number_bytes=dtype_bytes)
+    elif opened is not None:
+        model = Model.from_trace(opened, number_bytes=dtype_bytes)
     else:
-        model = Model.from_trace(_given(opened), number_bytes=dtype_bytes)
-    policies = build_policies(names, settings or [])
+        raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
+    if opened is not None:
+        contexts = contexts or [opened.n_pos]
+    if not contexts:
+        raise OptionError("no context is given; expected --context N, or a --trace that has one")
+    policies = values.build_policies(policy, settings)
     cases = [
         (each, resolve_budget(size, n), n, _prompt(prompt, n, opened))
-        for n in contexts or [_given(opened).n_pos]
+        for n in contexts
         for each in policies
-        for size in (budgets if bounded(each) else budgets[:1])
+        for size in (budget if bounded(each) else budget[:1])
     ]
     if selection_layer is not None:
         why = [no_selection(each, size, rows or n) for each, size, n, rows in cases]
@@ -132,13 +133,6 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _given(trace: Trace | None) -> Trace:
-    """The trace, of which the options said that there is one."""
-    if trace is None:
-        raise OptionError("no trace is given; expected --trace TRACE")
-    return trace
-
-
 def _prompt(given: int | None, context: int, trace: Trace | None) -> int | None:
     """How much of a context is its prompt: that of the trace where it is the trace's context."""
     if given is None and trace is not None and trace.n_pos == context:
@@ -160,37 +154,32 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
     for context, size in full.items():
         typer.echo(f"Full cache at {context} tokens: {size / unit:.4g} {name}")
     typer.echo()
-    headers = ["policy", "evicts after", "budget", "context", f"KV\n{name}", f"peak\n{name}"]
-    headers += ["of\nfull", "prefill\nFLOPs", "prefill\npaper", "token\nbytes", "token\npaper"]
-    echo_table(
-        [*headers, "scoring\nprefill", "scoring\ntoken"],
-        [
-            [
-                cost.policy,
-                schedule(cost.interval, prefill=cost.prefill),
-                str(cost.budget) if cost.bounded else "-",
-                str(cost.context),
-                f"{cost.kv_bytes / unit:.4g}",
-                f"{cost.kv_peak_bytes / unit:.4g}",
-                f"{cost.kv_ratio:.1%}",
-                f"{cost.prefill_ratio:.3f}",
-                f"{cost.prefill_ratio_paper:.3f}",
-                f"{cost.decode_ratio:.3f}",
-                f"{cost.decode_ratio_paper:.3f}",
-                _share(cost.scoring_prompt_share),
-                _share(cost.scoring_token_share),
-            ]
-            for cost in costs
-        ],
-        right=2,
-    )
+    rows = [
+        {
+            "policy": cost.policy,
+            "evicts after": schedule(cost.interval, prefill=cost.prefill),
+            "budget": str(cost.budget) if cost.bounded else "-",
+            "context": str(cost.context),
+            f"KV\n{name}": f"{cost.kv_bytes / unit:.4g}",
+            f"peak\n{name}": f"{cost.kv_peak_bytes / unit:.4g}",
+            "of\nfull": f"{cost.kv_ratio:.1%}",
+            "prefill\nFLOPs": f"{cost.prefill_ratio:.3f}",
+            "prefill\npaper": f"{cost.prefill_ratio_paper:.3f}",
+            "token\nbytes": f"{cost.decode_ratio:.3f}",
+            "token\npaper": f"{cost.decode_ratio_paper:.3f}",
+            "scoring\nprefill": _share(cost.scoring_prompt_share),
+            "scoring\ntoken": _share(cost.scoring_token_share),
+        }
+        for cost in costs
+    ]
+    echo_table(list(rows[0]), [list(row.values()) for row in rows], right=2)
     typer.echo(f"\n{_RATIOS}")
     typer.echo(_FIDELITY)
     selecting = [cost for cost in costs if cost.selection is not None]
     if selecting:
         layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
         typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")
-    for remark in dict.fromkeys(each for cost in costs for each in cost.assumptions):
+    for remark in dict.fromkeys(remark for cost in costs for remark in cost.assumptions):
         typer.echo(f"Note: {remark}.")
 
 

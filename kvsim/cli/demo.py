@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,14 +73,12 @@ def run(
 
 def _check_target(out: Path) -> None:
     """Raise OutputError if `out` exists and is not just an earlier demo."""
-    if not (out.exists() or out.is_symlink()):
-        return
-    if out.is_symlink() or not (out / MARKER).is_file():
+    if out.is_symlink() or (out.exists() and not (out / MARKER).is_file()):
         raise OutputError(
             f"{out} exists and is not of `kvsim demo`; give another --out or move it away, "
             "nothing was changed"
         )
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in _FILES)
+    foreign = sorted({path.name for path in out.iterdir()} - _FILES) if out.exists() else ()
     if foreign:
         raise OutputError(
             f"{out} has {', '.join(foreign)}, which is not of a demo; give another --out or move "
@@ -89,20 +87,17 @@ def _check_target(out: Path) -> None:
 
 
 def _publish(draft: Path, out: Path) -> None:
-    """Replace the folder of an earlier demo by the complete new one."""
     _check_target(out)
     aside = out.parent / f".{out.name}.old-{secrets.token_hex(4)}"
-    replaced = out.exists()
-    if replaced:
+    if out.exists():
         out.rename(aside)
     try:
         draft.rename(out)
     except BaseException:
-        if replaced:
+        if aside.exists():
             aside.rename(out)
         raise
-    if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass
@@ -121,26 +116,25 @@ class _Demo:
 
             quiet_transformers()
             model, tokenizer = load_model("tiny")
-        trace = self._record(model, tokenizer)
+        trace, facts = self._record(model, tokenizer)
         self._verify()
-        run, replay_seconds = self._replay(trace)
+        run, seconds = self._replay(trace)
         with self._step("figures"):
             self._draw(trace, run)
             run.save(self.folder / "run")
         summary = summarise(run.table)
-        document = {
-            "trace": self._facts(trace),
+        rows = cells(summary)
+        for row in rows:
+            row["replay_seconds"] = seconds[row["policy"], row["budget"]]
+        if not self.quiet:
+            self._print(run, summary, rows)
+        return {
+            "trace": facts,
             **run.describe(),
-            "cells": [
-                {**cell, "replay_seconds": replay_seconds[cell["policy"], cell["budget"]]}
-                for cell in cells(summary)
-            ],
+            "cells": rows,
             "fidelity": fidelity_shares(run.table, SUMMARY),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
-        if not self.quiet:
-            self._print(run, summary, document["cells"])
-        return document
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -152,7 +146,8 @@ class _Demo:
         if not self.quiet:
             echo_text(text)
 
-    def _record(self, model: Any, tokenizer: Any) -> Trace:
+    def _record(self, model: Any, tokenizer: Any) -> tuple[Trace, dict[str, Any]]:
+        """Return the trace, and what `--json` prints of it."""
         from kvsim.recorder import capture
         from kvsim.tiny.tasks import prompts
 
@@ -160,25 +155,19 @@ class _Demo:
         with self._step("capture"):
             out = self.folder / "trace.zarr"
             trace = capture(model, tokenizer, sample.prompt, out=out, name="demo", progress=True)
-        facts = self._facts(trace)
-        verdict = "right" if facts["answer_right"] else f"wrong, expected {sample.answer}"
+        answer, right = trace.meta["answer_check"]["answer"], trace.meta["answer_check"]["right"]
         self._echo(
             f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
             f"prompt of {trace.prompt_len} tokens and wrote {trace.n_pos - trace.prompt_len}; "
-            f"its answer {facts['answer']} is {verdict}."
+            f"its answer {answer} is {'right' if right else f'wrong, expected {sample.answer}'}."
         )
-        return trace
-
-    @staticmethod
-    def _facts(trace: Trace) -> dict[str, Any]:
-        check = trace.meta["answer_check"]
-        return {
+        return trace, {
             "name": trace.name,
             "digest": trace.digest,
             "tokens": trace.n_pos,
             "prompt_len": trace.prompt_len,
-            "answer": check["answer"],
-            "answer_right": check["right"],
+            "answer": answer,
+            "answer_right": right,
         }
 
     def _verify(self) -> None:
@@ -198,14 +187,13 @@ class _Demo:
         from kvsim.policies import policy
         from kvsim.sweeps.run import sweep
 
-        starts: list[float] = []
+        policies, starts = [policy(name) for name in POLICIES], list[float]()
         with bar("cells") as report:
 
             def note(done: int, total: int, label: str) -> None:
                 starts.append(time.perf_counter())
                 report(done, total, label)
 
-            policies = [policy(name) for name in POLICIES]
             run = sweep([trace], policies, BUDGETS, interval=INTERVAL, progress=note)
         end = time.perf_counter()
         if run.interrupted:
@@ -230,16 +218,15 @@ class _Demo:
 
         capture = self.seconds["capture"]
         seconds = {(cell["policy"], cell["budget"]): cell["replay_seconds"] for cell in cells}
-        more: dict[str, Callable[[dict[str, Any]], str]] = {
-            "replay\nms": lambda row: f"{1000 * seconds[row['policy'], row['budget']]:.0f}",
-            "capture\n/ replay": lambda row: (
-                f"{capture / seconds[row['policy'], row['budget']]:.0f}x"
-            ),
-        }
+
+        def times(row: Mapping[str, Any]) -> dict[str, str]:
+            replay = seconds[row["policy"], row["budget"]]
+            ratio = f"{capture / replay:.0f}x"
+            return {"replay\nms": f"{1000 * replay:.0f}", "capture\n/ replay": ratio}
+
         self._echo(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
-        echo_results(summary, ["full"], more)
-        self._echo()
-        self._echo(means(SUMMARY, 1))
+        echo_results(summary, ["full"], times)
+        self._echo(f"\n{means(SUMMARY, 1)}")
         self._echo(fidelity_line(run.table, SUMMARY))
         self._echo(_reading(cells))
         self._echo(

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, echo_json, echo_table, echo_text, number, one_line
-from kvsim.cli.values import (
-    Device,
-    Json,
-    OptionError,
-    TracePaths,
-    locate,
-    parse_device,
-    path_option,
-    split,
-)
+from kvsim.cli import values
+from kvsim.cli.show import bar, budget_text, echo_json, echo_table, echo_text, number, one_line
+from kvsim.cli.values import OptionError
 from kvsim.errors import OutputError, PolicyError
 from kvsim.schema import plural
 
@@ -30,8 +22,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from kvsim.analysis.prompt.gold import Ints
-    from kvsim.analysis.prompt.ranking import Ranking
-    from kvsim.analysis.prompt.tables import Diagnosis
+    from kvsim.analysis.prompt.tables import Diagnosis, Floats
     from kvsim.core.trace import Trace
     from kvsim.policies.asl import ASL
 
@@ -51,10 +42,11 @@ _REGRET = {"first\ncomplete": ("first_full_recall", "d"), "regret,\nlayers": ("l
 
 
 def layers(
-    traces: TracePaths,
+    traces: values.TracePaths,
     budget: Annotated[
         list[str],
         typer.Option(
+            callback=values.split,
             metavar="N|P%[,...]",
             help="Tokens that propagate past the selection layer, window included, or a share of "
             "the trace's length.",
@@ -84,12 +76,11 @@ def layers(
         ),
     ] = None,
     gold_text: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="A text of the prompt that the answer needs."),
+        str | None, typer.Option(metavar="TEXT", help="A text of the prompt that the answer needs.")
     ] = None,
     figures: Annotated[
         Path | None,
-        path_option(
+        values.path_option(
             "DIR", "Write figures to a new folder: details of one trace, a comparison of several."
         ),
     ] = None,
@@ -97,8 +88,8 @@ def layers(
         str,
         typer.Option("--format", metavar="png|svg|pdf", help="What the figures are written as."),
     ] = "png",
-    device: Device = "cpu",
-    as_json: Json = False,
+    device: values.Device = "cpu",
+    as_json: values.Json = False,
 ) -> None:
     """Show where ASL selects, and how layers rank the tokens.
 
@@ -113,18 +104,18 @@ def layers(
         raise OptionError(f"--format is {form!r}; expected png, svg or pdf")
     if not math.isfinite(tau):
         raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
-    positions = None if gold in (None, _ANSWER) else _positions(str(gold))
-    budgets = split(budget, "--budget")
+    positions = None
+    if gold is not None and gold != _ANSWER:
+        expected = f"positions such as 12-18,40, or {_ANSWER!r}"
+        positions = values.parse_ranges(gold, "--gold", expected)
 
     from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
     from kvsim.analysis.prompt.ranking import ranking
     from kvsim.analysis.prompt.tables import diagnose
-    from kvsim.analysis.results import check_distinct
     from kvsim.policies.asl import ASL
-    from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
-    parse_device(device)
+    values.parse_device(device)
     if pool not in ("avg", "max", "none"):
         raise OptionError(f"--pool is {pool!r}; expected avg, max or none")
     with _as_options():
@@ -136,8 +127,7 @@ def layers(
             first_layer=first_layer,
             look_back=look_back,
         )
-    opened = [open_trace(locate(trace)) for trace in traces]
-    check_distinct(opened)
+    opened = values.open_traces(traces)
 
     def needed(trace: Trace) -> Ints | None:
         if gold_text is not None:
@@ -146,66 +136,48 @@ def layers(
             return answer_facts(trace)
         return None if positions is None else check_positions(trace, positions)
 
-    needs = [needed(trace) for trace in opened]
-    rankings: list[Ranking] = []
-    found: list[Diagnosis] = []
+    golds = [needed(trace) for trace in opened]
+    diagnoses: list[Diagnosis] = []
     with bar("layers") as report:
-        for trace, at in zip(opened, needs, strict=True):
-            sizes = [resolve_budget(size, trace.n_pos) for size in budgets]
+        for trace, tokens in zip(opened, golds, strict=True):
+            sizes = [resolve_budget(size, trace.n_pos) for size in budget]
 
             def step(done: int, total: int, name: str = trace.name) -> None:
                 report(done, total, name)
 
             with _as_options():
-                rankings.append(ranking(trace, rule, device=device, progress=step))
-            for asked, size in zip(budgets, sizes, strict=True):
-                share = asked if asked.endswith("%") else None
-                found.append(diagnose(trace, rankings[-1], size, gold=at, share=share))
+                ranked = ranking(trace, rule, device=device, progress=step)
+            for size, text in zip(sizes, budget, strict=True):
+                share = text if text.endswith("%") else None
+                diagnoses.append(diagnose(trace, ranked, size, gold=tokens, share=share))
     written: list[Path] = []
     if figures is not None:
         from kvsim.plots import save
 
         figures.mkdir(parents=True)
-        drawn = _figures(opened, rankings, found, device)
+        drawn = _figures(opened, diagnoses, device)
         written = [save(figure, figures / f"{name}.{form}") for name, figure in drawn]
     if as_json:
-        echo_json(_document(opened, rankings, found, rule, written))
+        echo_json(_document(opened, diagnoses, rule, written))
     else:
-        _print(opened, found, rule, written)
+        _print(opened, diagnoses, rule, written)
 
 
 @contextmanager
 def _as_options() -> Iterator[None]:
-    """Errors about a parameter of ASL name the option that it was given with."""
+    """Name in errors about a parameter of ASL the option that it was given with."""
     try:
         yield
     except PolicyError as error:
-        found = re.fullmatch(r"asl: (\w+) (is .*)|asl \((\w+)\): layer (is .*)", str(error))
-        if found is None:
+        match = re.fullmatch(r"asl: (\w+) (is .*)|asl \((\w+)\): layer (is .*)", str(error))
+        if match is None:
             raise
-        name = (found[1] or found[3]).replace("_", "-")
-        raise OptionError(f"--{name} {found[2] or found[4]}") from error
-
-
-def _positions(text: str) -> list[int]:
-    """`12-18,40` as positions, both ends included."""
-    out: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if last < first:
-            raise OptionError(
-                f"--gold is {text!r}; expected positions such as 12-18,40, or {_ANSWER!r}"
-            )
-        out += range(first, last + 1)
-    return out
-
-
-# ------------------------------------------------------------------------------------------ text
+        name, problem = filter(None, match.groups())
+        raise OptionError(f"--{name.replace('_', '-')} {problem}") from error
 
 
 def _print(
-    traces: Sequence[Trace], found: Sequence[Diagnosis], rule: ASL, written: Sequence[Path]
+    traces: Sequence[Trace], diagnoses: Sequence[Diagnosis], rule: ASL, written: Sequence[Path]
 ) -> None:
     from kvsim.analysis.prompt.tables import distribution, selection_table
 
@@ -216,14 +188,12 @@ def _print(
         "summed over query heads."
     )
     if len(traces) == 1:
-        _print_layers(traces[0], found)
+        _print_layers(traces[0], diagnoses)
     else:
-        selections = selection_table(found)
-        echo_text()
+        selections = selection_table(diagnoses)
         _print_selections(selections)
-        echo_text()
         _print_distribution(distribution(selections))
-    for remark in dict.fromkeys(one.remark for one in found if one.remark):
+    for remark in dict.fromkeys(each.remark for each in diagnoses if each.remark):
         echo_text(f"Note: {remark}.")
     echo_text(
         "Fidelity of the values: all exact, from full attention over recorded queries and keys; "
@@ -233,31 +203,33 @@ def _print(
         echo_text(f"Written to {written[0].parent}: {', '.join(path.name for path in written)}.")
 
 
-def _print_layers(trace: Trace, found: Sequence[Diagnosis]) -> None:
+def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
     from kvsim.analysis.prompt.tables import layer_table
 
-    first = found[0]
+    first = diagnoses[0]
     gold = "" if first.gold is None else f", {plural(len(first.gold), 'gold token')}"
     echo_text(
         f"{one_line(trace.name)}: prompt {trace.prompt_len} tokens, of which "
         f"{first.ranking.ranked} are ranked, {plural(trace.n_layers, 'layer')}{gold}"
     )
     columns = _LAYERS | (_RECALL if gold else {})
-    for one in found:
-        size = _budget(one.curve.budget, one.share)
-        echo_text(f"\nBudget {size}, k = {one.curve.k}: {one.curve.verdict()}.")
-        if one.recall is not None:
-            echo_text(f"Gold: {_gold(one)}.")
+    for diagnosis in diagnoses:
+        curve = diagnosis.curve
+        size = budget_text(curve.budget, diagnosis.share)
+        echo_text(f"\nBudget {size}, k = {curve.k}: {curve.verdict()}.")
+        if diagnosis.recall is not None:
+            echo_text(f"Gold: {_gold(diagnosis, diagnosis.recall)}.")
         echo_text()
-        table = layer_table([one])
+        table = layer_table([diagnosis])
         rows = [
             [*_formatted(row, columns), "selects" if row["selected"] else ""]
             for row in table.to_dicts()
         ]
         echo_table([*columns, ""], rows, right=1)
-        uniform, tokens, overlap = table["entropy_uniform"][0], plural(one.curve.k, "token"), ""
-        if one.curve.k:
-            overlap = f"; Jaccard index of the first {tokens}, {one.jaccard_chance:.2f} by chance"
+        uniform, tokens, overlap = table["entropy_uniform"][0], plural(curve.k, "token"), ""
+        if curve.k:
+            chance = f"{diagnosis.jaccard_chance:.2f} by chance"
+            overlap = f"; Jaccard index of the first {tokens}, {chance}"
         echo_text(f"\nEntropy of the scores in nats, {uniform:.2f} if all were equal{overlap}.")
 
 
@@ -266,17 +238,17 @@ def _formatted(row: dict[str, Any], columns: Mapping[str, tuple[str, str]]) -> l
     return [number(row[key], form) for key, form in columns.values()]
 
 
-def _gold(one: Diagnosis) -> str:
-    """What the layers have of the gold tokens, in words."""
-    full, late = one.first_full_recall, one.layer_regret
+def _gold(diagnosis: Diagnosis, recall: Floats) -> str:
+    """Return in words what the layers have of the gold tokens."""
+    full, late = diagnosis.first_full_recall, diagnosis.layer_regret
     if full is None:
-        best = 0.0 if one.recall is None else one.recall.max()
-        return f"no layer's first k tokens and window hold all of them, the best {best:.0%}"
+        best = f"{recall.max():.0%}"
+        return f"no layer's first k tokens and window hold all of them, the best {best}"
     first = f"layer {full} is the first whose first k tokens and window hold all of them"
-    if late is None or one.layer is None or one.recall is None:
+    if late is None:
         return first
     where = "it" if late == 0 else f"{abs(late)} {'behind' if late > 0 else 'before'} it"
-    return f"{first}; the selection layer is {where} and holds {one.recall[one.layer]:.0%}"
+    return f"{first}; the selection layer is {where} and holds {recall[full + late]:.0%}"
 
 
 def _print_selections(selections: pl.DataFrame) -> None:
@@ -287,44 +259,33 @@ def _print_selections(selections: pl.DataFrame) -> None:
     for row in selections.to_dicts():
         never = "fits" if row["prompt_len"] <= row["budget"] else "never"
         layer = never if row["layer"] is None else str(row["layer"])
-        size = _budget(row["budget"], row["share"])
+        size = budget_text(row["budget"], row["share"])
         rows.append([row["trace"], size, str(row["k"]), layer, *_formatted(row, columns)])
+    echo_text()
     echo_table(["trace", "budget", "k", "selects\nafter", *columns], rows, right=1)
 
 
-def _print_distribution(found: pl.DataFrame) -> None:
-    echo_text("Selection layers by task (the trace's meta, else the first part of its name):\n")
+def _print_distribution(table: pl.DataFrame) -> None:
     rows = []
-    for (task, budget), part in found.group_by("task", "budget", maintain_order=True):
+    for (task, budget), part in table.group_by("task", "budget", maintain_order=True):
         counts = [
             f"{'never' if row['layer'] is None else row['layer']}: {row['traces']}"
             for row in part.to_dicts()
         ]
         mean = number(part["mean_layer"][0], ".1f")
         rows.append([str(task), str(budget), str(part["of"][0]), mean, ", ".join(counts)])
+    echo_text("\nSelection layers by task (the trace's meta, else the first part of its name):\n")
     echo_table(["task", "budget", "traces", "mean layer", "layer: traces"], rows)
 
 
-def _budget(budget: int, share: str | None) -> str:
-    return str(budget) if share is None else f"{budget} ({share})"
-
-
-# ------------------------------------------------------------------------------------------ JSON
-
-
 def _document(
-    traces: Sequence[Trace],
-    rankings: Sequence[Ranking],
-    found: Sequence[Diagnosis],
-    rule: ASL,
-    written: Sequence[Path],
+    traces: Sequence[Trace], diagnoses: Sequence[Diagnosis], rule: ASL, written: Sequence[Path]
 ) -> dict[str, Any]:
     from kvsim.analysis.prompt.tables import distribution, layer_table, selection_table
 
-    selections = selection_table(found)
-    per_trace = len(found) // len(traces)
-    given = asdict(rule)
-    del given["kv_before"]  # about caches, of which nothing is said here
+    selections = selection_table(diagnoses)
+    parameters = asdict(rule)
+    del parameters["kv_before"]  # about caches, which no table here shows
     return {
         "traces": [
             {
@@ -332,61 +293,61 @@ def _document(
                 "digest": trace.digest,
                 "layers": trace.n_layers,
                 "prompt_len": trace.prompt_len,
-                "ranked": one.ranked,
-                "gold": None if own.gold is None else own.gold.tolist(),
+                "ranked": first.ranking.ranked,
+                "gold": None if first.gold is None else first.gold.tolist(),
             }
-            for trace, one, own in zip(traces, rankings, found[::per_trace], strict=True)
+            for trace, first in zip(
+                traces, diagnoses[:: len(diagnoses) // len(traces)], strict=True
+            )
         ],
-        "parameters": given,
+        "parameters": parameters,
         "selections": selections.to_dicts(),
-        "layers": layer_table(found).to_dicts(),
-        "grids": [_grid(one) for one in found],
+        "layers": layer_table(diagnoses).to_dicts(),
+        "grids": [_grid(diagnosis) for diagnosis in diagnoses],
         "distribution": distribution(selections).to_dicts(),
         "figures": [str(path) for path in written],
     }
 
 
-def _grid(one: Diagnosis) -> dict[str, Any]:
-    """Selection layers over first layer and look-back; null for never."""
-    grid = one.ranking.grid(one.curve.budget)
-    rows = [[None if at < 0 else at for at in row] for row in grid.layers.tolist()]
+def _grid(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return selection layers over first layer and look-back; null for never."""
+    grid = diagnosis.ranking.grid(diagnosis.curve.budget)
     return {
-        "trace": one.trace,
+        "trace": diagnosis.trace,
         "budget": grid.budget,
-        "share": one.share,
+        "share": diagnosis.share,
         "tau": grid.tau,
         "first_layers": list(grid.first_layers),
         "look_backs": list(grid.look_backs),
-        "selection_layers": rows,
+        "selection_layers": [
+            [None if layer < 0 else layer for layer in row] for row in grid.layers.tolist()
+        ],
         "fidelity": "exact",
     }
 
 
-# --------------------------------------------------------------------------------------- figures
-
-
 def _figures(
-    traces: Sequence[Trace], rankings: Sequence[Ranking], found: Sequence[Diagnosis], device: str
+    traces: Sequence[Trace], diagnoses: Sequence[Diagnosis], device: str
 ) -> Iterator[tuple[str, Any]]:
-    """Names and figures; of several traces those that compare them."""
+    """Yield names and figures; of several traces those that compare them."""
     from kvsim import plots
     from kvsim.analysis.prompt.tables import distribution, selection_table
 
-    yield "variance", plots.variance_curves(found)
-    if any(one.recall is not None for one in found):
-        yield "gold", plots.gold_recall(found)
+    yield "variance", plots.variance_curves(diagnoses)
+    if any(diagnosis.recall is not None for diagnosis in diagnoses):
+        yield "gold", plots.gold_recall(diagnoses)
     if len(traces) > 1:
-        deepest = max(trace.n_layers for trace in traces)
-        yield "selection", plots.selection_histogram(distribution(selection_table(found)), deepest)
+        deepest, layers = max(trace.n_layers for trace in traces), selection_table(diagnoses)
+        yield "selection", plots.selection_histogram(distribution(layers), deepest)
         return
-    (trace,), (of_trace,) = traces, rankings
-    yield "overlap", plots.layer_overlap(found)
-    window, selected = of_trace.rule.window, found[0].layer
-    yield "attention", plots.layer_attention(trace, window, selected=selected, device=device)
-    for one in found:
-        size = one.asked.replace("%", "pct")
-        grid = of_trace.grid(one.curve.budget)
-        if len(grid.first_layers) > 1 and not one.curve.fits:  # else there is nothing to choose
+    trace, first = traces[0], diagnoses[0]
+    yield "overlap", plots.layer_overlap(diagnoses)
+    window = first.ranking.rule.window
+    yield "attention", plots.layer_attention(trace, window, selected=first.layer, device=device)
+    for diagnosis in diagnoses:
+        size = diagnosis.asked.replace("%", "pct")
+        grid = diagnosis.ranking.grid(diagnosis.curve.budget)
+        if len(grid.first_layers) > 1 and not diagnosis.curve.fits:  # else nothing can be chosen
             yield f"grid-{size}", plots.selection_grid(trace.name, grid)
-        yield f"ranks-{size}", plots.rank_pattern(one)
-        yield f"bumps-{size}", plots.rank_bumps(one, trace)
+        yield f"ranks-{size}", plots.rank_pattern(diagnosis)
+        yield f"bumps-{size}", plots.rank_bumps(diagnosis, trace)

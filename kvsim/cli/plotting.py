@@ -5,29 +5,23 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.figures import Data
+from kvsim.cli import values
 from kvsim.cli.show import bar, echo_text
-from kvsim.cli.values import (
-    Interval,
-    OptionError,
-    Prefill,
-    Settings,
-    Stop,
-    build_policies,
-    locate,
-    path_option,
-    split,
-)
-from kvsim.errors import OutputError, suggest
+from kvsim.cli.values import OptionError, Stop
+from kvsim.errors import OutputError, PolicyError, suggest
 from kvsim.plots.registry import FIGURES, PLOTTED, Figure
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from kvsim.core.policy import Policy
+    from kvsim.core.record import Record
     from kvsim.core.trace import Trace
 
 _FORMATS = (".pdf", ".png", ".svg")
@@ -36,7 +30,7 @@ _BY = ("stage", "task", "domain", "level")
 
 
 def listing() -> str:
-    """The figures of `kvsim plot` with their summaries, as lines of its help."""
+    """Return the figures of `kvsim plot` with their summaries, as lines of its help."""
     wide = 2 + max(map(len, PLOTTED))
     lines = [
         textwrap.fill(f"{name:{wide}}{FIGURES[name].summary}", 78, subsequent_indent=" " * wide)
@@ -56,10 +50,11 @@ def plot(
             "`kvsim replay --out` wrote.",
         ),
     ],
-    out: Annotated[Path, path_option("FILE", "The file to write: .png, .svg or .pdf.")],
+    out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
+            callback=values.split,
             metavar="NAME[,NAME...]",
             help="Policies, as `kvsim policies` lists them, for figures that show any; of a run "
             "those to show, by default all.",
@@ -68,17 +63,19 @@ def plot(
     budget: Annotated[
         list[str] | None,
         typer.Option(
+            callback=values.split,
             metavar="N|P%[,...]",
             help="Entries per KV head that stay after an event, or a share of the trace's length; "
             "of a run those to show, by default all.",
         ),
     ] = None,
-    interval: Interval = None,
-    prefill: Prefill = None,
-    settings: Settings = None,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    settings: values.Settings = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
+            callback=values.split,
             metavar="NAME[,NAME...]",
             help="What over_budgets and pareto show, as `kvsim metrics` lists it, a panel each; "
             "of metrics with variants the main one.",
@@ -87,6 +84,7 @@ def plot(
     ratio: Annotated[
         list[str] | None,
         typer.Option(
+            callback=values.split,
             metavar="P%[,...]",
             help="Shares of the entries that reconstruction_error evicts. [default: 10% to 90%]",
         ),
@@ -120,70 +118,52 @@ def plot(
     docs/figures.md shows the figures and says what each needs.
     """
     figure = _figure(name)
-    _check_out(out)
-    typed: dict[str, Any] = {
-        "layer": layer,
-        "head": head,
-        "by": by,
-        "metric": metric,
-        "ratio": ratio,
-        "zoom": zoom,
-    }
-    for option, given in typed.items():
-        if given is not None and option not in figure.flags:
-            raise OptionError(f"--{option} was given, but {name} has none; leave it out")
-    if by not in (None, *_BY):
-        raise OptionError(f"--by is {by!r}; expected {', '.join(_BY[:-1])} or {_BY[-1]}")
-    metrics = None if metric is None else _metrics(metric)
-    span = None if zoom is None else _positions(zoom)
-
-    from kvsim.analysis.summaries import layers_of, uneven
-
-    runs = [source for source in sources if _is_run(source)]
-    schedule = {"interval": interval, "prefill": prefill}
+    if out.suffix.lower() not in _FORMATS:
+        raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
+    if out.exists():
+        raise OutputError(f"{out} exists; give another --out, nothing was changed")
+    flags: dict[str, Any] = {"layer": layer, "head": head, "by": by}
+    flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
+    _check_flags(name, figure, flags)
+    keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
+    # folders that `kvsim replay --out` wrote
+    runs = [source for source in sources if (Path(source) / "run.json").is_file()]
+    given: dict[str, Any] = {"policy": policy, "budget": budget}
+    given |= {"interval": interval, "prefill": prefill, "set": settings}
+    _check_given(name, figure, sources, runs, given)
     if runs:
-        _check_runs(name, sources, runs, {**schedule, "set": settings})
         data = _read(runs, policy, budget)
-        layers: Mapping[str, Sequence[int]] = layers_of(data.table)
     else:
-        names, budgets = _requested(name, figure, policy, budget, {**schedule, "set": settings})
-        ratios = None if ratio is None else [_share(text) for text in split(ratio, "--ratio")]
-        _check_single(name, figure, len(sources), len(names), len(budgets))
-
-        from kvsim.analysis.results import check_distinct
-        from kvsim.store import open_trace
-
-        policies = build_policies(names, settings or []) if names else []
-        traces = [open_trace(locate(source)) for source in sources]
-        check_distinct(traces)
+        ratios = None if ratio is None else [_share(text) for text in ratio]
+        policies = values.build_policies(policy or (), settings)
+        traces = values.open_traces(sources)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))
         if layer is None and figure.single and policies and traces[0].windowed:
             layer = _unwindowed(traces[0])  # the figure's own default may have a window
+        schedule: dict[str, Any] = {"interval": interval, "prefill": prefill}
         if figure.replay is None:
-            data = Data(traces)
+            data = _Data(traces)
         elif figure.replay == "once":
             data = _evicted_once(traces, policies, ratios)
         elif figure.replay == "plans":
-            data = _planned(traces[0], policies[0], budgets[0], schedule)
+            data = _planned(traces[0], policies[0], (budget or [])[0], schedule)
         else:
-            measured = figure.metrics if metrics is None else (*metrics, "entries_seen")
-            data = _swept(traces, policies, budgets, schedule, measured)
-        layers = {one.trace: one.layers for one in data.records} if layer is None else {}
+            measured = figure.metrics if metric is None else (*metric, "entries_seen")
+            data = _swept(traces, policies, budget or [], schedule, measured)
 
     from kvsim import plots
+    from kvsim.analysis.summaries import uneven
 
-    values = typed | {"layer": layer, "metrics": metrics, "zoom": span}
-    values["layers"] = None if layer is None else [layer]
-    keywords = {key: values[key] for key in figure.options if values[key] is not None}
-    drawing = getattr(plots, name)(*data.arguments(figure), **keywords)
+    keywords |= {"layer": layer, "layers": None if layer is None else [layer]}
+    given_options = {key: keywords[key] for key in figure.options if keywords[key] is not None}
+    inputs = [data.input(key, figure) for key in figure.inputs]
+    drawing = getattr(plots, name)(*inputs, **given_options)
     out.parent.mkdir(parents=True, exist_ok=True)
     typer.echo(f"Written to {plots.save(drawing, out)}.")
+    layers = data.layers if runs or layer is None else {}
     for remark in dict.fromkeys(filter(None, (*data.remarks, uneven(layers)))):
         echo_text(f"Note: {remark}.", err=True)
-
-
-# ------------------------------------------------------------------------------- the request
 
 
 def _figure(name: str) -> Figure:
@@ -199,34 +179,25 @@ def _figure(name: str) -> Figure:
     )
 
 
-def _check_out(out: Path) -> None:
-    if out.suffix.lower() not in _FORMATS:
-        raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
-    if out.exists():
-        raise OutputError(f"{out} exists; give another --out, nothing was changed")
-
-
-def _is_run(source: str) -> bool:
-    """Whether this is a folder that `kvsim replay --out` wrote, and no trace."""
-    return (Path(source) / "run.json").is_file()
-
-
-def _metrics(given: Sequence[str]) -> list[str]:
-    """Metrics by name that differ between policies."""
+def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
+    """Raise unless a figure has the options that were given, and these have values."""
     from kvsim.analysis.registry import metric
 
-    names = split(given, "--metric")
-    for name in names:
-        if metric(name).kind == "trace":
+    for flag, value in flags.items():
+        if value is not None and flag not in figure.flags:
+            raise OptionError(f"--{flag} was given, but {name} has none; leave it out")
+    if flags["by"] not in (None, *_BY):
+        raise OptionError(f"--by is {flags['by']!r}; expected {', '.join(_BY[:-1])} or {_BY[-1]}")
+    for each in flags["metric"] or ():
+        if metric(each).kind == "trace":
             raise OptionError(
-                f"--metric {name} is about traces and the same for every policy; expected one that "
+                f"--metric {each} is about traces and the same for every policy; expected one that "
                 "differs between policies, see `kvsim metrics`"
             )
-    return names
 
 
 def _positions(text: str) -> tuple[int, int]:
-    """`120-180` as two positions."""
+    """Return `120-180` as two positions."""
     match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise OptionError(f"--zoom is {text!r}; expected two positions such as 120-180")
@@ -234,7 +205,7 @@ def _positions(text: str) -> tuple[int, int]:
 
 
 def _share(text: str) -> float:
-    """`25%` as a share below 1."""
+    """Return `25%` as a share below 1."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
     share = 1.0 if match is None else float(match[1]) / 100
     if not 0 < share < 1:
@@ -242,44 +213,40 @@ def _share(text: str) -> float:
     return share
 
 
-def _given(options: Mapping[str, Any]) -> str:
-    """The options that were given, as they were typed; empty for none."""
-    return ", ".join(f"--{name}" for name, value in options.items() if value not in (None, []))
-
-
-def _requested(
-    name: str,
-    figure: Figure,
-    policy: Sequence[str] | None,
-    budget: Sequence[str] | None,
-    replaying: Mapping[str, Any],
-) -> tuple[list[str], list[str]]:
-    """Return the policies and budgets to replay, none where the figure shows none."""
-    if figure.replay is None:
-        surplus = _given({"policy": policy, "budget": budget, **replaying})
-        if surplus:
-            raise OptionError(f"{name} shows no policies; leave {surplus} out")
-        return [], []
-    once = figure.replay == "once"
-    needed = {"--policy NAME (as `kvsim policies` lists them)": policy}
-    needed |= {} if once else {"--budget N": budget}
-    missing = [option for option, given in needed.items() if not given]
+def _check_given(
+    name: str, figure: Figure, sources: Sequence[str], runs: Sequence[str], given: Mapping[str, Any]
+) -> None:
+    """Raise unless a figure can be drawn from these sources with the options given for policies."""
+    if runs and name not in _RUNS:
+        raise OptionError(
+            f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
+            f"replayed. Drawn from runs: {', '.join(_RUNS)}"
+        )
+    if runs and len(runs) < len(sources):
+        trace = next(source for source in sources if source not in runs)
+        raise OptionError(f"{runs[0]} is a run and {trace} is none; give either runs or traces")
+    required: dict[str, str] = {}
+    if runs:
+        unused, lead = {"interval", "prefill", "set"}, f"{runs[0]} is replayed already"
+    elif figure.replay is None:
+        unused, lead = {*given}, f"{name} shows no policies"
+    else:
+        required = {"policy": "--policy NAME (as `kvsim policies` lists them)"}
+        unused, lead = set(), ""
+        if figure.replay == "once":
+            unused = {"budget", "interval", "prefill"}
+            lead = f"{name} shows one eviction of each --ratio of the entries"
+        else:
+            required["budget"] = "--budget N"
+    missing = [text for option, text in required.items() if not given[option]]
     if missing:
         raise OptionError(f"{name} of traces shows policies; give {' and '.join(missing)} as well")
-    names = split(policy or [], "--policy")
-    if once:
-        surplus = _given({"budget": budget, **replaying, "set": None})
-        if surplus:
-            raise OptionError(
-                f"{name} shows one eviction of each --ratio of the entries; leave {surplus} out"
-            )
-        return names, []
-    return names, split(budget or [], "--budget")
-
-
-def _check_single(name: str, figure: Figure, traces: int, policies: int, budgets: int) -> None:
-    if figure.single and traces > 1:
-        raise OptionError(f"{name} shows one trace, but {traces} were given")
+    surplus = [f"--{key}" for key in given if key in unused and given[key] not in (None, [])]
+    if surplus:
+        raise OptionError(f"{lead}; leave {', '.join(surplus)} out")
+    if figure.single and len(sources) > 1:
+        raise OptionError(f"{name} shows one trace, but {len(sources)} were given")
+    policies, budgets = len(given["policy"] or ()), len(given["budget"] or ())
     if figure.single == "record" and (policies, budgets) != (1, 1):
         raise OptionError(
             f"{name} shows one policy at one budget, but {policies} policies and {budgets} "
@@ -294,9 +261,9 @@ def _unwindowed(trace: Trace) -> int | None:
 
 def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: bool) -> None:
     places = {"layer": (layer, trace.n_layers), "head": (head, trace.n_heads)}
-    for option, (given, count) in places.items():
-        if given is not None and given >= count:
-            raise OptionError(f"--{option} is {given}; {trace.name} has 0 to {count - 1}")
+    for option, (place, count) in places.items():
+        if place is not None and place >= count:
+            raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")
     unwindowed = _unwindowed(trace)
     if replays and layer in trace.windowed and unwindowed is not None:
         raise OptionError(
@@ -305,67 +272,109 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
         )
 
 
-def _check_runs(
-    name: str, sources: Sequence[str], runs: Sequence[str], replaying: Mapping[str, Any]
-) -> None:
-    if name not in _RUNS:
-        raise OptionError(
-            f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
-            f"replayed. Drawn from runs: {', '.join(_RUNS)}"
-        )
-    if len(runs) < len(sources):
-        other = next(source for source in sources if source not in runs)
-        raise OptionError(f"{runs[0]} is a run and {other} is none; give either runs or traces")
-    surplus = _given(replaying)
-    if surplus:
-        raise OptionError(f"{runs[0]} is replayed already; leave {surplus} out")
+@dataclass(frozen=True)
+class _Data:
+    """What figures are drawn from.
+
+    table: of the sweep or the runs, or the errors of single evictions. remarks: what users should
+    know of the replays. layers: those of each trace that were replayed.
+    """
+
+    traces: Sequence[Trace] = ()
+    records: Sequence[Record] = ()
+    table: pl.DataFrame | None = None
+    remarks: Sequence[str] = ()
+    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def input(self, name: str, figure: Figure) -> Any:
+        """Return an argument of a figure, computed if need be."""
+        from kvsim.analysis.attention.expectation import expected_and_observed
+        from kvsim.analysis.attention.normality import state_normality
+        from kvsim.analysis.attention.projections import key_projections
+
+        value: Any
+        match name:
+            case "table" | "evictions":
+                value = self.table
+            case "record" | "plans":
+                value = self.records[0]
+            case "trace":
+                value = self.traces[0]
+            case "trace_table":
+                value = _trace_table(self.traces, figure.metrics)
+            case "expectation":
+                value = expected_and_observed(self.traces[0])
+            case "normality":
+                value = state_normality(self.traces[0])
+            case "projections":
+                value = key_projections(self.traces[0])
+            case _:
+                value = getattr(self, name)
+        return value
 
 
-# ------------------------------------------------------------------------------------ the data
+def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
+    """Return metrics of traces alone.
+
+    Attention is expected from the first fifth of each trace, as in the paper.
+    """
+    import polars as pl
+
+    from kvsim.analysis import Analysis, measure
+
+    analyses = [Analysis(trace, cut=trace.n_pos // 5) for trace in traces]
+    for analysis in analyses:
+        if "expectation" in analysis.left_out:
+            raise PolicyError(
+                f"{analysis.trace.name}: attention cannot be compared with what is expected, "
+                f"because of {analysis.left_out['expectation']}; give another trace"
+            )
+    return pl.concat(measure(analysis, metrics=metrics) for analysis in analyses)
 
 
-def _read(runs: Sequence[str], policy: Sequence[str] | None, budget: Sequence[str] | None) -> Data:
+def _read(
+    runs: Sequence[str], policies: Sequence[str] | None, budgets: Sequence[str] | None
+) -> _Data:
     """Return the Table of runs, of the requested policies and budgets or of all."""
     import polars as pl
 
     from kvsim.analysis.results import labelled
+    from kvsim.analysis.summaries import layers_of
     from kvsim.report import joined, read_run
 
     saved = [read_run(run) for run in runs]
     table = labelled(joined(saved))
     size = pl.coalesce("share", pl.col("budget").cast(pl.String))
-    requested = {"--policy": (policy, pl.col("policy")), "--budget": (budget, size)}
-    for option, (given, column) in requested.items():
-        if given is None:
+    requested = {"--policy": (policies, pl.col("policy")), "--budget": (budgets, size)}
+    for option, (names, column) in requested.items():
+        if names is None:
             continue
-        wanted = split(given, option)
         present = table.select(name=column)["name"].drop_nulls().unique(maintain_order=True)
-        missing = [name for name in wanted if name not in set(present)]
+        missing = [name for name in names if name not in set(present)]
         if missing:
             raise OptionError(
                 f"{option} {missing[0]}: the run has none{suggest(missing[0], present)}; it has "
                 f"{', '.join(present) or 'no policies'}"
             )
         # what belongs to no policy stays, such as the sparsity of the full cache
-        table = table.filter(column.is_in(wanted) | pl.col("policy").is_null())
+        table = table.filter(column.is_in(names) | pl.col("policy").is_null())
     remarks = [remark for run in saved for remark in run.parameters.get("remarks", ())]
-    return Data(table=table, remarks=remarks)
+    return _Data(table=table, remarks=remarks, layers=layers_of(table))
 
 
-def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
-    """Return one record with its Plans."""
+def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> _Data:
     from kvsim.engine import replay
     from kvsim.sweeps.run import resolve_budget, shared_prefill
 
     budget = resolve_budget(size, trace.n_pos)
     interval, prefill = schedule["interval"], shared_prefill(**schedule)
     record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
-    return Data([trace], [record], remarks=[record.remark])
+    return _Data([trace], [record], None, [record.remark], {record.trace: record.layers})
 
 
 def _evicted_once(
     traces: Sequence[Trace], policies: Sequence[Policy], ratios: Sequence[float] | None
-) -> Data:
+) -> _Data:
     """Return the errors of one eviction by each policy at each ratio."""
     import polars as pl
 
@@ -378,7 +387,7 @@ def _evicted_once(
         )
     budgets = table["budget"].unique().sort(descending=True)
     remarks = [policy.remark(budget) for policy in policies for budget in budgets]
-    return Data(traces, table=table, remarks=remarks)
+    return _Data(traces, table=table, remarks=remarks)
 
 
 def _swept(
@@ -387,24 +396,19 @@ def _swept(
     budgets: Sequence[str],
     schedule: Mapping[str, Any],
     metrics: Sequence[str],
-) -> Data:
+) -> _Data:
     """Return records of every policy at every budget over every trace, and their metrics."""
     from kvsim.sweeps.run import sweep
 
+    names = list(dict.fromkeys(metrics))
     with bar("cells") as report:
-        run = sweep(
-            traces,
-            policies,
-            budgets,
-            metrics=list(dict.fromkeys(metrics)),
-            regret="regret" in metrics,
-            progress=report,
-            **schedule,
-        )
+        options: dict[str, Any] = {"metrics": names, "regret": "regret" in names, **schedule}
+        run = sweep(traces, policies, budgets, progress=report, **options)
     if run.interrupted:
         raise Stop("interrupted, nothing was written", 130)
     if run.failures:
         first = run.failures[0]
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"
         raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
-    return Data(traces, run.records, run.table, [record.remark for record in run.records])
+    layers = {record.trace: record.layers for record in run.records}
+    return _Data(traces, run.records, run.table, [r.remark for r in run.records], layers)

@@ -25,6 +25,7 @@ def prompts(
     task: Annotated[
         list[str] | None,
         typer.Option(
+            callback=split,
             metavar=f"{'|'.join(TASKS)}[,...]",
             help="The question; without it, all tasks in turn.",
         ),
@@ -32,6 +33,7 @@ def prompts(
     level: Annotated[
         list[str] | None,
         typer.Option(
+            callback=split,
             metavar=f"1..{len(TOKENS)}[,...]",
             help="The length of page and response, and the distance of lookups, from about "
             f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, the sizes below.",
@@ -40,6 +42,7 @@ def prompts(
     domain: Annotated[
         list[str] | None,
         typer.Option(
+            callback=split,
             metavar=f"{'|'.join(DOMAINS)}[,...]",
             help="The subject of the words; without it, all domains in turn.",
         ),
@@ -68,12 +71,10 @@ def prompts(
     defaults of about 500 tokens.
     """
     _check_output(out, overwrite=overwrite)
-    tasks = None if task is None else split(task, "--task")
     levels = None if level is None else _numbers(level)
-    domains = None if domain is None else split(domain, "--domain")
     sizes: dict[str, Any] = {"facts": facts, "lines": lines, "filler": filler}
     sizes |= {"kinds": kinds, "report": report, "cycle": cycle}
-    samples = _samples(n, seed, tasks, levels, domains, sizes)
+    samples = _samples(n, seed, task, levels, domain, sizes)
     rows = [json.dumps(sample.row(_name(sample, seed, i))) for i, sample in enumerate(samples)]
     if out is None:
         typer.echo("\n".join(rows))
@@ -84,8 +85,7 @@ def prompts(
     typer.echo(f"{out}: {n} prompts, with their responses {lengths[0]} to {lengths[-1]} tokens")
 
 
-def _numbers(values: Sequence[str]) -> list[int]:
-    texts = split(values, "--level")
+def _numbers(texts: Sequence[str]) -> list[int]:
     wrong = [text for text in texts if not text.isdecimal()]
     if wrong:
         raise OptionError(f"--level is {wrong[0]!r}; expected numbers from 1 to {len(TOKENS)}")
@@ -141,9 +141,9 @@ def _name(sample: Sample, seed: int, index: int) -> str:
 
 
 def _check_output(out: Path | None, *, overwrite: bool) -> None:
+    if out is None and overwrite:
+        raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
     if out is None:
-        if overwrite:
-            raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
         return
     if out.exists() and not (overwrite and out.is_file()):
         what = ", or --overwrite to replace it" if out.is_file() else ""

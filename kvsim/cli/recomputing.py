@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line
-from kvsim.cli.values import (
-    Budgets,
-    Json,
-    PolicyNames,
-    Settings,
-    TrustRemoteCode,
-    build_policies,
-    locate,
-    parse_device,
-    parse_memory,
-    quiet_transformers,
-    split,
-)
+from kvsim.cli import values
+from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line, selection_dict
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -35,102 +24,91 @@ def recompute(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
     ],
-    policy: PolicyNames,
-    budget: Budgets,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
     model: Annotated[
         str,
         typer.Option(
             help="The model that was recorded: 'tiny', 'tiny-deep', a local folder, or a hub id."
         ),
     ],
-    settings: Settings = None,
+    settings: values.Settings = None,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    trust_remote_code: values.TrustRemoteCode = False,
+    as_json: values.Json = False,
 ) -> None:
     """Compute the layers behind a selection again.
 
     As a prefill that drops rows would, with the model's weights. Prints how far the residual
     stream and the first token move from those of the full prefill.
     """
-    names, budgets = split(policy, "--policy"), split(budget, "--budget")
-    limit = None if memory is None else parse_memory(memory)
+    limit = None if memory is None else values.parse_memory(memory)
 
     from kvsim.recorder import load_model
     from kvsim.runner import recompute as prefill
     from kvsim.store import open_trace
     from kvsim.sweeps.run import resolve_budget
 
-    opened = open_trace(locate(trace))
-    policies = build_policies(names, settings or [])
-    sizes = [resolve_budget(one, opened.n_pos) for one in budgets]
+    opened = open_trace(values.locate(trace))
+    policies = values.build_policies(policy, settings)
+    sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded
-    quiet_transformers()
+    values.quiet_transformers()
     decoder, _ = load_model(
         model,
         dtype=opened.meta.get("model", {}).get("dtype"),  # that of the recording
-        device=parse_device(device),
+        device=values.parse_device(device),
         trust_remote_code=trust_remote_code,
     )
-    found: list[Recomputed] = []
+    prefills: list[Recomputed] = []
     with bar("prefills") as report:
-        for one in policies:
-            for size in sizes:
-                report(len(found), len(policies) * len(sizes), f"{one.name}, budget {size}")
-                found.append(prefill(opened, one, size, decoder, memory=limit))
+        for each, size in product(policies, sizes):
+            report(len(prefills), len(policies) * len(sizes), f"{each.name}, budget {size}")
+            prefills.append(prefill(opened, each, size, decoder, memory=limit))
     if as_json:
-        echo_json({"trace": opened.name, "prefills": [_document(one) for one in found]})
+        echo_json({"trace": opened.name, "prefills": list(map(_document, prefills))})
         return
     echo_text(
         f"{one_line(opened.name)}: prompt of {opened.prompt_len} tokens, "
         f"{plural(opened.n_layers, 'layer')}\n"
     )
-    echo_table(
-        ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)", "token"],
-        [_row(one) for one in found],
-        right=3,
-    )
+    columns = ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)"]
+    echo_table([*columns, "token"], map(_row, prefills), right=3)
     echo_text(
         "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, "
         "mean over\nits rows. KL, token: the first token beside that of the full prefill."
     )
     echo_text(_WHAT)
-    for remark in dict.fromkeys(one.record.remark for one in found if one.record.remark):
+    for remark in dict.fromkeys(each.record.remark for each in prefills if each.record.remark):
         echo_text(f"Note: {remark}.")
 
 
-def _row(one: Recomputed) -> list[str]:
-    selection, errors = one.record.selection, one.residual_error
+def _row(prefill: Recomputed) -> list[str]:
+    selection, errors = prefill.record.selection, prefill.residual_error
     layer = None if selection is None else selection.layer
     return [
-        one.record.policy,
-        str(one.record.budget),
+        prefill.record.policy,
+        str(prefill.record.budget),
         "nowhere" if layer is None else f"layer {layer}",
         "" if selection is None else str(selection.counts[-1]),
         f"{float(errors[max(errors)].mean()):.3f}" if errors else "-",
-        f"{one.kl:.4f}",
-        "same" if one.same_token else "other",
+        f"{prefill.kl:.4f}",
+        "same" if prefill.same_token else "other",
     ]
 
 
-def _document(one: Recomputed) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from kvsim.analysis.table import selection_fidelity
-
-    record, selection = one.record, None
-    if record.selection is not None:
-        selection = asdict(record.selection) | {"fidelity": selection_fidelity(record)}
-    table = one.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
+def _document(prefill: Recomputed) -> dict[str, Any]:
+    record = prefill.record
+    table = prefill.table().select("metric", "layer", "qhead", "value", "unit", "fidelity")
     return {
         "policy": record.policy,
         "params": dict(record.params),
         "budget": record.budget,
-        "selection": selection,
-        "check": one.check,
+        "selection": selection_dict(record),
+        "check": prefill.check,
         "remark": record.remark,
         "results": table.to_dicts(),
     }

@@ -2,40 +2,82 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from kvsim.cli.describing import answer_text, is_cut, layers_text, length_text, size_text
-from kvsim.cli.options import with_options
+from kvsim.cli import values
+from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.show import echo_json, echo_text
-from kvsim.cli.values import (
-    Json,
-    OptionError,
-    Stop,
-    TrustRemoteCode,
-    parse_device,
-    path_option,
-    quiet_transformers,
-)
-from kvsim.recorder.options import Options
+from kvsim.cli.values import OptionError, Stop
+from kvsim.recorder.options import Declared, Options, declared
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
+#: Types of options that the command line takes as another type, and their conversion from it.
+_FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
+    str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
+    Sequence[int] | None: (
+        str | None,
+        lambda text: None if text is None else values.parse_layers(text),
+    ),
+    bool | str: (str | None, lambda text: text or False),
+    Literal["float16"] | None: (str | None, lambda text: text),
+}
 
-@with_options(Options, progress=True)
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `options` of a command by an option for each field of `Options`.
+
+    Progress is always shown.
+    """
+    offered = [option for option in declared(Options) if option.name != "progress"]
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name == "options":
+            parameters += map(_parameter, offered)
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        fields = {option.name: given.pop(option.name) for option in offered}
+        for option in offered:
+            if option.kind in _FORMS:
+                fields[option.name] = _FORMS[option.kind][1](fields[option.name])
+        command(**given, options=Options(**fields, progress=True))
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    return run
+
+
+def _parameter(option: Declared) -> inspect.Parameter:
+    """Return the parameter of a command that typer makes an option of."""
+    name, described = f"--{option.name.replace('_', '-')}", option.help
+    info = typer.Option(name, help=described.text, metavar=described.metavar, min=option.least)
+    kind = _FORMS[option.kind][0] if option.kind in _FORMS else option.kind
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if option.kind in _FORMS else option.default,
+        annotation=Annotated[kind, info],
+    )
+
+
+@_with_options
 def capture(
     *,
     context: typer.Context,
     model: Annotated[
-        str,
-        typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id."),
+        str, typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id.")
     ],
     out: Annotated[
         str,
@@ -47,7 +89,7 @@ def capture(
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
         Path | None,
-        path_option(
+        values.path_option(
             "FILE.jsonl",
             "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
             "optional: 'id', 'system', 'answer', 'task', 'domain', 'level'.",
@@ -73,8 +115,8 @@ def capture(
             "needs accelerate.",
         ),
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    trust_remote_code: values.TrustRemoteCode = False,
+    as_json: values.Json = False,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -105,8 +147,8 @@ def capture(
         _check_outputs(new, path, out, options.overwrite)
     check_writable(paths[0].parent)
     if device_map is None:
-        device = parse_device(device or "cpu")
-    quiet_transformers()
+        device = values.parse_device(device or "cpu")
+    values.quiet_transformers()
     before = {path: _identity(path) for path in paths}
     try:
         placed = {"dtype": dtype, "device": device, "device_map": device_map}
@@ -152,16 +194,16 @@ def _identity(path: Path) -> int | None:
 
 
 def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -> str:
-    """Return in words which traces of an interrupted capture are complete."""
     after = {path: _identity(path) for path in before}
     done = [p for p, new in after.items() if new is not None and (resume or new != before[p])]
-    if done:
-        where = out if is_url(out) else done[0].parent
-        resumable = len(done) < len(before) and not is_url(out)
-        more = "; --resume records the others" if resumable else ""
-        count = f"{len(done)} of {len(before)} traces"
-        return f"interrupted, {count} are complete and kept in {where}{more}"
-    return "interrupted, no trace was written"
+    if not done:
+        return "interrupted, no trace was written"
+    where = out if is_url(out) else done[0].parent
+    resumable = len(done) < len(before) and not is_url(out)
+    more = "; --resume records the others" if resumable else ""
+    return (
+        f"interrupted, {len(done)} of {len(before)} traces are complete and kept in {where}{more}"
+    )
 
 
 def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
@@ -223,7 +265,6 @@ def _check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -
 
 
 def _publish(paths: list[Path], staged: Path, out: str) -> None:
-    """Upload the traces that exist, if `out` is a URL."""
     if is_url(out):
         from kvsim.store.remote import upload
 

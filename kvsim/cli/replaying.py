@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import (
-    OPEN_LOOP,
-    bar,
-    cells,
-    echo_json,
-    echo_results,
-    echo_table,
-    echo_text,
-    fidelity_shares,
-    number,
-    one_line,
-)
-from kvsim.cli.values import (
-    Budgets,
-    Device,
-    Interval,
-    Json,
-    OptionError,
-    PolicyNames,
-    Prefill,
-    Settings,
-    Stop,
-    TracePaths,
-    build_policies,
-    locate,
-    parse_device,
-    parse_memory,
-    path_option,
-    split,
-)
+from kvsim.cli import show, values
+from kvsim.cli.values import OptionError, Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -49,14 +20,19 @@ if TYPE_CHECKING:
     from kvsim.core.trace import Trace
     from kvsim.sweeps.run import Run
 
+_OPEN_LOOP = (
+    "open: computed from the recorded queries, keys and values; in a live run errors also add up "
+    "from layer to layer and the model may generate other tokens."
+)
+
 
 def replay(
-    traces: TracePaths,
-    policy: PolicyNames,
-    budget: Budgets,
-    interval: Interval = None,
-    prefill: Prefill = None,
-    settings: Settings = None,
+    traces: values.TracePaths,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    settings: values.Settings = None,
     sink: Annotated[
         int,
         typer.Option(
@@ -72,6 +48,7 @@ def replay(
     metric: Annotated[
         list[str] | None,
         typer.Option(
+            callback=values.split,
             metavar="NAME[,NAME...]",
             help="What to measure, as `kvsim metrics` lists it; default: everything with --out, "
             "without it what the table shows.",
@@ -92,15 +69,17 @@ def replay(
             "block by block.  [default: 2GiB]",
         ),
     ] = None,
-    device: Device = "cpu",
+    device: values.Device = "cpu",
     events: Annotated[
         bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
     ] = False,
     out: Annotated[
         Path | None,
-        path_option("DIR", "Write run.json, records.zarr and results.parquet to a new folder."),
+        values.path_option(
+            "DIR", "Write run.json, records.zarr and results.parquet to a new folder."
+        ),
     ] = None,
-    as_json: Json = False,
+    as_json: values.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
 
@@ -109,72 +88,65 @@ def replay(
     """
     if events and out is None:
         raise OptionError("--events is about the results in --out; give --out DIR as well")
-    budgets = split(budget, "--budget")
-    names = split(policy, "--policy")
-    chosen = None if metric is None else split(metric, "--metric")
-    if regret and chosen is not None:
-        chosen = list(dict.fromkeys([*chosen, "regret"]))
-    limit = None if memory is None else parse_memory(memory)
+    if regret and metric is not None:
+        metric = list(dict.fromkeys([*metric, "regret"]))
+    limit = None if memory is None else values.parse_memory(memory)
 
-    from kvsim.analysis.results import check_distinct
     from kvsim.analysis.table import choose
     from kvsim.core.policy import Protection
-    from kvsim.store import open_trace
     from kvsim.sweeps.run import SUMMARY, check_output, sweep
 
     if out is not None:
         check_output(out)
-    choose(chosen, oracles=regret)
+    choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
-    policies = build_policies(names, settings or [], protect)
-    parse_device(device)
-    opened = [open_trace(locate(trace)) for trace in traces]
-    check_distinct(opened)
-    with bar("cells") as report:
+    policies = values.build_policies(policy, settings, protect)
+    values.parse_device(device)
+    opened = values.open_traces(traces)
+    with show.bar("cells") as report:
         run = sweep(
             opened,
             policies,
-            budgets,
+            budget,
             interval=interval,
             prefill=prefill,
-            metrics=chosen if chosen or out is not None else SUMMARY,
+            metrics=metric if metric or out is not None else SUMMARY,
             regret=regret,
             events=events,
             memory=limit,
             device=device,
             progress=report,
         )
-    total = len(opened) * len(policies) * len(budgets)
+    total = len(opened) * len(policies) * len(budget)
     if not run.records and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
     if not run.records:
-        raise Stop("\n".join(dict.fromkeys(f"error: {one.error}" for one in run.failures)), 2)
-    where = None if out is None else run.save(out)
-    wanted = chosen or [*SUMMARY, "regret"]
-    shown = [name for name in wanted if name in set(run.table["metric"])]
+        raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), 2)
+    if out is not None:
+        run.save(out)
+    measured = set(run.table["metric"])
+    shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
     if as_json:
-        echo_json(_document(run, shown, where))
+        show.echo_json(_document(run, shown, out))
     else:
-        _print(opened, policies, protect, run, shown, where)
-    _finish(run, total, where)
+        _print(opened, policies, protect, run, shown, out)
+    _finish(run, total, out)
 
 
-def _document(run: Run, shown: Sequence[str], where: Path | None) -> dict[str, Any]:
-    from kvsim.analysis.table import selection_fidelity
+def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
     from kvsim.sweeps.run import summarise
 
     return {
         **run.describe(),
-        "cells": cells(summarise(run.table, shown)),
+        "cells": show.cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
-        "fidelity": fidelity_shares(run.table, shown),
+        "fidelity": show.fidelity_shares(run.table, shown),
         "selections": [
-            {"trace": r.trace, "policy": r.policy, "budget": r.budget, **asdict(r.selection)}
-            | {"fidelity": selection_fidelity(r)}
-            for r in run.records
-            if r.selection is not None
+            {"trace": record.trace, "policy": record.policy, "budget": record.budget, **selection}
+            for record in run.records
+            if (selection := show.selection_dict(record)) is not None
         ],
-        "out": None if where is None else str(where),
+        "out": None if out is None else str(out),
     }
 
 
@@ -194,13 +166,13 @@ def _print(
     protect: Protection,
     run: Run,
     shown: Sequence[str],
-    where: Path | None,
+    out: Path | None,
 ) -> None:
     from kvsim.sweeps.run import summarise
 
     for trace in traces:
-        echo_text(
-            f"{one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
+        show.echo_text(
+            f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
             f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
         )
     protected = (
@@ -209,43 +181,50 @@ def _print(
         f"the last {protect.recent} positions" if protect.recent else "",
     )
     if any(protected):
-        echo_text(f"Every policy also keeps {' and '.join(filter(None, protected))} in any case.")
-    echo_text()
-    summary = summarise(run.table, shown)
+        show.echo_text(
+            f"Every policy also keeps {' and '.join(filter(None, protected))} in any case."
+        )
+    show.echo_text()
+    summary, free = summarise(run.table, shown), unbounded(policies)
     if summary.height:
-        echo_results(summary, unbounded(policies))
-        echo_text()
+        show.echo_results(summary, free)
+        show.echo_text()
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
-        echo_table(
+        show.echo_table(
             of_trace.columns,
-            [[*row[:3], *(number(value, ".3f") for value in row[3:])] for row in of_trace.rows()],
+            [
+                [*row[:3], *(show.number(value, ".3f") for value in row[3:])]
+                for row in of_trace.rows()
+            ],
             right=3,
         )
-        echo_text()
+        show.echo_text()
     if shown:
-        echo_text(means(shown, len(traces)))
-        echo_text(fidelity_line(run.table, shown))
+        show.echo_text(means(shown, len(traces)))
+        show.echo_text(fidelity_line(run.table, shown))
     else:
-        echo_text("No values: none of the metrics can be computed on these traces.")
-    free, many = unbounded(policies), len(traces) > 1
-    lines = (_selection_line(record, free, many=many) for record in run.records)
+        show.echo_text("No values: none of the metrics can be computed on these traces.")
+    lines = (_selection_line(record, free, many=len(traces) > 1) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
-        echo_text(line)
+        show.echo_text(line)
     for remark in run.remarks:
-        echo_text(f"Note: {remark}.")
-    if where is not None:
-        echo_text(f"Written to {where}: run.json, records.zarr, results.parquet.")
+        show.echo_text(f"Note: {remark}.")
+    if out is not None:
+        show.echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
 
 
 def unbounded(policies: Sequence[Policy]) -> list[str]:
-    """Names of the policies for which the budget means nothing."""
-    free = (one for one in policies if not one.bounded)
-    return [one.name for one in free if one.propagation is None or one.propagation.alone]
+    """Return the names of the policies for which the budget means nothing."""
+    return [
+        policy.name
+        for policy in policies
+        if not policy.bounded and (policy.propagation is None or policy.propagation.alone)
+    ]
 
 
 def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
-    """After which layer a record's policy dropped rows of the prompt, in words.
+    """Return in words after which layer a record's policy dropped rows of the prompt.
 
     free: policies for which the budget means nothing; many: there are other traces.
     """
@@ -263,36 +242,35 @@ def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
         outcome = f"layers {first} to {last} drop rows, the last layer works on {rows}"
     else:
         outcome = f"from layer {layer + 1} on layers work on {rows}"
-    return f"{one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
+    return f"{show.one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
 
 
 def means(shown: Sequence[str], n_traces: int) -> str:
-    """What the numbers of the table are means over."""
+    """Return what the numbers of the table are means over."""
     over = "layers and heads" if n_traces == 1 else f"layers, heads and {n_traces} traces"
-    explained = {
-        "wipeout": "wiped out: regions of 32 tokens of which nothing is left after the last event",
-        "regret": "regret: mass that the oracle keeps beyond the policy",
-    }
-    more = "".join(f"; {text}" for name, text in explained.items() if name in shown)
+    more = ""
+    if "wipeout" in shown:
+        more += "; wiped out: regions of 32 tokens of which nothing is left after the last event"
+    if "regret" in shown:
+        more += "; regret: mass that the oracle keeps beyond the policy"
     return f"Means over {over}, of rows over those after the prompt{more}."
 
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
-    """How far the values of the table can be trusted."""
-    shares = fidelity_shares(table, shown)
+    """Return how far the values of the table can be trusted."""
+    shares = show.fidelity_shares(table, shown)
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
-    return f"Fidelity of the values: {parts}. {OPEN_LOOP if 'open' in shares else ''}".rstrip()
+    return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 
 
-def _finish(run: Run, total: int, where: Path | None) -> None:
-    """Say on standard error what is missing, and leave with the right status."""
+def _finish(run: Run, total: int, out: Path | None) -> None:
+    """Print on standard error what is missing, and end with the right status."""
     for failure in run.failures:
-        cell = f"{one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
-        echo_text(f"failed: {cell}: {failure.error}", err=True)
-    kept = "shown above" if where is None else f"kept in {where}"
-    done = len(run.records)
+        cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
+        show.echo_text(f"failed: {cell}: {failure.error}", err=True)
+    kept = "shown above" if out is None else f"kept in {out}"
     if run.interrupted:
-        raise Stop(f"interrupted, {done} of {total} cells are done and {kept}", 130)
+        raise Stop(f"interrupted, {len(run.records)} of {total} cells are done and {kept}", 130)
     if run.failures:
-        failed = len({(f.trace, f.policy, f.budget) for f in run.failures})
+        failed = len({(each.trace, each.policy, each.budget) for each in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)

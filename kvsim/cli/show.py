@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,6 +17,8 @@ from kvsim.schema import schedule
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from kvsim.core.record import Record
 
 #: Metrics with a shorter column name, and the format of their values.
 _COLUMNS = {
@@ -33,11 +36,6 @@ _COLUMNS = {
 }
 #: Columns of a summary that identify the cell of a row.
 _KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
-
-OPEN_LOOP = (
-    "open: computed from the recorded queries, keys and values; in a live run errors also add up "
-    "from layer to layer and the model may generate other tokens."
-)
 
 
 def visible(text: str) -> str:
@@ -102,6 +100,15 @@ def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
     return [{**row, "params": json.loads(row["params"])} for row in summary.to_dicts()]
 
 
+def selection_dict(record: Record) -> dict[str, Any] | None:
+    """Return for JSON after which layer a record's policy dropped rows of the prompt, if it did."""
+    from kvsim.analysis.table import selection_fidelity
+
+    if record.selection is None:
+        return None
+    return asdict(record.selection) | {"fidelity": selection_fidelity(record)}
+
+
 def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, float]:
     """Return for each fidelity label its share among the values of `metrics`."""
     labels = table.filter(table["metric"].is_in(list(metrics)))["fidelity"].cast(str).to_list()
@@ -111,7 +118,7 @@ def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, fl
 def echo_results(
     summary: pl.DataFrame,
     unbounded: Iterable[str],
-    more: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
+    more: Callable[[dict[str, Any]], dict[str, str]] = lambda _: {},
 ) -> None:
     """Print the table of a sweep, a line per policy and budget; `more` computes further columns.
 
@@ -121,34 +128,31 @@ def echo_results(
 
     free = set(unbounded)
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
-    rows = summary.filter(~repeated).to_dicts()
-    columns: dict[str, list[str]] = {
-        "policy": [row["policy"] for row in rows],
-        "budget": ["-" if row["policy"] in free else _budget(row) for row in rows],
-    }
-    schedules = [
-        "never" if row["policy"] in free else schedule(row["interval"], prefill=row["prefill"])
-        for row in rows
-    ]
-    common = set(schedules) - {"never"}
+    rows = []
+    for row in summary.filter(~repeated).to_dicts():
+        bounded = row["policy"] not in free
+        after = schedule(row["interval"], prefill=row["prefill"])
+        line = {
+            "policy": row["policy"],
+            "budget": budget_text(row["budget"], row["share"]) if bounded else "-",
+            "evicts after": after if bounded else "never",
+        }
+        for name in (name for name in row if name not in _KEYS):
+            header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
+            line[header] = number(row[name], form)
+        rows.append(line | more(row))
+    right, common = 3, {row["evicts after"] for row in rows} - {"never"}
     if len(common) == 1:
         echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
-    else:
-        columns["evicts after"] = schedules
-    right = len(columns)
-    for name in summary.columns:
-        if name in _KEYS:
-            continue
-        header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
-        columns[header] = [number(row[name], form) for row in rows]
-    for header, compute in (more or {}).items():
-        columns[header] = [compute(row) for row in rows]
-    echo_table(list(columns), list(zip(*columns.values(), strict=True)), right=right)
+        right = 2
+        for row in rows:
+            del row["evicts after"]
+    echo_table(list(rows[0]), [list(row.values()) for row in rows], right=right)
 
 
-def _budget(row: Mapping[str, Any]) -> str:
+def budget_text(budget: int, share: str | None) -> str:
     """Return the entries, and the share of the trace if the budget was given as a share."""
-    return str(row["budget"]) if row["share"] is None else f"{row['budget']} ({row['share']})"
+    return str(budget) if share is None else f"{budget} ({share})"
 
 
 @contextmanager

@@ -18,8 +18,7 @@ app = typer.Typer(
 )
 
 DraftPath = Annotated[
-    Path,
-    path_argument("PATH", "The intended path of the trace, or the hidden folder next to it."),
+    Path, path_argument("PATH", "The intended path of the trace, or the hidden folder next to it.")
 ]
 
 Out = Annotated[
@@ -51,8 +50,7 @@ def pack(
 
 @app.command()
 def unpack(
-    file: Annotated[Path, path_argument("FILE", "A local packed trace.")],
-    out: Out = None,
+    file: Annotated[Path, path_argument("FILE", "A local packed trace.")], out: Out = None
 ) -> None:
     """Write a packed trace as a folder again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -18,6 +19,7 @@ from kvsim.tiny.sample import sample_trace
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
+    from kvsim.core.trace import Trace
 
 #: A parameter of a policy as `--set` gives it.
 Value = int | float | bool | str | None
@@ -40,11 +42,23 @@ def path_argument(metavar: str, text: str) -> Any:
     return typer.Argument(parser=local_path, metavar=metavar, help=text)
 
 
+def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
+    """Return the values of an option that may repeat and have commas; each once, in order."""
+    if not values:
+        return None
+    parts = [part.strip() for value in values for part in value.split(",")]
+    if not all(parts):
+        given = ",".join(values)
+        raise OptionError(f"--{param.name} is {given!r}; expected names or numbers between commas")
+    return list(dict.fromkeys(parts))
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 PolicyNames = Annotated[
     list[str],
     typer.Option(
         "--policy",
+        callback=split,
         metavar="NAME[,NAME...]",
         help="Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
     ),
@@ -57,6 +71,7 @@ Budgets = Annotated[
     list[str],
     typer.Option(
         "--budget",
+        callback=split,
         metavar="N|P%[,...]",
         help="Entries per KV head that stay after an event, or a share of the trace's length.",
     ),
@@ -111,13 +126,14 @@ def locate(trace: str) -> Path | str:
     return sample_trace() if trace == "sample" and not path.exists() else path
 
 
-def split(values: Iterable[str], option: str) -> list[str]:
-    """Return the values of an option that may repeat and have commas; each once, in order."""
-    parts = [part.strip() for value in values for part in value.split(",")]
-    if not parts or not all(parts):
-        given = ",".join(values)
-        raise OptionError(f"{option} is {given!r}; expected names or numbers between commas")
-    return list(dict.fromkeys(parts))
+def open_traces(paths: Iterable[str]) -> list[Trace]:
+    """Open traces; raise TraceError unless their names are distinct."""
+    from kvsim.analysis.results import check_distinct
+    from kvsim.store import open_trace
+
+    traces = [open_trace(locate(path)) for path in paths]
+    check_distinct(traces)
+    return traces
 
 
 _CONSTANTS: dict[str, Value] = {"true": True, "false": False, "none": None}
@@ -132,10 +148,8 @@ def parse_set(text: str) -> tuple[str, Value]:
     if value.lower() in _CONSTANTS:
         return key, _CONSTANTS[value.lower()]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return key, kind(value)
-        except ValueError:
-            continue
     return key, value
 
 
@@ -175,24 +189,25 @@ def parse_device(name: str) -> str:
     return name
 
 
-def parse_layers(text: str) -> list[int]:
-    """Parse numbers of layers: 0,4-7,-1, where negative numbers count from the end."""
-    layers: list[int] = []
+def parse_ranges(text: str, option: str, expected: str) -> list[int]:
+    """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
+    numbers: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(-\d{1,4})|(\d{1,4})(?:-(\d{1,4}))?", part.strip())
-        numbers = [] if match is None else [int(number) for number in match.groups() if number]
-        span = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
-        if not span:
-            raise OptionError(
-                f"--layers is {text!r}; expected numbers and ranges between commas, such as "
-                "0,4-7,-1"
-            )
-        layers += span
-    return layers
+        match = re.fullmatch(r"(-\d{1,7})|(\d{1,7})(?:-(\d{1,7}))?", part.strip())
+        ends = [] if match is None else [int(number) for number in match.groups() if number]
+        if not ends or ends[-1] < ends[0]:
+            raise OptionError(f"{option} is {text!r}; expected {expected}")
+        numbers += range(ends[0], ends[-1] + 1)
+    return numbers
+
+
+def parse_layers(text: str) -> list[int]:
+    """Parse numbers of layers."""
+    return parse_ranges(text, "--layers", "numbers and ranges between commas, such as 0,4-7,-1")
 
 
 def build_policies(
-    names: Sequence[str], settings: Sequence[str], protect: Protection | None = None
+    names: Sequence[str], settings: Iterable[str] | None, protect: Protection | None = None
 ) -> list[Policy]:
     """Build the policies by name; each setting goes to every policy that has its key.
 
@@ -204,7 +219,7 @@ def build_policies(
     custom = [name for name in names if ":" in name]
     if custom:
         sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
-    requested = dict(parse_set(text) for text in settings)
+    requested = dict(map(parse_set, settings or ()))
 
     def takes(name: str, key: str) -> bool:
         return key in keys_of[name] or (name not in custom and has_parameter(name, key))

@@ -2,19 +2,14 @@
 """Figures. The only room that imports matplotlib.
 
     registry     every figure by name: summary, source, inputs, options
-    summary      policies against each other over budgets
-    records      retained, evicted and missed positions of records; output error by row
-    strips       positions that policies keep after an event, and dropped bursts
-    sets         positions of kept entries, and how much of the kept set stays
-    segments     segments of attention mass and their quotas
-    text         the text by what became of its tokens
+    summary      policies against each other over budgets, and where entries are kept
+    records      positions retained and missed, output error by row, text by state
+    events       positions that an event keeps, dropped bursts, segments and their quotas
     attention    overlap of top keys, sparsity
     expectation  Expected Attention: expected against observed attention, reconstruction error
     normality    queries next to the normal distributions that fit them
-    layers       selection layers of ASL, and curves by layer
-    ranks        how layers rank the tokens of a prompt
-    style, panels, prompts   colours, captions and legends; grids of panels; means over prompts
-    saving       figures as files
+    layers       selection layers of ASL, curves by layer, how layers rank the tokens of a prompt
+    style        colours, panels, means over prompts, captions and legends, files
 
 Every figure is a function that returns a matplotlib Figure and touches no global state; `save`
 writes it. The functions are imported on first use: `kvsim plot --help` does not load matplotlib.
@@ -31,20 +26,16 @@ from kvsim.plots.registry import FIGURES
 
 if TYPE_CHECKING:
     from kvsim.plots.attention import *
+    from kvsim.plots.events import *
     from kvsim.plots.expectation import *
     from kvsim.plots.layers import *
     from kvsim.plots.normality import *
-    from kvsim.plots.ranks import *
     from kvsim.plots.records import *
-    from kvsim.plots.saving import *
-    from kvsim.plots.segments import *
-    from kvsim.plots.sets import *
-    from kvsim.plots.strips import *
+    from kvsim.plots.style import save as save
     from kvsim.plots.summary import *
-    from kvsim.plots.text import *
 
 _HOME = {name: figure.module for name, figure in FIGURES.items()}
-_HOME |= {"NEEDED": "records", "save": "saving", "token_html": "text"}
+_HOME |= {"NEEDED": "records", "save": "style", "token_html": "records"}
 
 __all__ = [*_HOME]  # noqa: PLE0604 - the names of the registry, once
 

@@ -16,9 +16,16 @@ from kvsim.analysis.attention.overlap import default_window, window_overlap
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.panels import legend_outside
-from kvsim.plots.prompts import counted, mean_line
-from kvsim.plots.style import caption, colour_bar, finish, name_axes, plain, series
+from kvsim.plots.style import (
+    caption,
+    colour_bar,
+    counted,
+    finish,
+    mean_line,
+    name_axes,
+    plain,
+    series,
+)
 
 Floats = NDArray[np.float64]
 
@@ -125,13 +132,14 @@ def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None)
         name_axes(row[0], y="share of keys")
     for axis in grid[-1]:
         name_axes(axis, "p, share of the maximum")
+    what = "Keys of the last rows that score below p x maximum"
+    text = f"{what}\nmean over heads and {counted(means['n'])}"
     if len(shown) <= _NAMED:
-        legend_outside(figure, grid[0, 0], columns=5)
+        finish(figure, grid[0, 0], text, means["fidelity"], columns=5)
     else:
         scale = ScalarMappable(Normalize(shown[0], shown[-1]), ListedColormap(colours))
         colour_bar(figure, scale, list(grid.flat), "layer (dashed: mean)", pad=0.01, aspect=40)
-    what = "Keys of the last rows that score below p x maximum"
-    caption(figure, f"{what}\nmean over heads and {counted(means['n'])}", means["fidelity"])
+        caption(figure, text, means["fidelity"])
     return figure
 
 

@@ -7,7 +7,7 @@ error of a layer's output is open loop after the first layer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import matplotlib as mpl
@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
 from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
-from kvsim.plots.panels import Panels, legend_outside, trace_label
-from kvsim.plots.prompts import mean_line
 from kvsim.plots.style import (
     CELLS,
     COLOURS,
+    Panels,
     caption,
     colour_bar,
+    finish,
+    mean_line,
     name_axes,
     plain,
     series,
+    trace_label,
     whole_ticks,
 )
 
@@ -53,7 +55,7 @@ _MEASURES = {
 
 
 def expected_observed(
-    found: Expectation, *, layers: Sequence[int] | None = None, qhead: int | None = None
+    expectation: Expectation, *, layers: Sequence[int] | None = None, qhead: int | None = None
 ) -> Figure:
     """Expected against observed attention on each key of a query head, by layer and step.
 
@@ -63,24 +65,24 @@ def expected_observed(
     layers: all by default. qhead: by default the head of each layer with the median Spearman
     correlation of the last step, the lower one of two.
     """
-    count, heads, keys = found.observed.shape
+    count, heads, keys = expectation.observed.shape
     shown = range(count) if layers is None else layers
-    wrong = [one for one in shown if not 0 <= one < count]
+    wrong = [layer for layer in shown if not 0 <= layer < count]
     if wrong or (qhead is not None and not 0 <= qhead < heads):
         raise PolicyError(
-            f"layers {wrong} and query head {qhead} were requested; {found.trace} has layers 0 to "
-            f"{count - 1} and query heads 0 to {heads - 1}"
+            f"layers {wrong} and query head {qhead} were requested; {expectation.trace} has layers "
+            f"0 to {count - 1} and query heads 0 to {heads - 1}"
         )
     grid = Panels(len(shown) * len(STEPS), columns=len(STEPS), size=(2.1, 2.0), share="row")
-    at = np.arange(found.sink, found.cut)
-    scale = Normalize(found.sink, found.cut - 1)
+    at = np.arange(expectation.sink, expectation.cut)
+    scale = Normalize(expectation.sink, expectation.cut - 1)
     lowest = 1.0
     for place, axis in enumerate(grid.axes):
         row, step = divmod(place, len(STEPS))
         layer = shown[row]
-        head = _middle(found.spearman[-1, layer]) if qhead is None else qhead
-        observed = np.exp(found.observed[layer, head])
-        expected = np.exp(found.expected[:, layer, head])
+        head = _middle(expectation.spearman[-1, layer]) if qhead is None else qhead
+        observed = np.exp(expectation.observed[layer, head])
+        expected = np.exp(expectation.expected[:, layer, head])
         look: dict[str, Any] = {"s": 7, "lw": 0, "cmap": "viridis", "norm": scale, "zorder": 3}
         axis.scatter(observed.clip(FLOOR), expected[step].clip(FLOOR), c=at, **look)
         ends = np.array([FLOOR, 1.0])
@@ -88,19 +90,23 @@ def expected_observed(
         axis.set(xscale="log", yscale="log", xlim=_around(observed), ylim=_around(expected))
         axis.tick_params(which="minor", labelsize=5)  # labelled where there is less than a decade
         lowest = min(lowest, observed.min(), expected.min())
-        rank, logs = found.spearman[step, layer, head], found.log_pearson[step, layer, head]
+        rank, logs = (
+            expectation.spearman[step, layer, head],
+            expectation.log_pearson[step, layer, head],
+        )
         name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
         axis.set_title(f"{name}Spearman {rank:.2f}, log-Pearson {logs:.2f}", fontsize=7)
         if step == 0:
             text = f"layer {layer}, head {head}"
             axis.text(0.03, 0.97, text, transform=axis.transAxes, fontsize=7, va="top")
     grid.label("observed attention (share)", "expected (share of the keys)")
-    shape = {"pad": 0.01, "aspect": 40, "shrink": 0.9}
+    layout = {"pad": 0.01, "aspect": 40, "shrink": 0.9}
     image = ScalarMappable(scale, "viridis")
-    colour_bar(grid.figure, image, grid.axes, "position of the key", **shape)
+    colour_bar(grid.figure, image, grid.axes, "position of the key", **layout)
     edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
-    what = f"{found.trace}: {keys} keys before position {found.cut}, mean over {found.rows} later "
-    caption(grid.figure, f"{what}rows\ndotted: equal shares{edge}", ["exact"])
+    what = f"{expectation.trace}: {keys} keys before position {expectation.cut}, mean over "
+    what += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
+    caption(grid.figure, what, ["exact"])
     return grid.figure
 
 
@@ -118,17 +124,16 @@ def agreement_steps(
         raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
     metric, ending, label = _MEASURES[measure]
     variants = [f"{step}{ending}" for step in STEPS]
-    table = table.filter(pl.col("metric") == metric, pl.col("variant").is_in(variants))
+    table = table.filter(pl.col("variant").is_in(variants), metric=metric)
     panels, shown = _by_layer(table, layers)
     at = np.arange(len(STEPS))
     for axis, layer in zip(panels.axes, shown, strict=True):
-        part = table.filter(pl.col("layer") == layer)
-        values = _cells(part, ["trace", "qhead"], "variant", variants, "value")
+        values = _cells(table.filter(layer=layer), ["trace", "qhead"], "variant", variants, "value")
         # next to each other, so that equal values are visible
         places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
         axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
-        mean = mean_known(values.T)
-        axis.plot(at, mean, "D-", color="black", ms=4.5, lw=1.4, mfc="white", label="mean")
+        look: dict[str, Any] = {"color": "black", "ms": 4.5, "lw": 1.4, "mfc": "white"}
+        axis.plot(at, mean_known(values.T), "D-", label="mean", **look)
         axis.set_title(f"layer {layer}", fontsize=8)
         axis.set_xticks(at, _STEP_NAMES)
         axis.set_xlim(-0.4, len(STEPS) - 0.6)
@@ -156,23 +161,26 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
     panels, shown = _by_layer(table, layers, more=1)
     part = table.filter(pl.col("layer").is_in(shown))
     removed = sorted(part["removed"].unique())
-    styles = _order_styles()
+    styles: dict[str, Mapping[str, Any]] = {
+        **series((*STEPS, "key_norm")),
+        "random": {"color": "#777777", "linestyle": ":", "marker": ""},
+        "oracle": {"color": "black", "linestyle": "-", "marker": ""},  # a bound, as chance
+    }
     views = {"mean over layers": part}
-    views |= {f"layer {layer}": part.filter(pl.col("layer") == layer) for layer in shown}
+    views |= {f"layer {layer}": part.filter(layer=layer) for layer in shown}
     for axis, (name, view) in zip(panels.axes, views.items(), strict=True):
         for place, order in enumerate(ORDERS):
             values = _cells(view.filter(order=order), ["trace"], "removed", removed, "value")
-            # markers at other shares than those of the line before
-            marked = (place % 3, 3)
-            look: dict[str, Any] = {"ms": 3, "lw": 1.2, "markevery": marked, **styles[order]}
+            look: dict[str, Any] = {"ms": 3, "lw": 1.2, **styles[order]}
+            look["markevery"] = (place % 3, 3)  # at other shares than those of the line before
             look["label"] = _ORDER_NAMES.get(order, order.replace("_", " "))
             mean_line(axis, np.array(removed), list(values), **look)
         axis.set_title(name, fontsize=8)
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     panels.label("share of the keys removed", "share of attention lost")
-    panels.legend(columns=4)
     what = f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order "
-    caption(panels.figure, f"{what}of a score\nmean over query heads", part["fidelity"])
+    text = f"{what}of a score\nmean over query heads"
+    finish(panels.figure, panels.axes[0], text, part["fidelity"], columns=4)
     return panels.figure
 
 
@@ -195,9 +203,8 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     unit = "relative to the full output" if relative else "units of the trace"
     across = 2 if len(names) == 4 else min(3, len(names))
     down = -(-len(names) // across)
-    height = 0.9 + down * max(1.45, 0.6 + 0.1 * len(layers))
-    size = (4.6 + 1.8 * across, max(3.9, height))
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    height = max(3.9, 0.9 + down * max(1.45, 0.6 + 0.1 * len(layers)))
+    figure = Figure(figsize=(4.6 + 1.8 * across, height), dpi=150, layout="constrained")
     whole = figure.add_gridspec(1, 2, width_ratios=(3.8, 0.8 + 1.8 * across))
     axis = figure.add_subplot(whole[0])
     maps = whole[1].subgridspec(down, across).subplots(squeeze=False, sharex=True, sharey=True)
@@ -226,9 +233,10 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     axis.set_yscale("log")
     axis.set_title("mean over layers", fontsize=8)
     plain(axis, "share of the entries evicted", f"error of the layer's output ({unit})")
-    legend_outside(figure, axis, columns=6)
+    least, most = min(table["rows"]), max(table["rows"])
+    rows = least if least == most else f"{least} to {most}"
     what = f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
-    caption(figure, f"{what}{_counts(table['rows'])} rows", table["fidelity"])
+    finish(figure, axis, f"{what}{rows} rows", table["fidelity"], columns=6)
     return figure
 
 
@@ -266,15 +274,6 @@ def _cells(
     return out
 
 
-def _order_styles() -> dict[str, Mapping[str, Any]]:
-    """Style of each order; the bounds are black and grey."""
-    return {
-        **series((*STEPS, "key_norm")),
-        "random": {"color": "#777777", "linestyle": ":", "marker": ""},
-        "oracle": {"color": "black", "linestyle": "-", "marker": ""},
-    }
-
-
 def _policy_names(table: pl.DataFrame) -> pl.Series:
     """The policy of each row, with the parameters that distinguish policies of one name."""
     pairs = table.select("policy", "params").rows()
@@ -291,9 +290,3 @@ def _policy_names(table: pl.DataFrame) -> pl.Series:
         return f"{policy} ({shown})" if shown else policy
 
     return pl.Series([name(*pair) for pair in pairs], dtype=pl.String)
-
-
-def _counts(values: Iterable[int]) -> str:
-    """Return the only number, or the smallest and the largest."""
-    least, most = min(values), max(values)
-    return f"{least}" if least == most else f"{least} to {most}"

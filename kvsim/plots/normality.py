@@ -20,8 +20,18 @@ from kvsim.analysis.attention.projections import Projections, check_rows
 from kvsim.analysis.definition import mean_known
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.panels import Panels, legend_outside, single_panel
-from kvsim.plots.style import CELLS, COLOURS, GRID, caption, colour_bar, name_axes, whole_ticks
+from kvsim.plots.style import (
+    CELLS,
+    COLOURS,
+    GRID,
+    Panels,
+    caption,
+    colour_bar,
+    finish,
+    name_axes,
+    single_panel,
+    whole_ticks,
+)
 
 Floats = NDArray[np.float64]
 
@@ -94,8 +104,8 @@ def state_ridges(
         axis.set(xlim=(-4, 4), ylim=(-0.2, top))
         axis.spines[["left", "right", "top"]].set_visible(False)
         name_axes(axis, "standard deviations from the mean")
-    legend_outside(figure, axes[0], columns=2)
-    caption(figure, _title(trace, layer, of, len(names), samples), ["exact"])
+    title = _title(trace, layer, of, len(names), samples)
+    finish(figure, axes[0], title, ["exact"], columns=2)
     return figure
 
 
@@ -130,33 +140,33 @@ def state_quantiles(
     return grid.figure
 
 
-def normal_distance(found: Normality) -> Figure:
+def normal_distance(normality: Normality) -> Figure:
     """Kolmogorov-Smirnov distance of each head from normal, mean over its dimensions.
 
     The colour bar marks the distance of as many independent normal samples.
     """
-    values = mean_known(found.effects["ks"])
+    values = mean_known(normality.effects["ks"])
     layers, heads = values.shape
     figure, axis = single_panel(max(5.2, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))
     image = axis.imshow(values, cmap="viridis", vmin=0, **CELLS)
     middle = 0.6 * np.nanmax(values, initial=0)
-    if values.size <= _WRITTEN:
-        for (layer, head), value in np.ndenumerate(values):
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+    for (layer, head), value in np.ndenumerate(values):
+        if values.size <= _WRITTEN:
             ink = "black" if value > middle else "white"
-            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
-            axis.text(head, layer, f"{value:.3f}".removeprefix("0"), color=ink, **place)
-    name_axes(axis, "" if found.of == "residual" else "query head", "layer")
+            axis.text(head, layer, f"{value:.3f}".removeprefix("0"), color=ink, **look)
+    name_axes(axis, "" if normality.of == "residual" else "query head", "layer")
     whole_ticks(axis.xaxis, axis.yaxis)
-    chance = normal_ks(found.samples)
+    chance = normal_ks(normality.samples)
     label = f"KS distance\n(normal samples: {chance:.3f})"
     colour_bar(figure, image, axis, label, pad=0.02).axhline(chance, color="white", lw=1.2)
-    what = f"{found.trace}: {_OF[found.of]}, distance from normal over {found.samples} rows"
-    dimensions = found.effects["ks"].shape[-1]
+    rows, dimensions = normality.samples, normality.effects["ks"].shape[-1]
+    what = f"{normality.trace}: {_OF[normality.of]}, distance from normal over {rows} rows"
     caption(figure, f"{what}\nmean over {dimensions} dimensions", ["exact"])
     return figure
 
 
-def projection_gap(found: Projections) -> Figure:
+def projection_gap(projected: Projections) -> Figure:
     """Mean exponential of projections against that of normal projections; a panel per layer.
 
     A histogram over query heads and keys of the gap, minus the gap of ideal normal samples: 0 for
@@ -164,9 +174,9 @@ def projection_gap(found: Projections) -> Figure:
     are in the last bins. Above a variance of 2 log n, n samples show only a part of the upper
     tail.
     """
-    excess = found.gap - found.normal_gap
+    excess = projected.gap - projected.normal_gap
     layers, heads, keys = excess.shape
-    limit = 2 * math.log(found.samples)
+    limit = 2 * math.log(projected.samples)
     low, high = np.percentile(excess, (5, 95))
     low, high = min(low, -1), max(high, 1)
     width = (high - low) / _GAP_BINS
@@ -175,7 +185,7 @@ def projection_gap(found: Projections) -> Figure:
     inside = excess.clip(edges[0], edges[-1])
     grid = Panels(layers)
     for layer, axis in enumerate(grid.axes):
-        wide = found.variance[layer] > limit
+        wide = projected.variance[layer] > limit
         parts = [inside[layer][~wide], inside[layer][wide]]
         weights = [np.full(len(part), 100 / (heads * keys)) for part in parts]
         look: dict[str, Any] = {"stacked": True, "color": [COLOURS[0], COLOURS[4]]}
@@ -188,11 +198,10 @@ def projection_gap(found: Projections) -> Figure:
         corner: dict[str, Any] = {"transform": axis.transAxes, "ha": "right", "va": "top"}
         axis.text(0.97, 0.95, text, fontsize=6.5, **corner)
     grid.label("gap above that of normal (nats)", "share of heads and keys (%)")
-    grid.legend(columns=2)
-    stage = "after RoPE" if found.rotated else "before RoPE, keys rotated by the mean rotation"
-    what = f"{found.trace}: projections of {found.samples} queries {stage}"
-    counts = f"{heads} query heads, {keys} keys; ends: all beyond"
-    caption(grid.figure, f"{what}\n{counts}", ["exact"])
+    stage = "after RoPE" if projected.rotated else "before RoPE, keys rotated by the mean rotation"
+    what = f"{projected.trace}: projections of {projected.samples} queries {stage}"
+    text = f"{what}\n{heads} query heads, {keys} keys; ends: all beyond"
+    finish(grid.figure, grid.axes[0], text, ["exact"], columns=2)
     return grid.figure
 
 
@@ -204,13 +213,12 @@ def _drawn(
     if not 0 <= layer < trace.n_layers:
         raise PolicyError(f"layer is {layer}; {trace.name} has layers 0 to {trace.n_layers - 1}")
     samples = states(trace, layer, of, skip=skip)
-    width = samples.shape[1]
     flat = samples.flatten(0, 1)
     count = min(dimensions, len(flat))
-    chosen = np.sort(np.random.default_rng(seed).choice(len(flat), count, replace=False))
-    pairs = [divmod(int(one), width) for one in chosen]
+    drawn = np.sort(np.random.default_rng(seed).choice(len(flat), count, replace=False))
+    pairs = (divmod(place, samples.shape[1]) for place in drawn.tolist())
     names = [f"{dim}" if of == "residual" else f"{head}.{dim}" for head, dim in pairs]
-    return names, flat[torch.from_numpy(chosen)]
+    return names, flat[torch.from_numpy(drawn)]
 
 
 def _title(trace: Trace, layer: int, of: States, count: int, samples: Tensor) -> str:

@@ -1,7 +1,8 @@
-"""Figures of records: retained, evicted and missed positions, and output error by row."""
+"""Figures of records of one trace: positions retained and missed, output error, text by state."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,26 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 from scipy.ndimage import maximum_filter
 
-from kvsim.analysis.output.error import output_error
+from kvsim.analysis.kept.retention import RECENT, SINK
+from kvsim.analysis.kept.states import TOKEN_STATES, token_states
+from kvsim.analysis.kept.text import retention_lift
+from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.plots.style import caption, finish, legend_of, name_axes, plain, series
+from kvsim.errors import PolicyError
+from kvsim.plots.style import (
+    COLOURS,
+    GRID,
+    caption,
+    escaped,
+    finish,
+    legend_of,
+    name_axes,
+    plain,
+    series,
+    short_text,
+)
 
 Floats = NDArray[np.float64]
 
@@ -28,6 +44,23 @@ NEEDED = 0.05
 # Pixels per side of a map; longer traces are pooled.
 _PIXELS = 640
 
+# Colour and weight of each state: they differ in print, and for readers without red or green.
+_STYLE = (
+    {"color": "#8a8a8a"},
+    {"color": COLOURS[1], "fontweight": "bold"},
+    {"color": COLOURS[2], "fontstyle": "italic"},
+)
+_CSS = (
+    "color:#767676",
+    f"color:{COLOURS[1]};font-weight:bold",
+    f"color:{COLOURS[2]};font-style:italic",
+)
+#: Characters of a line, and lines of a figure.
+COLUMNS, LINES = 100, 60
+# Points of a character's height, and inches of its width in matplotlib's own monospaced font.
+_SIZE = 8.0
+_WIDTH = 0.602 * _SIZE / 72
+
 
 def retention_map(
     trace: Trace, records: Sequence[Record], *, layer: int = 0, head: int = 0
@@ -38,27 +71,24 @@ def retention_map(
     evicted although the row's full attention on it, for some query head of the group, is at least
     5 % (drawn larger than it is). The number is the mean retained mass of rows after the prompt.
     """
-    needed = _needed(trace, layer, head)
+    heads = slice(head * trace.group, (head + 1) * trace.group)
+    attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
+    needed = (attention >= NEEDED).cpu().numpy()
     budgets = sorted({record.budget for record in records})
     names = list(dict.fromkeys(record.policy for record in records))
     figure = Figure(figsize=(max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9), dpi=150)
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex=True, sharey=True)
     for axis in axes.flat:
         axis.set_axis_off()
-    heads = slice(head * trace.group, (head + 1) * trace.group)
+    colours = ListedColormap(["white", KEPT, GONE, MISSED])
     for record, result in zip(records, output_error(trace, records), strict=True):
         axis = axes[budgets.index(record.budget)][names.index(record.policy)]
         axis.set_axis_on()
         at = record.layers.index(layer)
         last = record.evicted_at[at, heads.start if record.per_query_head else head]
-        axis.imshow(
-            _cells(last, needed),
-            cmap=ListedColormap(["white", KEPT, GONE, MISSED]),
-            vmin=0,
-            vmax=3,
-            interpolation="nearest",
-            extent=(0, record.n_pos, record.n_pos, 0),
-        )
+        extent = (0, record.n_pos, record.n_pos, 0)
+        image: dict[str, Any] = {"vmin": 0, "vmax": 3, "interpolation": "nearest"}
+        axis.imshow(_cells(last, needed), cmap=colours, extent=extent, **image)
         axis.set_xlim(-0.02 * record.n_pos, record.n_pos)  # the frame would hide the first token
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
         mass = result.mass[at, heads, trace.prompt_len :]
@@ -72,9 +102,10 @@ def retention_map(
         name_axes(row[0], y=f"budget {budget}\nrow")
     for axis in axes[-1]:
         name_axes(axis, "position")
-    states = ["seen", "evicted", f"evicted, but the row would attend >= {NEEDED:.0%} to it"]
-    handles = [Patch(color=colour) for colour in (KEPT, GONE, MISSED)]
-    legend_of(figure, handles, states, columns=3, loc="lower center")
+    states = {"seen": KEPT, "evicted": GONE}
+    states[f"evicted, but the row would attend >= {NEEDED:.0%} to it"] = MISSED
+    handles = {state: Patch(color=colour) for state, colour in states.items()}
+    legend_of(figure, handles, columns=3)
     labels = {
         fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
     }
@@ -114,14 +145,6 @@ def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16
     return figure
 
 
-def _needed(trace: Trace, layer: int, head: int) -> NDArray[np.bool_]:
-    """Where the full attention of a row on a position is at least NEEDED; bool [row, pos]."""
-    group = slice(head * trace.group, (head + 1) * trace.group)
-    attention = trace.attention(layer, slice(0, trace.n_pos))[group].amax(0)
-    out: NDArray[np.bool_] = (attention >= NEEDED).cpu().numpy()
-    return out
-
-
 def _cells(last: NDArray[np.int32], needed: NDArray[np.bool_]) -> NDArray[np.int64]:
     """0 future, 1 seen, 2 evicted, 3 evicted and needed; [row, pos], pooled to _PIXELS.
 
@@ -151,3 +174,157 @@ def _running_mean(values: Floats, width: int) -> Floats:
     start = np.maximum(end - width, 0)
     out: Floats = (total[end] - total[start]) / (end - start)
     return out
+
+
+# -------------------------------------------------------------------------------------------- text
+
+
+def token_text(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    start: int = 0,
+) -> Figure:
+    """The text of a trace, with a style each for retained, dropped and not yet scored tokens.
+
+    G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
+    the window count as retained. Characters that cannot be printed are escaped, and a newline ends
+    the line too. As many tokens as fit 60 lines of 100 characters, from position `start` on.
+
+    row: of the event; the layer's last by default. Errors are those of `token_states`.
+    """
+    states = token_states(trace, record, layer=layer, head=head, row=row)
+    placed = _placed(states.text[start:])
+    height = 1 + max((line for line, _, _ in placed), default=0)
+    figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
+    index = layer % trace.n_layers
+    last = start + len(placed)
+    part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
+    what = (
+        f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[index]}, "
+        f"KV head {head}\nafter row {states.row}{part}"
+    )
+    caption(figure, what, {fidelity(trace, record, "sets", index)})
+    across, high = COLUMNS * _WIDTH, 0.155 * height
+    above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
+    total = high + above + 0.45
+    figure.set_figheight(total)
+    wide = figure.get_figwidth()
+    axis = figure.add_axes((0.2 / wide, 0.4 / total, across / wide, high / total))
+    axis.set(xlim=(0, COLUMNS), ylim=(height, 0))
+    axis.set_axis_off()
+    for (line, column, shown), code in zip(placed, states.codes[start:], strict=False):
+        style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
+        axis.text(column, line + 0.8, shown, parse_math=False, **style)
+    counts = zip(states.counts().items(), _STYLE, strict=True)
+    handles = {f"{name} ({n})": Patch(color=style["color"]) for (name, n), style in counts}
+    legend_of(figure, handles, columns=3)
+    return figure
+
+
+def token_html(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> str:
+    """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
+
+    The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
+    Positions from `start` up to and without `stop` are shown.
+    """
+    states = token_states(trace, record, layer=layer, head=head, row=row)
+    codes, pieces = states.codes[start:stop], states.text[start:stop]
+    edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
+    spans = []
+    for first, last in zip(edges, [*edges[1:], len(codes)], strict=True):
+        code = codes[first]
+        text = html.escape("".join(map(_visible, pieces[first:last])))
+        spans.append(f'<span title="{TOKEN_STATES[code]}" style="{_CSS[code]}">{text}</span>')
+    return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+
+
+def lift_bars(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    heads: Sequence[int] | None = None,
+    least: int = 3,
+    tokens: int = 12,
+) -> Figure:
+    """Share kept of a token string over the share kept of all tokens, with its interval.
+
+    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.retention_lift`: rate over mean rate after
+    the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
+    out, because many policies protect them.
+
+    heads: of the record, all by default. least: strings on fewer positions are left out. tokens: so
+    many of the largest lifts, and so many of the smallest. Raises NeedsError if the trace has no
+    text of tokens.
+    """
+    check_record(trace, record)
+    index = layer % trace.n_layers
+    table = retention_lift(trace, record, index, heads=heads, sink=SINK, recent=RECENT)
+    table = table.filter((table["count"] >= least) & table["lift"].is_not_null())
+    if not table.height:
+        raise PolicyError(
+            f"no token of {trace.name} is on {least} positions of which {record.policy} keeps "
+            "anything; take a longer trace, a larger budget, or fewer positions"
+        )
+    if table.height > 2 * tokens:
+        table = table[[*range(tokens), *range(table.height - tokens, table.height)]]
+    low, rate, high, mean = (table[name].to_numpy() for name in ("low", "rate", "high", "mean"))
+    at = np.arange(table.height)
+    figure = Figure(figsize=(6.4, 0.19 * table.height + 1.5), dpi=150)
+    axis = figure.subplots()
+    axis.barh(at, rate / mean, 0.75, color=COLOURS[5])
+    ends = np.stack([rate - low, high - rate]).clip(0) / mean
+    axis.errorbar(rate / mean, at, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
+    axis.axvline(1.0, color="black", lw=1, ls=":")
+    pairs = table.select("token", "count").rows()
+    names = [f"{short_text(token, 24)}  ({count})" for token, count in pairs]
+    axis.set_yticks(at, names, family="monospace", parse_math=False)
+    axis.margins(y=0.01)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.grid(axis="x", color=GRID, linewidth=0.5)
+    axis.set_axisbelow(True)
+    ratio = "share of the token kept / share of all kept (dotted: as all)"
+    name_axes(axis, ratio, "token (positions)")
+    heads_text = "all heads" if heads is None else f"heads {', '.join(map(str, heads))}"
+    what = (
+        f"{trace.name}: {record.policy}, budget {record.budget}\n"
+        f"layer {trace.layer_ids[index]}, {heads_text}, with 95 % interval"
+    )
+    caption(figure, what, {fidelity(trace, record, "sets", index)})
+    figure.tight_layout()
+    return figure
+
+
+def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
+    """(line, column, characters) of each token until the lines are used up."""
+    line, column, out = 0, 0, []
+    for token in text:
+        shown = short_text(token, COLUMNS)
+        if column + len(shown) > COLUMNS:
+            line, column = line + 1, 0
+        if line >= LINES:
+            break
+        out.append((line, column, shown))
+        column += len(shown)
+        if "\n" in token:
+            line, column = line + 1, 0
+    return out
+
+
+def _visible(text: str) -> str:
+    """Text as it is, but for newlines shown and control characters escaped."""
+    return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)

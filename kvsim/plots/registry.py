@@ -11,24 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-Input = Literal[
-    "table",
-    "trace",
-    "traces",
-    "record",
-    "records",
-    "plans",
-    "evictions",
-    "expectation",
-    "trace_table",
-    "normality",
-    "projections",
-    "diagnosis",
-    "diagnoses",
-    "distribution",
-    "grid",
-]
-
 #: What `kvsim plot` replays for an input: a sweep, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
 REPLAYS: Final[Mapping[str, Literal["sweep", "plans", "once"]]] = {
@@ -61,7 +43,7 @@ class Figure:
 
     module: str
     summary: str
-    inputs: tuple[Input, ...]
+    inputs: tuple[str, ...]
     options: tuple[str, ...] = ()
     source: str = "kvsim"
     metrics: tuple[str, ...] = ()
@@ -106,55 +88,50 @@ class Figure:
 
 
 _PLACE = ("layer", "head")
-_of_layers = partial(Figure, command="layers")
+_summary, _records, _events = (partial(Figure, name) for name in ("summary", "records", "events"))
+_attention, _expectation = partial(Figure, "attention"), partial(Figure, "expectation")
+_normality, _layers = partial(Figure, "normality"), partial(Figure, "layers", command="layers")
 
 FIGURES: Final[Mapping[str, Figure]] = {
-    "over_budgets": Figure(
-        "summary",
+    "over_budgets": _summary(
         "Output error, retained mass and wipe-out, or any metrics, against the budget.",
         ("table",),
         ("metrics",),
         metrics=("output_error", "retained_mass", "wipeout"),
     ),
-    "pareto": Figure(
-        "summary",
+    "pareto": _summary(
         "Output error and wipe-out, or any metrics, against the entries that rows really see.",
         ("table",),
         ("metrics",),
         metrics=("output_error", "wipeout", "entries_seen"),
     ),
-    "retention_map": Figure(
-        "records",
+    "retention_map": _records(
         "Positions that each row sees, and the evicted ones that it would attend to.",
         ("trace", "records"),
         _PLACE,
     ),
-    "bursts": Figure(
-        "strips",
+    "bursts": _events(
         "Positions that each policy keeps after an event, and the long runs that it dropped.",
         ("trace", "records"),
         (*_PLACE, "zoom"),
         "AMS, Fig. 2",
     ),
-    "error_over_rows": Figure(
-        "records", "Output error of every row after the prompt.", ("trace", "records")
+    "error_over_rows": _records(
+        "Output error of every row after the prompt.", ("trace", "records")
     ),
-    "middle_coverage": Figure(
-        "sets",
+    "middle_coverage": _summary(
         "Share kept of each twentieth of the sequence, mean over events.",
         ("traces", "records"),
         _PLACE,
         "AMS, Fig. 4",
     ),
-    "position_density": Figure(
-        "sets",
+    "position_density": _summary(
         "Positions of the entries that the last event keeps, as a density.",
         ("traces", "records"),
         _PLACE,
         "G-KV, Fig. 7",
     ),
-    "iou_by": Figure(
-        "sets",
+    "iou_by": _summary(
         "Retained-set IoU by stage of the model, or by task, domain or level of the prompts.",
         ("table",),
         ("by",),
@@ -162,136 +139,107 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("retained_iou",),
         "at least two events",
     ),
-    "overlap_curves": Figure(
-        "attention",
+    "overlap_curves": _attention(
         "Share of the last rows' top keys that were top keys of earlier rows.",
         ("traces",),
         ("layers",),
         "G-KV, Fig. 1",
     ),
-    "sparsity_curves": Figure(
-        "attention",
+    "sparsity_curves": _attention(
         "Share of keys that score below p times the maximum, over p, full and compressed caches.",
         ("table",),
         ("layers",),
         "G-KV, Fig. 9",
         ("sparsity", "sparsity_compressed"),
     ),
-    "mass_curve": Figure(
-        "segments",
+    "mass_curve": _events(
         "Cumulative attention mass, the segments that it is cut into, and their quotas.",
         ("trace", "plans"),
         _PLACE,
         "AMS, Fig. 3",
         requires="`ams` around any scorer",
     ),
-    "token_text": Figure(
-        "text",
+    "token_text": _records(
         "The text, each token retained, dropped or not yet scored by one head.",
         ("trace", "record"),
         _PLACE,
         "G-KV, App. J",
         requires="text of tokens",
     ),
-    "lift_bars": Figure(
-        "text",
+    "lift_bars": _records(
         "Tokens that are kept more or less often than all tokens.",
         ("trace", "record"),
         ("layer",),
         "G-KV, App. I",
         requires="text of tokens",
     ),
-    "reconstruction_error": Figure(
-        "expectation",
+    "reconstruction_error": _expectation(
         "Error of a layer's output after one eviction, against the share evicted.",
         ("evictions",),
         source="Expected Attention, Fig. 6",
     ),
-    "expected_observed": Figure(
-        "expectation",
+    "expected_observed": _expectation(
         "Expected against observed attention on each key, after each step of the expectation.",
         ("expectation",),
         ("layers",),
         "Expected Attention, Fig. 10",
     ),
-    "agreement_steps": Figure(
-        "expectation",
+    "agreement_steps": _expectation(
         "Agreement of expected and observed attention after each step of the expectation.",
         ("trace_table",),
         ("layers",),
         metrics=("expectation_steps",),
     ),
-    "attention_loss": Figure(
-        "expectation",
+    "attention_loss": _expectation(
         "Observed attention lost as keys are removed in the order of each step.",
         ("trace_table",),
         ("layers",),
         metrics=("attention_loss",),
     ),
-    "state_ridges": Figure(
-        "normality",
+    "state_ridges": _normality(
         "Histograms of 32 dimensions of a layer's queries, next to normal distributions.",
         ("trace",),
         ("layer",),
         "Expected Attention, Figs. 1, 7-9",
     ),
-    "state_quantiles": Figure(
-        "normality",
+    "state_quantiles": _normality(
         "Quantiles of 32 dimensions of a layer's queries against normal quantiles.",
         ("trace",),
         ("layer",),
         "Expected Attention, Figs. 1, 7-9",
     ),
-    "normal_distance": Figure(
-        "normality", "Distance of each head's queries from normal.", ("normality",)
-    ),
-    "projection_gap": Figure(
-        "normality",
+    "normal_distance": _normality("Distance of each head's queries from normal.", ("normality",)),
+    "projection_gap": _normality(
         "Mean exponential of the projections of queries on keys, next to normal projections.",
         ("projections",),
     ),
-    "variance_curves": _of_layers(
-        "layers",
+    "variance_curves": _layers(
         "Relative rank variance by layer, with the threshold and the selection layer.",
         ("diagnoses",),
         source="ASL, Fig. 6",
     ),
-    "gold_recall": _of_layers(
-        "layers",
-        "Share of the gold tokens among those that each layer would select.",
-        ("diagnoses",),
+    "gold_recall": _layers(
+        "Share of the gold tokens among those that each layer would select.", ("diagnoses",)
     ),
-    "selection_histogram": _of_layers(
-        "layers",
-        "Number of traces that select at each layer.",
-        ("distribution",),
-        source="ASL, Figs. 9-10",
+    "selection_histogram": _layers(
+        "Number of traces that select at each layer.", ("distribution",), source="ASL, Figs. 9-10"
     ),
-    "layer_overlap": _of_layers(
-        "layers",
+    "layer_overlap": _layers(
         "Jaccard index of each layer's top tokens with the layer before, and entropy.",
         ("diagnoses",),
     ),
-    "layer_attention": _of_layers(
-        "ranks",
-        "Attention of the last rows of the prompt in every layer.",
-        ("trace",),
-        source="ASL, Fig. 3",
+    "layer_attention": _layers(
+        "Attention of the last rows of the prompt in every layer.", ("trace",), source="ASL, Fig. 3"
     ),
-    "selection_grid": _of_layers(
-        "layers",
-        "Selection layer over first tested layer and look-back.",
-        ("grid",),
-        source="ASL, Fig. 8",
+    "selection_grid": _layers(
+        "Selection layer over first tested layer and look-back.", ("grid",), source="ASL, Fig. 8"
     ),
-    "rank_pattern": _of_layers(
-        "ranks",
+    "rank_pattern": _layers(
         "Ranks in every layer of the tokens that the last layers rank first.",
         ("diagnosis",),
         source="ASL, Fig. 4",
     ),
-    "rank_bumps": _of_layers(
-        "ranks",
+    "rank_bumps": _layers(
         "Ranks of the 30 best tokens of the last layer through all layers.",
         ("diagnosis",),
         source="ASL, Fig. 4",

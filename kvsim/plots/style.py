@@ -1,18 +1,27 @@
-"""What the figures share: colours, lines by name, captions, legends."""
+"""What the figures share: colours, panels, means over prompts, captions, legends, files."""
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
+import matplotlib as mpl
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from kvsim.analysis.summaries import Interval
+
+Floats = NDArray[np.float64]
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
 #: without the pale yellow. Black is for means and references.
@@ -29,9 +38,16 @@ SELECTED, NEUTRAL = "#c8102e", "#9aa5b1"
 CELLS: Final[dict[str, Any]] = {"aspect": "auto", "interpolation": "nearest"}
 
 
-def palette(count: int) -> list[str]:
-    """Colours for a count of series; from the eighth on they repeat."""
-    return [COLOURS[place % len(COLOURS)] for place in range(count)]
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as PNG, SVG or PDF without a date in it: equal figures are equal files."""
+    out = Path(path)
+    stamp = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix.lower(), "Software")
+    with mpl.rc_context({"svg.hashsalt": "kvsim"}):  # names inside an SVG are random otherwise
+        figure.savefig(out, metadata={stamp: None})
+    return out
+
+
+# ---------------------------------------------------------------------------- lines and numbers
 
 
 def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
@@ -55,38 +71,32 @@ def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def plain(axis: Axes, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
-    """Draw small ticks and a faint grid behind the data; name the axes and the panel."""
-    name_axes(axis, x, y)
-    if title is not None:
-        axis.set_title(title, fontsize=9)
-    axis.grid(color=GRID, linewidth=0.5)
-    axis.set_axisbelow(True)
+def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object) -> Floats:
+    """Draw and return the mean over prompts of values [n] over `at` [n], its interval as a band."""
+    ends = Interval.of_each(list(np.stack(list(values)).T))
+    lines: Floats = np.array([(end.mean, end.low, end.high) for end in ends], dtype=np.float64)
+    mean, low, high = lines.T
+    (line,) = axis.plot(at, mean, **style)  # type: ignore[arg-type]  # what `series` holds
+    step: Literal["post"] | None = "post" if line.get_drawstyle() == "steps-post" else None
+    axis.fill_between(at, low, high, color=line.get_color(), alpha=0.15, lw=0, step=step)
+    return lines[:, 0]
 
 
-def name_axes(axis: Axes, x: str | None = None, y: str | None = None) -> None:
-    """Name the axes of a panel, with their units; their ticks are small."""
-    if x is not None:
-        axis.set_xlabel(x, fontsize=8)
-    if y is not None:
-        axis.set_ylabel(y, fontsize=8)
-    axis.tick_params(labelsize=7)
+def counted(counts: Iterable[int]) -> str:
+    """Return the number of prompts behind means, in words; counts: of each mean."""
+    numbers = sorted(set(counts))
+    if numbers == [1]:
+        return "one prompt"
+    count = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    return f"{count} prompts, with 95 % interval"
 
 
-def whole_ticks(*axes: Axis) -> None:
-    """Put ticks at whole numbers only, and at least one."""
-    for axis in axes:
-        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+def asked_order(budgets: Sequence[str]) -> list[str]:
+    """Budgets as they were requested, from the smallest; entries before shares."""
+    return sorted(set(budgets), key=lambda size: (size.endswith("%"), float(size.rstrip("%"))))
 
 
-def colour_bar(
-    figure: Figure, of: ScalarMappable, axes: Axes | Sequence[Axes], label: str, **layout: Any
-) -> Axes:
-    """Draw a colour bar beside panels and return its axes."""
-    bar = figure.colorbar(of, ax=axes, **layout)
-    bar.set_label(label, fontsize=7.5)
-    bar.ax.tick_params(labelsize=7)
-    return bar.ax
+# ----------------------------------------------------------------------------------------- text
 
 
 def plain_text(text: str) -> str:
@@ -105,6 +115,103 @@ def short_text(text: str, most: int) -> str:
 def escaped(character: str) -> str:
     """A character as a string of Python would have it, by its number."""
     return character.encode("unicode_escape").decode("ascii")
+
+
+def trace_label(traces: Iterable[str]) -> str:
+    """Return the name of the only trace, or the number of traces."""
+    names = list(dict.fromkeys(traces))
+    return names[0] if len(names) == 1 else f"{len(names)} traces"
+
+
+# --------------------------------------------------------------------------------------- panels
+
+
+class Panels:
+    """A grid of `count` panels, at most `columns` in a row.
+
+    size: of one panel, inches. share: which panels have the same limits. Only the panels on the
+    left and at the bottom name their axes.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        columns: int = 4,
+        size: tuple[float, float] = (2.3, 2.1),
+        share: Literal["all", "row"] = "all",
+    ) -> None:
+        across = min(columns, count)
+        rows = math.ceil(count / across)
+        shape = (max(4.8, size[0] * across + 0.5), size[1] * rows + 1.1)
+        self.figure = Figure(figsize=shape, dpi=150, layout="constrained")
+        grid = self.figure.subplots(rows, across, squeeze=False, sharex=share, sharey=share)
+        self.axes: list[Axes] = list(grid.flat[:count])
+        self.left: list[Axes] = list(grid[:, 0])
+        self.bottom = self.axes[-across:]
+        for axis in grid.flat[count:]:
+            axis.remove()
+        for axis in self.axes:
+            plain(axis)
+        for axis in self.bottom:
+            axis.tick_params(labelbottom=True)
+
+    def label(self, across: str, up: str) -> None:
+        """Name the axes, with their units."""
+        for axis in self.bottom:
+            name_axes(axis, across)
+        for axis in self.left:
+            name_axes(axis, y=up)
+
+
+def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """Build a figure of constrained layout with one panel, in inches."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    return figure, figure.subplots()
+
+
+def plain(axis: Axes, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
+    """Draw small ticks and a faint grid behind the data; name the axes and the panel."""
+    name_axes(axis, x, y)
+    if title is not None:
+        axis.set_title(title, fontsize=9)
+    axis.grid(color=GRID, linewidth=0.5)
+    axis.set_axisbelow(True)
+
+
+def name_axes(axis: Axes, x: str | None = None, y: str | None = None) -> None:
+    """Name the axes of a panel, with their units; their ticks are small."""
+    if x is not None:
+        axis.set_xlabel(x, fontsize=8)
+    if y is not None:
+        axis.set_ylabel(y, fontsize=8)
+    axis.tick_params(labelsize=7)
+
+
+def layer_axis(axis: Axes, n_layers: int) -> None:
+    """Make the horizontal axis that of the layers, with whole numbers."""
+    plain(axis, "layer")
+    axis.set_xlim(-0.5, n_layers - 0.5)
+    whole_ticks(axis.xaxis)
+
+
+def whole_ticks(*axes: Axis) -> None:
+    """Put ticks at whole numbers only, and at least one."""
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def colour_bar(
+    figure: Figure, of: ScalarMappable, axes: Axes | Sequence[Axes], label: str, **layout: Any
+) -> Axes:
+    """Draw a colour bar beside panels and return its axes."""
+    bar = figure.colorbar(of, ax=axes, **layout)
+    bar.set_label(label, fontsize=7.5)
+    bar.ax.tick_params(labelsize=7)
+    return bar.ax
+
+
+# ------------------------------------------------------------------------- captions and legends
 
 
 def caption(figure: Figure, text: str, fidelities: Iterable[str]) -> None:
@@ -132,43 +239,34 @@ def _wrapped(line: str, width: int) -> list[str]:
     return [part.replace("\0", " ") for part in parts]
 
 
-def legend_below(figure: Figure, axis: Axes, *, columns: int) -> float:
-    """Draw one legend under all panels, with the entries of one; return its height as a share."""
-    handles, names = axis.get_legend_handles_labels()
-    across = legend_of(figure, handles, names, columns=columns, loc="lower center")
-    rows = -(-len(names) // across)
-    return (0.2 * rows + 0.1) / float(figure.get_figheight())
-
-
 def finish(
     figure: Figure, axis: Axes, text: str, fidelities: Iterable[str], *, columns: int
 ) -> None:
     """Draw a caption and the legend of one panel, and make room for both."""
     caption(figure, text, fidelities)
     height = legend_below(figure, axis, columns=columns)
-    figure.tight_layout(rect=(0, height, 1, 1))
+    if figure.get_layout_engine() is None:
+        figure.tight_layout(rect=(0, height, 1, 1))
 
 
-def legend_of(
-    figure: Figure,
-    handles: Sequence[Artist],
-    names: Sequence[str],
-    *,
-    columns: int,
-    loc: Literal["lower center", "outside lower center"],
-) -> int:
+def legend_below(figure: Figure, axis: Axes, *, columns: int) -> float:
+    """Draw one legend under all panels, each name of one once; return its height as a share."""
+    handles, names = axis.get_legend_handles_labels()
+    by_name = dict(zip(names, handles, strict=True))
+    across = legend_of(figure, by_name, columns=columns)
+    return (0.2 * -(-len(by_name) // across) + 0.1) / float(figure.get_figheight())
+
+
+def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) -> int:
     """Draw a figure's legend in as many columns as fit, at most `columns`; return their number."""
-    shown = [plain_text(name) for name in names]
+    shown = [plain_text(name) for name in handles]
+    loc = "outside lower center" if figure.get_layout_engine() else "lower center"
+    look: dict[str, Any] = {"fontsize": 7.5, "frameon": False, "loc": loc}
     for across in range(max(1, min(columns, len(shown))), 0, -1):
-        legend = figure.legend(handles, shown, fontsize=7.5, frameon=False, ncols=across, loc=loc)
+        legend = figure.legend(list(handles.values()), shown, ncols=across, **look)
         for text in legend.get_texts():
             text.set_parse_math(False)
         if across == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
     return across
-
-
-def asked_order(budgets: Sequence[str]) -> list[str]:
-    """Budgets as they were requested, from the smallest; entries before shares."""
-    return sorted(set(budgets), key=lambda size: (size.endswith("%"), float(size.rstrip("%"))))

@@ -1,7 +1,7 @@
 """Options of `capture` and `capture_many`, each declared once.
 
 `Options` has a field for each. `takes_options` gives its fields to the Python functions, as
-keywords with types and defaults and as lines of the docstring; `kvsim.cli.options` gives them to
+keywords with types and defaults and as lines of the docstring; `kvsim.cli.recording` gives them to
 the command line, and so to docs/cli.md. Importing this module loads none of the large libraries.
 """
 

@@ -5,8 +5,7 @@ the same prompts, figures, the split by domain, level and stage where there is o
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
 Every text from a run or a trace is escaped (`html`).
 
-    runs      run folders, read again
-    study     the analyses of traces
+    study     run folders, read again, and the analyses of traces
     sections  what a page says, in order; of runs and papers
     traces    of traces
     html      the pieces
@@ -23,9 +22,8 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.report.html import PAGE, lines
-from kvsim.report.runs import Saved, joined, read_run
 from kvsim.report.sections import sections
-from kvsim.report.study import Progress, check_traces, study
+from kvsim.report.study import Progress, Saved, check_traces, joined, read_run, study
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 
@@ -57,7 +55,7 @@ def write_report(
             `base`.
     """
     target = Path(out)
-    saved = [read_run(one) for one in runs]
+    saved = [read_run(run) for run in runs]
     if target.exists() and not overwrite:
         raise OutputError(
             f"{target} exists; give another --out or --overwrite, nothing was changed"
@@ -84,8 +82,7 @@ def page(
         raise PolicyError("the runs have no values, so there is nothing to report")
     check_traces(traces, runs)
     of_traces = study(traces, progress) if traces else None
-    if of_traces is not None:
-        table = pl.concat([table, of_traces.table])
-    several = [f"{len(traces)} traces"] if len(traces) > 1 else [one.name for one in traces]
-    title = ", ".join([*(run.path.name for run in runs), *several])
+    table = table if of_traces is None else pl.concat([table, of_traces.table])
+    names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
+    title = ", ".join([*(run.path.name for run in runs), *names])
     return PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import polars as pl
@@ -14,22 +14,10 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, layers_of, uneven
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
-from kvsim.plots.summary import over_budgets, pareto
-from kvsim.report.html import (
-    broken,
-    called,
-    cell,
-    details,
-    image,
-    interval,
-    lines,
-    section,
-    small,
-    table_of,
-    tag,
-)
-from kvsim.report.runs import Saved
-from kvsim.report.study import Study
+from kvsim.plots.summary import main_variants, over_budgets, pareto
+from kvsim.report import html
+from kvsim.report.html import details, lines, section, table_of, tag
+from kvsim.report.study import Saved, Study
 from kvsim.report.traces import trace_sections
 from kvsim.schema import LABELS, plural, schedule
 
@@ -63,14 +51,6 @@ _SHOWN = (
 )
 
 
-def _main(table: pl.DataFrame, names: Iterable[str]) -> pl.DataFrame:
-    """The main variants of some metrics of policies."""
-    wanted = [
-        (pl.col("metric") == name) & (pl.col("variant") == METRICS[name].main) for name in names
-    ]
-    return table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted))
-
-
 def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     note = Markup(
         "Means over {}, of layers, heads and events within a prompt first; in brackets the 95 % "
@@ -79,26 +59,25 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     ).format(plural(table["trace"].n_unique(), "prompt"))
     remarks = dict.fromkeys(one for run in runs for one in run.parameters.get("remarks", ()))
     remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))
-    means = averages(_main(table, _SHOWN))
-    note += broken(remarks, "Note: ")
+    means = averages(main_variants(table, _SHOWN))
+    note += html.broken(remarks, "Note: ")
     return section("Results", note, _wide(means, "policy", with_chance=True))
 
 
 def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
-    """A row for each value of `first` and budget, a column for each metric."""
     names = [name for name in _SHOWN if name in set(means["metric"])]
     budgets = asked_order(means["asked"].drop_nulls().to_list())
-    head = [first, "budget", *(called(name) for name in names)]
+    head = [first, "budget", *(html.called(name) for name in names)]
     rows = []
     for policy in means[first].unique(maintain_order=True):
         for asked in budgets:
             part = means.filter(pl.col(first) == policy, pl.col("asked") == asked)
             if part.height:
-                cells = [cell(part.filter(metric=name), chance=with_chance) for name in names]
+                cells = [html.cell(part.filter(metric=name), chance=with_chance) for name in names]
                 name = escape(policy)
                 if "interval" in part.columns:
                     after = schedule(part["interval"][0], prefill=part["prefill"][0])
-                    name += small(f"after: {after}")
+                    name += html.small(f"after: {after}")
                 rows.append([name, asked, *cells])
     return table_of(head, rows, right=2)
 
@@ -108,12 +87,12 @@ def _figures(table: pl.DataFrame) -> str:
         "Metrics against the budget": over_budgets,
         "Metrics against the entries that rows really saw": pareto,
     }
-    images = lines(image(alt, partial(draw, table)) for alt, draw in drawn.items())
+    images = lines(html.image(alt, partial(draw, table)) for alt, draw in drawn.items())
     return section("Figures", "", images) if images else ""
 
 
 def _paired(table: pl.DataFrame, base: str | None) -> str:
-    shown = _main(table, _SHOWN)
+    shown = main_variants(table, _SHOWN)
     policies = shown["policy"].unique(maintain_order=True).to_list()
     if len(policies) < 2 and base is None:
         return ""
@@ -129,15 +108,16 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
 
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:
-    """A table for each label of the prompts that has several values."""
     for label in LABELS:
         if table[label].drop_nulls().n_unique() < 2:
             continue
-        means = averages(_main(table, ["output_error", "wipeout", "retained_iou"]), by=[label])
+        means = averages(
+            main_variants(table, ["output_error", "wipeout", "retained_iou"]), by=[label]
+        )
         rows = [
             [
-                *(row[name] for name in (label, "policy", "asked")),
-                *(called(row["metric"]), interval(row), row["n"]),
+                *(row[label], row["policy"], row["asked"]),
+                *(html.called(row["metric"]), html.interval(row), row["n"]),
             ]
             for row in means.sort(label, maintain_order=True).to_dicts()
             if row["mean"] is not None
@@ -151,7 +131,7 @@ def _of_traces(table: pl.DataFrame) -> str:
     means = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
     rows = [
         [
-            *(called(row["metric"]), row["variant"], interval(row)),
+            *(html.called(row["metric"]), row["variant"], html.interval(row)),
             "" if row["chance"] is None else f"{row['chance']:.3f}",
             f"{row['n']} of {row['of']}",
         ]

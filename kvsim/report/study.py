@@ -1,10 +1,16 @@
-"""The numbers of a report about traces: each is analysed once, the first kept for figures."""
+"""What a report is made of: run folders, read again, and traces, analysed once.
+
+Of several traces the analyses of the first are kept for figures.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -13,12 +19,11 @@ from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import measure
+from kvsim.analysis.table import COLUMNS, measure
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
-from kvsim.report.runs import Saved
 
 #: Called with (steps done, steps, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -33,6 +38,80 @@ _MEASURED = [name for name, x in METRICS.items() if x.kind == "trace" and not x.
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A run folder as it was read: its parameters and its Table."""
+
+    path: Path
+    parameters: dict[str, Any]
+    table: pl.DataFrame
+
+
+def read_run(path: str | Path) -> Saved:
+    """The run that `kvsim replay --out` wrote.
+
+    Raises:
+        OutputError: there is no run folder, or it is damaged.
+    """
+    folder = Path(path)
+    try:
+        parameters = json.loads((folder / "run.json").read_text("utf-8"))
+        table = pl.read_parquet(folder / "results.parquet", glob=False)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise OutputError(
+            f"{folder} is no run folder: {error.filename} is missing; expected what `kvsim replay "
+            "... --out DIR` wrote"
+        ) from None
+    except (ValueError, OSError, pl.exceptions.PolarsError) as error:
+        raise OutputError(f"{folder} is damaged: {error}; replay it again") from error
+    missing = [name for name in COLUMNS if name not in table.columns]
+    if not isinstance(parameters, dict):
+        raise OutputError(
+            f"{folder} is damaged: run.json holds no object with parameters; replay it again"
+        )
+    if missing:
+        raise OutputError(
+            f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
+            "kvsim; replay it again"
+        )
+    try:
+        typed = table.select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
+    except pl.exceptions.PolarsError as error:
+        raise OutputError(
+            f"{folder} has values that no result has: {error}; replay it again"
+        ) from error
+    return Saved(folder, parameters, typed)
+
+
+def joined(runs: Sequence[Saved]) -> pl.DataFrame:
+    """The Table of several runs; what is in several of them is there once.
+
+    Raises:
+        PolicyError: runs have different values in one and the same place, or replayed different
+            traces of one name.
+    """
+    first: dict[str, tuple[str, Saved]] = {}
+    for run in runs:
+        for name, digest in run.parameters.get("traces", {}).items():
+            expected, other = first.setdefault(name, (digest, run))
+            if "" not in (expected, digest) and expected != digest:  # in memory a trace has none
+                raise PolicyError(
+                    f"{other.path} and {run.path} replayed different traces, both called {name!r}, "
+                    "and results are told apart by the names of traces; take the runs one by one, "
+                    "or record one trace again under another id and replay it"
+                )
+    table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
+    place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
+    twice = table.filter(table.select(place).is_duplicated())
+    if twice.height:
+        policy, metric, trace = twice.select("policy", "metric", "trace").row(0)
+        raise PolicyError(
+            f"two of the runs have different values of {metric} for {policy or 'the trace'} on "
+            f"{trace}, with the same parameters and schedule; take them one by one"
+        )
+    return table
+
+
+@dataclass(frozen=True)
 class Study:
     """Traces as a report shows them.
 
@@ -42,13 +121,13 @@ class Study:
     trace which analyses are missing, and why (`Analysis.left_out`).
     """
 
-    traces: tuple[Trace, ...]
+    traces: Sequence[Trace]
     first: Analysis
     table: pl.DataFrame
-    diagnoses: tuple[Diagnosis, ...]
+    diagnoses: Sequence[Diagnosis]
     errors: pl.DataFrame
-    refused: tuple[str, ...]
-    left_out: tuple[Mapping[str, str], ...]
+    refused: Sequence[str]
+    left_out: Sequence[Mapping[str, str]]
 
 
 def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
@@ -56,31 +135,22 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     report = progress or (lambda *_: None)
     steps = len(_MEASURED) + 1
     policies = [policy(name) for name in METHODS]
-    firsts: list[Analysis] = []
-    tables, errors, left_out = [], [], []
+    first, tables, errors, left_out = Analysis(traces[0]), [], [], []
     diagnoses: list[Diagnosis] = []
     refused: dict[str, None] = {}
     for place, trace in enumerate(traces):
 
-        def each(done: int, _: int, what: str, before: int = place * steps) -> None:
+        def step(done: int, _: int, what: str, before: int = place * steps) -> None:
             report(before + done, len(traces) * steps, what)
 
-        analysis = Analysis(trace)
-        tables.append(measure(analysis, metrics=_MEASURED, progress=each))
-        each(len(_MEASURED), 0, f"{trace.name}: reconstruction error")
+        analysis = Analysis(trace) if place else first
+        tables.append(measure(analysis, metrics=_MEASURED, progress=step))
+        step(len(_MEASURED), 0, f"{trace.name}: reconstruction error")
         diagnoses += analysis.diagnoses.values()
         left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
-        firsts = firsts or [analysis]
-    return Study(
-        traces=tuple(traces),
-        first=firsts[0],
-        table=pl.concat(tables),
-        diagnoses=tuple(diagnoses),
-        errors=pl.concat(errors),
-        refused=tuple(refused),
-        left_out=tuple(left_out),
-    )
+    table, error = pl.concat(tables), pl.concat(errors)
+    return Study(traces, first, table, diagnoses, error, list(refused), left_out)
 
 
 def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
@@ -91,17 +161,17 @@ def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
         OutputError: runs are given, and a trace is in none of them, or its content is another one.
     """
     check_distinct(traces)
-    known = [(run, run.parameters.get("traces", {})) for run in runs]
+    replayed = [(run, run.parameters.get("traces", {})) for run in runs]
     for trace in traces:
-        if runs and not any(trace.name in own for _, own in known):
-            listed = ", ".join(dict.fromkeys(name for _, own in known for name in own)) or "none"
-            paths = ", ".join(str(run.path) for run in runs)
+        if runs and not any(trace.name in digests for _, digests in replayed):
+            names = dict.fromkeys(name for _, digests in replayed for name in digests)
+            listed, paths = ", ".join(names) or "none", ", ".join(str(run.path) for run in runs)
             raise OutputError(
                 f"{trace.name} is not among the traces of {paths}: {listed}; leave it out, "
                 "replay it, or report it without the runs"
             )
-        for run, own in known:
-            digest = own.get(trace.name, trace.digest)
+        for run, digests in replayed:
+            digest = digests.get(trace.name, trace.digest)
             if digest != trace.digest:
                 raise OutputError(
                     f"{trace.name} has the digest {trace.digest}, but {run.path} replayed a trace "
@@ -116,10 +186,10 @@ def _reconstructed(
     try:
         return reconstruction_table(trace, policies, RATIOS)
     except PolicyError:
-        found = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
+        tables = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
     for one, ratio in product(policies, RATIOS):
         try:
-            found.append(reconstruction_table(trace, [one], [ratio]))
+            tables.append(reconstruction_table(trace, [one], [ratio]))
         except PolicyError as error:
             refused[str(error)] = None
-    return pl.concat(found)
+    return pl.concat(tables)

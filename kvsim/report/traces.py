@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import polars as pl
 from markupsafe import Markup
 
+from kvsim import plots
 from kvsim.analysis.attention.expectation import STEPS
 from kvsim.analysis.prompt.tables import distribution, selection_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import SHARES, budget_label
 from kvsim.analysis.summaries import Interval, averages, first_of
-from kvsim.plots import (
-    agreement_steps,
-    attention_loss,
-    expected_observed,
-    normal_distance,
-    projection_gap,
-    rank_pattern,
-    reconstruction_error,
-    selection_histogram,
-    state_quantiles,
-    state_ridges,
-    variance_curves,
-)
 from kvsim.report.html import broken, cell, details, image, interval, lines, section, table_of, tag
 from kvsim.report.study import METHODS, RATIOS, Study
 from kvsim.schema import plural
@@ -39,8 +28,7 @@ Column = tuple[str, str, str, bool]
 
 def trace_sections(study: Study) -> Iterator[str]:
     """The traces, expected and observed attention, layers, reconstruction, queries."""
-    for make in (_traces, _expectation, _layers, _reconstruction, _queries):
-        yield make(study)
+    return (make(study) for make in (_traces, _expectation, _layers, _reconstruction, _queries))
 
 
 def _traces(study: Study) -> str:
@@ -79,17 +67,13 @@ _ANALYSES = {
 
 
 def _left_out(study: Study) -> list[str]:
-    """Which analyses are left out of which traces, and why; a line for each reason."""
-    reasons: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for trace, missing in zip(study.traces, study.left_out, strict=True):
-        by_reason: dict[str, list[str]] = {}
-        for name, title in _ANALYSES.items():
-            if name in missing:
-                by_reason.setdefault(missing[name], []).append(title)
-        for why, parts in by_reason.items():
-            reasons.setdefault((why, tuple(parts)), []).append(trace.name)
+        for why in dict.fromkeys(missing[name] for name in _ANALYSES if name in missing):
+            parts = [title for name, title in _ANALYSES.items() if missing.get(name) == why]
+            reasons.setdefault((why, ", ".join(parts)), []).append(trace.name)
     left_out = [
-        f"Left out, because of {why}: {', '.join(parts)} (of {first_of(traces)})"
+        f"Left out, because of {why}: {parts} (of {first_of(traces)})"
         for (why, parts), traces in reasons.items()
     ]
     if study.errors.is_empty():
@@ -111,15 +95,14 @@ def _expectation(study: Study) -> str:
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
     first = study.first.expectation
     shown, fewer = (_some(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
+    loss = partial(plots.attention_loss, study.table, layers=shown)
     pictures = [
-        image("Agreement by step", lambda: agreement_steps(study.table, layers=shown)),
-        image(
-            "Attention lost with keys removed", lambda: attention_loss(study.table, layers=shown)
-        ),
+        image("Agreement by step", partial(plots.agreement_steps, study.table, layers=shown)),
+        image("Attention lost with keys removed", loss),
     ]
     if first is not None:
         alt = f"Expected against observed attention, {first.trace}"
-        pictures.append(image(alt, lambda: expected_observed(first, layers=fewer), "png"))
+        pictures.append(image(alt, lambda: plots.expected_observed(first, layers=fewer), "png"))
     title = "Expected beside observed attention"
     return section(title, note, lines([_by_layer(study, head), *pictures]))
 
@@ -139,14 +122,14 @@ def _layers(study: Study) -> str:
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
     middle = [one for one in study.diagnoses if one.asked == budget_label(SHARES[1])]
     pictures = [
-        image("Relative rank variance by layer", lambda: variance_curves(middle)),
-        image(f"Ranks in every layer, {middle[0].trace}", lambda: rank_pattern(middle[0])),
+        image("Relative rank variance by layer", lambda: plots.variance_curves(middle)),
+        image(f"Ranks in every layer, {middle[0].trace}", lambda: plots.rank_pattern(middle[0])),
     ]
     body = [_by_layer(study, head, together=False), _selections(study), *pictures]
     if any(one.layer is not None for one in study.diagnoses):
         chosen = distribution(selection_table(study.diagnoses))
         deepest = max(trace.n_layers for trace in study.traces)
-        body.append(image("Selection layers", lambda: selection_histogram(chosen, deepest)))
+        body.append(image("Selection layers", lambda: plots.selection_histogram(chosen, deepest)))
     return section("How layers rank the prompt", note, lines(body))
 
 
@@ -161,23 +144,17 @@ def _selections(study: Study) -> str:
             f"{first.trace} at k={SHARES[0]}: {first.curve.verdict()}.",
         )
     head = ["rule", "layer after which it selects", "prompts that select"]
-    usual, others = (
-        table_of(
-            head,
-            (
-                [row["variant"], interval(row) or "-", f"{row['n']} of {row['of']}"]
-                for row in table.to_dicts()
-                if row["variant"].endswith(f"tau={study.first.rule.tau:g}") == of_rule
-            ),
-        )
-        for of_rule in (True, False)
-    )
-    return usual + details(others, "other thresholds, look-backs and first layers")
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
+    for row in table.to_dicts():
+        usual = row["variant"].endswith(f"tau={study.first.rule.tau:g}")
+        rows[usual].append([row["variant"], interval(row) or "-", f"{row['n']} of {row['of']}"])
+    others = details(table_of(head, rows[False]), "other thresholds, look-backs and first layers")
+    return table_of(head, rows[True]) + others
 
 
 def _reconstruction(study: Study) -> str:
-    known = study.errors["policy"].unique(maintain_order=True).to_list()
-    if not known:
+    policies = set(study.errors["policy"])
+    if not policies:
         return ""
     note = (
         "A policy evicts a share of the entries once, after four fifths of the "
@@ -192,18 +169,18 @@ def _reconstruction(study: Study) -> str:
     rows = [
         [tag("code", name), *(_error(study, by_trace, name, ratio) for ratio in RATIOS)]
         for name in METHODS
-        if name in known
+        if name in policies
     ]
     head = ["policy", *(f"{ratio:.0%} evicted" for ratio in RATIOS)]
-    drawn = image("Error by share evicted", lambda: reconstruction_error(study.errors))
+    drawn = image("Error by share evicted", lambda: plots.reconstruction_error(study.errors))
     title = "What one eviction does to the output"
     return section(title, note, lines([table_of(head, rows, right=1), drawn]))
 
 
 def _error(study: Study, by_trace: pl.DataFrame, name: str, ratio: float) -> str:
     values = by_trace.filter(policy=name, ratio=ratio)["relative_head_error"].to_numpy()
-    one, of = Interval.of(values.astype(np.float64)), len(study.traces)
-    return one.text(".3f") + (f" ({one.n} of {of})" if one.n < of else "") if one.n else "-"
+    mean, of = Interval.of(values.astype(np.float64)), len(study.traces)
+    return mean.text(".3f") + (f" ({mean.n} of {of})" if mean.n < of else "") if mean.n else "-"
 
 
 def _queries(study: Study) -> str:
@@ -225,16 +202,16 @@ def _queries(study: Study) -> str:
     one, trace = study.first, study.first.trace
     middle = trace.n_layers // 2
     pictures = [
-        image(f"Queries beside normal, {trace.name}", lambda: state_ridges(trace, middle)),
-        image(f"Quantiles, {trace.name}", lambda: state_quantiles(trace, middle), "png"),
+        image(f"Queries beside normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
+        image(f"Quantiles, {trace.name}", lambda: plots.state_quantiles(trace, middle), "png"),
     ]
     if one.normality is not None:
         normality = one.normality
         alt = f"Distance from normal by head, {trace.name}"
-        pictures.append(image(alt, lambda: normal_distance(normality)))
+        pictures.append(image(alt, lambda: plots.normal_distance(normality)))
     if 4 in one.projections:
         alt = f"Gap of the mean exponential, {trace.name}"
-        pictures.append(image(alt, lambda: projection_gap(one.projections[4])))
+        pictures.append(image(alt, lambda: plots.projection_gap(one.projections[4])))
     body = lines([_by_layer(study, head), *pictures])
     return section("How queries are distributed", note, body)
 
@@ -256,23 +233,17 @@ def _by_layer(study: Study, columns: Sequence[Column], *, together: bool = True)
     hover = Markup('<span title="{}">{}</span>')
     head = ["layer", *(hover.format(METRICS[name].summary, title) for title, name, _, _ in columns)]
 
-    def rows(parts: Sequence[tuple[str, pl.DataFrame]]) -> list[list[str]]:
-        return [
-            [
-                label,
-                *(
-                    cell(part.filter(metric=name, variant=variant), chance=chance)
-                    for _, name, variant, chance in columns
-                ),
-            ]
+    def shown(parts: Sequence[tuple[str, pl.DataFrame]]) -> Markup:
+        rows = [
+            [label, *(cell(part.filter(metric=n, variant=v), chance=c) for _, n, v, c in columns)]
             for label, part in parts
         ]
+        return table_of(head, rows, right=1)
 
     first = [("all", _averages(study, table))] if together else []
     if len(parts) <= _LAYERS:
-        return table_of(head, rows([*first, *parts]), right=1)
-    every = details(table_of(head, rows(parts), right=1), plural(len(parts), "layer"))
-    return (table_of(head, rows(first), right=1) if first else "") + every
+        return shown([*first, *parts])
+    return (shown(first) if first else "") + details(shown(parts), plural(len(parts), "layer"))
 
 
 def _some(n_layers: int, most: int) -> list[int]:

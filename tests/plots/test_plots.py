@@ -8,7 +8,7 @@ import torch
 import kvsim
 from kvsim import analysis as diagnostics
 from kvsim import plots
-from kvsim.plots import ranks
+from kvsim.plots import layers as module
 from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
 
@@ -209,7 +209,7 @@ def test_a_wide_rank_pattern_is_pooled(layered, monkeypatch):
     """Neighbours share a column: the geometric mean of their ranks, and the title says so."""
     _, found = layered
     whole = np.asarray(plots.rank_pattern(found[0]).axes[0].images[0].get_array())
-    monkeypatch.setattr(ranks, "_PIXELS", 5)
+    monkeypatch.setattr(module, "_PIXELS", 5)
 
     figure = plots.rank_pattern(found[0])
 

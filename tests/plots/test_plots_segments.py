@@ -8,7 +8,7 @@ import torch
 
 import kvsim
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots.segments import mass_curve
+from kvsim.plots.events import mass_curve
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import kvsim
 from kvsim.analysis.summaries import stages
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots.sets import iou_by, middle_coverage, position_density
+from kvsim.plots.summary import iou_by, middle_coverage, position_density
 
 
 def made(seed, name):

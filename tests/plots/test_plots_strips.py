@@ -17,8 +17,8 @@ from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.states import STRIP_STATES as STATES
 from kvsim.analysis.kept.states import Strip, strip, strips_after
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots import strips as module
-from kvsim.plots.strips import bursts
+from kvsim.plots import events as module
+from kvsim.plots.events import bursts
 from kvsim.schema import NEVER
 
 HOSTILE = ["<b>", "$x$", "\n", "\x1b[31m", "\u202e", "\ud800", "漢", "y" * 50]

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from kvsim.plots.panels import Panels
-from kvsim.plots.style import bare_series, caption, legend_below, plain_text, series
+from kvsim.plots.style import (
+    Panels,
+    bare_series,
+    caption,
+    finish,
+    legend_below,
+    plain_text,
+    series,
+)
 
 
 def lines(names):
@@ -100,7 +107,7 @@ def test_panels_share_one_legend_that_fits():
         for i in range(6):
             axis.plot([0, 1], label=f"a rather long name of a line {i % 3}")
 
-    panels.legend(columns=6)
+    finish(panels.figure, panels.axes[0], "two panels", [], columns=6)
 
     assert len(panels.figure.legends[0].get_texts()) == 3
     assert widest(panels.figure) <= 1

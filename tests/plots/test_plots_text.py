@@ -18,7 +18,7 @@ from kvsim.analysis.kept.states import TOKEN_STATES as STATES
 from kvsim.analysis.kept.states import token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import NeedsError, PolicyError, TraceError
-from kvsim.plots.text import lift_bars, token_html, token_text
+from kvsim.plots.records import lift_bars, token_html, token_text
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -1,4 +1,4 @@
-"""Figures of dropped bursts: positions that policies keep after an event, and long dropped runs."""
+"""Figures of events: positions that policies keep and drop in bursts, segments and their quotas."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -13,12 +14,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from kvsim.analysis.kept.segmentation import Segmented, segmented
 from kvsim.analysis.kept.states import STRIP_STATES, Strip, strips_after
+from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.style import CELLS, caption, legend_of, name_axes, short_text
+from kvsim.plots.style import CELLS, COLOURS, caption, legend_of, name_axes, plain, short_text
+from kvsim.schema import plural
 
 Ints = NDArray[np.int64]
 
@@ -30,6 +34,8 @@ _PIXELS = 1200
 _WORDS = 64
 # Half the height of a strip, and where the bracket of a burst lies above its middle.
 _HALF, _ABOVE = 0.27, 0.38
+#: Of `mass_curve`.
+_LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 
 
 def bursts(
@@ -61,8 +67,7 @@ def bursts(
         raise PolicyError(
             f"zoom is {first}-{last}; expected two positions of 0 to {row}, the smaller one first"
         )
-    high = 0.42 * len(strips) + 0.45
-    figure = Figure(figsize=(9.0, 2 * high + 1.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9.0, 0.84 * len(strips) + 2.4), dpi=150, layout="constrained")
     whole, part = figure.subplots(2, 1)
     for axis, start, stop in ((whole, 0, row), (part, first, last)):
         _draw(axis, strips, start, stop, least)
@@ -73,17 +78,21 @@ def bursts(
         whole.axvline(end, color="black", lw=0.9, ls="--")
     look: dict[str, Any] = {"fontsize": 6.5, "va": "center"}
     for at, strip in enumerate(strips):
-        counts = _counts(strip, least)
-        whole.text(1.01, at, counts, transform=whole.get_yaxis_transform(), **look)
+        longest = strip.lengths.max(initial=0)
+        bursts = plural(int((strip.lengths >= least).sum()), "burst")
+        text = f"{strip.kept} kept, {bursts}\nlongest run dropped: {longest}"
+        whole.text(1.01, at, text, transform=whole.get_yaxis_transform(), **look)
     _name_positions(part, trace, first, last)
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
     what = f"{trace.name}: {where}, after row {row}; dotted: end of the prompt"
     labels = {fidelity(trace, record, "sets", layer) for record in records}
     caption(figure, f"{what}\ndashed: the part below, positions {first} to {last}", labels)
-    handles = [Patch(color=colour) for colour in _COLOURS]
+    handles: dict[str, Artist] = {
+        state: Patch(color=colour) for state, colour in zip(STRIP_STATES, _COLOURS, strict=True)
+    }
     bracket = Line2D([], [], color="black", marker="|", ms=5, lw=1.2)
-    names = [*STRIP_STATES, f"a burst: {least} or more dropped in a row"]
-    legend_of(figure, [*handles, bracket], names, columns=4, loc="outside lower center")
+    handles[f"a burst: {least} or more dropped in a row"] = bracket
+    legend_of(figure, handles, columns=4)
     return figure
 
 
@@ -137,15 +146,7 @@ def _pixels(codes: Ints) -> NDArray[np.float64]:
     return out
 
 
-def _counts(strip: Strip, least: int) -> str:
-    """Kept positions, bursts and the longest run of a strip, as its label."""
-    lengths = strip.lengths
-    bursts, longest = int((lengths >= least).sum()), int(lengths.max(initial=0))
-    return f"{strip.kept} kept, {bursts} burst{'s' * (bursts != 1)}\nlongest run dropped: {longest}"
-
-
 def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:
-    """The tokens of few positions, else their numbers."""
     if trace.token_text is None or last - first > _WORDS + 8:
         name_axes(axis, "position")
         return
@@ -153,3 +154,72 @@ def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:
     names = [short_text(text, 12) for text in trace.token_text[first : last + 1]]
     look: dict[str, Any] = {"rotation": 90, "family": "monospace", "fontsize": 5.5}
     axis.set_xticks(range(first, last + 1), names, parse_math=False, **look)
+
+
+def mass_curve(
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = 0,
+    head: int = 0,
+    events: Sequence[int] | None = None,
+) -> Figure:
+    """Cumulative attention mass of the cache at some events, cut into segments with quotas.
+
+    AMS (arXiv 2605.23200), Fig. 3. Above, the cumulative mass of the live entries over their
+    positions, with a vertical line where a segment begins. Below, a bar for each segment: its
+    entries (pale) and its quota. Ticks between them are the entries that stay.
+
+    record: of a policy around `ams`, replayed with `internals=True`; PolicyError if it has no
+    segments of the layer, or none at one of the events. events: their rows, a column each; by
+    default the first and the last acting event.
+    """
+    check_record(trace, record)
+    by_row = {event.row: event for event in segmented(record, layer, head)}
+    rows = list(by_row)
+    wanted = sorted({rows[0], rows[-1]}) if events is None else list(events)
+    missing = [row for row in wanted if row not in by_row]
+    if missing:
+        raise PolicyError(
+            f"no event after row {missing[0]} acts on layer {layer}, head {head}; events are after "
+            f"rows {', '.join(map(str, rows))}"
+        )
+    figure = Figure(figsize=(max(6.4, 4.6 * len(wanted) + 0.6), 5.0), dpi=150)
+    grid = figure.subplots(
+        2, len(wanted), squeeze=False, sharex="col", sharey="row", height_ratios=[3, 2]
+    )
+    for (upper, lower), row in zip(grid.T, wanted, strict=True):
+        _draw_event(upper, lower, by_row[row])
+        plain(upper, title=f"event after row {row}: {len(by_row[row].quota)} segments")
+        plain(lower, "position")
+    name_axes(grid[0, 0], y="cumulative attention mass (share)")
+    name_axes(grid[1, 0], y="entries of the segment")
+    where = f"layer {trace.layer_ids[layer]}, KV head {head}, budget {record.budget}"
+    labels = {fidelity(trace, record, "sets", layer)}
+    caption(figure, f"{trace.name}: {record.policy}, {where}", labels)
+    handles = {
+        "a segment begins": Line2D([], [], color=_CUT, lw=0.9, ls="--"),
+        "entries": Patch(color=_ROOM),
+        "quota": Patch(color=_QUOTA),
+        "an entry stays": Line2D([], [], color=_KEPT, marker="|", ls="", ms=7),
+    }
+    legend_of(figure, handles, columns=4)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    return figure
+
+
+def _draw_event(upper: Axes, lower: Axes, event: Segmented) -> None:
+    """Draw the cumulative mass, and the entries and the quota of each segment below it.
+
+    A segment reaches from its first position to that of the next.
+    """
+    for start in event.boundaries:
+        upper.axvline(start, color=_CUT, lw=0.6, ls="--")
+    upper.plot(event.pos, event.mass.cumsum(), color=_LINE, lw=1.4, drawstyle="steps-post")
+    stay = event.pos[event.kept]
+    upper.plot(stay, np.full(len(stay), -0.045), "|", color=_KEPT, ms=6, mew=0.6)
+    upper.set_ylim(-0.09, 1.03)
+    widths = np.diff(np.append(event.starts, event.pos[-1] + 1))
+    edge: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": 0.6}
+    lower.bar(event.starts, event.counts(), widths, color=_ROOM, **edge)
+    lower.bar(event.starts, event.quota, widths, color=_QUOTA, **edge)

@@ -1,0 +1,337 @@
+"""`kvsim info`, `verify` and `traces`: what traces are, if they are undamaged, where they lie."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show
+from kvsim.cli.values import Json, OptionError, Stop, TracePaths, locate, path_argument
+from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.schema import LABELS, is_url, plural, ranges
+
+if TYPE_CHECKING:
+    from kvsim.store.index import Entry
+
+
+def info(traces: TracePaths, as_json: Json = False) -> None:
+    """Describe traces: model, text, arrays, provenance.
+
+    The JSON document of several traces is an object with the list 'traces'.
+    """
+    from kvsim.store import describe
+
+    described = [describe(locate(trace)) for trace in traces]
+    if as_json:
+        show.echo_json(show.document(described))
+        return
+    for place, facts in enumerate(described):
+        if place:
+            typer.echo()
+        _echo_facts(facts)
+
+
+def _echo_facts(facts: Mapping[str, Any]) -> None:
+    model = facts["model"]
+    fields = {
+        "trace": f"{facts['path']} (format {facts['format']}, {size_text(facts['bytes'])})",
+        "name": quoted(facts["name"]),
+        "digest": facts["digest"],
+        "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
+        "length": length_text(facts),
+        "shape": f"{layers_text(facts)}, {plural(facts['qheads'], 'query head')}, "
+        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}",
+        "attention": _attention(facts),
+        "labels": ", ".join(f"{name} {quoted(label)}" for name, label in facts["labels"].items()),
+        "prompt": quoted(facts["prompt"]),
+        "response": quoted(facts["response"]),
+        "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
+        "capture check": _capture_check(facts["capture_check"]),
+        "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
+        **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
+    }
+    show.echo_fields({name: value for name, value in fields.items() if value not in ("", "null")})
+    typer.echo()
+    rows = []
+    for name, array in facts["arrays"].items():
+        shape, size = " x ".join(map(str, array["shape"])), array["bytes"]
+        megabytes = "-" if size is None else f"{size / 1e6:.2f}"
+        rows.append([name, shape, array["dtype"], array["source_dtype"] or "-", megabytes])
+    show.echo_table(["array", "shape", "stored as", "in the model", "MB"], rows, right=4)
+
+
+def _attention(facts: Mapping[str, Any]) -> str:
+    """Return what layers compute besides plain causal attention, or an empty text."""
+    texts = []
+    for kind in facts["attention"]:
+        parts = [
+            kind["window"] and f"a window of {kind['window']}",
+            kind["softcap"] and f"a softcap of {kind['softcap']:g}",
+            kind["sinks"] and "sinks",
+            kind["rotary_dim"] == 0 and "no RoPE",
+        ]
+        layers = ", ".join(map(str, kind["layers"]))
+        texts.append(f"layers {layers}: {', '.join(filter(None, parts)) or 'plain'}")
+    return "" if len(texts) == 1 and texts[0].endswith(": plain") else "; ".join(texts)
+
+
+def _capture_check(check: Mapping[str, Any] | None) -> str:
+    if not check or not check.get("max_relative_error"):
+        return "none"
+    errors = check["max_relative_error"]
+    values = list(errors.values()) if isinstance(errors, dict) else errors
+    numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+    if not numbers:  # untrusted input
+        return "not readable"
+    within = f"within {max(values):.1e} of the model's own (relative)"
+    return f"attention recomputed from q, k, v {within}"
+
+
+def is_cut(facts: Mapping[str, Any]) -> bool:
+    """Return whether a response was requested and only its length ended it."""
+    generation = facts["generation"]
+    return bool(generation.get("stopped") == "length" and generation.get("max_new_tokens") != 0)
+
+
+def length_text(facts: Mapping[str, Any]) -> str:
+    """Return the number of tokens, and what ended the response."""
+    prompt, total = facts["prompt_len"], facts["tokens"]
+    ends = {
+        "eos": ", ended by the model",
+        "stop": ", ended by a stop string",
+        "context": ", cut by the context",
+        "interrupted": ", interrupted",
+    }
+    end = ends.get(str(facts["generation"].get("stopped")), "")
+    if is_cut(facts):
+        end = ", cut by --max-new-tokens"
+    return f"{total} tokens (prompt {prompt}, response {total - prompt}{end})"
+
+
+def layers_text(facts: Mapping[str, Any]) -> str:
+    """Return the number of layers, and their numbers if they are not all of the model's."""
+    count, ids = plural(facts["layers"], "layer"), facts["layer_ids"]
+    model = facts["model"].get("layers")
+    if ids == list(range(len(ids))) and model in (None, len(ids)):
+        return count
+    of = f" of {model}" if isinstance(model, int) else ""
+    return f"{facts['layers']}{of} layers ({ranges(ids)})"
+
+
+def answer_text(check: Mapping[str, Any] | None) -> str:
+    """Return the answer and whether it is right; empty if that is unknown."""
+    if not check or check.get("right") is None:
+        return ""
+    if check.get("answer") is None:
+        return "no answer in the response"
+    verdict = "right" if check["right"] else "wrong"
+    return f"answer {quoted(check.get('answer'))} {verdict}"
+
+
+def quoted(text: object) -> str:
+    """Return untrusted text in quotes, as one line without control characters."""
+    return show.visible(json.dumps(text, ensure_ascii=False))
+
+
+def size_text(n_bytes: int | None) -> str:
+    """Return a size in MB."""
+    return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
+
+
+# ------------------------------------------------------------------------------------------- verify
+
+
+def verify(
+    traces: TracePaths,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Recompute attention from q, k and v too, and compare it with the model's.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check that traces are complete and undamaged.
+
+    Reads every chunk and compares it with its checksums. The exit status is 2 if a trace has a
+    problem. The JSON document of several traces is an object with the list 'traces'.
+    """
+    single, verdicts, reports = len(traces) == 1, [], []
+    for path in map(locate, traces):
+        verdict, report = _checked(path, deep=deep)
+        if verdict == "no trace" and single:
+            raise Stop(f"error: {show.one_line(report['problems'][0])}", 2)
+        verdicts.append(verdict)
+        reports.append(report)
+        if not as_json:
+            _echo_verdict(verdict, report, deep=deep, single=single)
+    if as_json:
+        show.echo_json(show.document(reports))
+    bad = [report for report in reports if not report["ok"]]
+    if bad and not single:
+        count = f"{len(bad)} of {len(reports)} traces"
+        expected = "are not complete and undamaged, expected all to be; see the report"
+        raise Stop(f"error: {count} {expected}", 2)
+    if bad and verdicts != ["damaged"]:
+        raise Stop(f"error: {show.one_line(bad[0]['problems'][0])}", 2)
+    if bad:
+        problems = plural(len(bad[0]["problems"]), "problem")
+        path = show.one_line(bad[0]["path"])
+        raise Stop(f"error: {path} is damaged ({problems}, expected none); record it again", 2)
+
+
+def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
+    """Return the verdict on a trace in words, and the report for JSON."""
+    from kvsim.store import verify as check
+
+    try:
+        with show.bar("layers") as report:
+            result = check(path, deep=deep, progress=lambda n, of: report(n, of, str(path)))
+    except TraceError as error:
+        # behind a server that refuses it, a trace may be undamaged
+        verdict = "cannot be opened" if is_url(path) else "damaged"
+        if isinstance(error, TraceNotFoundError):
+            verdict = "no trace"
+        return verdict, {"path": str(path), "ok": False, "problems": [str(error)]}
+    return "complete and undamaged" if result.ok else "damaged", result.to_dict()
+
+
+def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single: bool) -> None:
+    """Print a line on a trace and its problems; details if it is the only trace."""
+    more = ", and its attention follows from q, k, v" if deep and report["ok"] else ""
+    show.echo_text(f"{show.one_line(report['path'])}: {verdict}{more}")
+    for problem in report["problems"]:
+        show.echo_text(f"  {show.one_line(problem)}")
+    if not (single and report["ok"]):
+        return
+    fields = {
+        "  layers": str(len(report["layers"])),
+        "  chunks read": str(report["chunks"]),
+        "  digest": report["digest"],
+    }
+    if deep:
+        output, lse = report["output_tolerance"], report["lse_tolerance"]
+        fields |= {
+            "  attention output": _error(report["output_error"], output, "relative"),
+            "  log-sum-exp": _error(report["lse_error"], lse, "absolute"),
+            "  dense attention": _error(report["attention_error"], lse, "absolute"),
+        }
+    show.echo_fields(fields)
+
+
+def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
+    if not errors:
+        return "not recorded"
+    return f"{kind} error at most {max(errors):.1e} (allowed {allowed:.0e})"
+
+
+# ------------------------------------------------------------------------------------------- traces
+
+
+def traces(
+    folder: Annotated[Path, path_argument("DIR", "A folder with traces.")], as_json: Json = False
+) -> None:
+    """List the traces of a folder, and the drafts of interrupted captures.
+
+    Folders and packed files, four folders deep. Each is opened, which finds missing files; `kvsim
+    verify` reads their content.
+    """
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise OptionError(f"{folder} {problem}; expected a folder of traces")
+    if (folder / "zarr.json").is_file():
+        raise OptionError(f"{folder} is a trace; use `kvsim info`, or give its parent folder")
+
+    from kvsim.store.index import index
+
+    entries = index(folder)
+    if as_json:
+        show.echo_json({"folder": str(folder), "traces": [entry.to_dict() for entry in entries]})
+        return
+    whole = [entry for entry in entries if entry.state == "whole"]
+    broken = [entry for entry in entries if entry.state == "broken"]
+    hidden = [entry for entry in entries if entry.state not in ("whole", "broken")]
+    if whole:
+        _echo_traces(whole)
+        typer.echo()
+    for entry in broken:
+        show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
+    for entry in hidden:
+        show.echo_text(f"{show.one_line(entry.path)}: {_advice(entry, folder)}")
+    show.echo_text(_totals(whole, len(broken), hidden, str(folder)))
+
+
+def _echo_traces(entries: Sequence[Entry]) -> None:
+    used = [label for label in LABELS if any(label in entry.labels for entry in entries)]
+    cut = any(entry.stopped == "interrupted" for entry in entries)
+    rows = [
+        [
+            entry.path,
+            entry.model or "-",
+            *(str(entry.labels.get(label, "-")) for label in used),
+            entry.answer or "-",
+            *([entry.stopped or "-"] if cut else ()),
+            entry.versions.get("kvsim", "-"),
+            str(entry.tokens),
+            str(entry.prompt_len),
+            _layers(entry),
+            f"{entry.bytes / 1e6:.1f}",
+        ]
+        for entry in entries
+    ]
+    columns = [*used, "answer", *(["stopped"] if cut else ()), "kvsim"]
+    headers = ["trace", "model", *columns, "tokens", "prompt", "layers", "MB"]
+    show.echo_table(headers, rows, right=len(columns) + 2)
+
+
+def _advice(entry: Entry, folder: Path) -> str:
+    """Return the state of a draft, and what to do with it."""
+    if entry.state == "writing":
+        return f"a capture is writing it, {entry.tokens} tokens so far"
+    path = show.one_line(shlex.quote(str(folder / entry.path)))
+    recover, discard = f"kvsim trace recover {path}", f"kvsim trace discard {path}"
+    taken = f"a trace of {entry.place_tokens} tokens is at its path"
+    if entry.state == "superseded":
+        return f"{entry.tokens} tokens, superseded: {taken}; {discard} removes it"
+    if entry.state == "replaced":
+        return f"was set aside for another trace; {recover} moves it back"
+    if not entry.tokens:
+        return f"unfinished, without tokens; {discard} removes it"
+    state = f"unfinished, {entry.tokens} tokens are on disk"
+    if entry.place_tokens is not None:
+        return f"{state}, {taken}; {recover} --out OTHER"
+    return f"{state}; {recover}"
+
+
+def _layers(entry: Entry) -> str:
+    if entry.layers is None:
+        return "-"
+    partial = entry.model_layers is not None and entry.model_layers != entry.layers
+    return f"{entry.layers} of {entry.model_layers}" if partial else str(entry.layers)
+
+
+def _totals(whole: Sequence[Entry], broken: int, hidden: Sequence[Entry], folder: str) -> str:
+    parts = [f"{plural(len(whole), 'trace') if whole else 'no trace'} in {folder}"]
+    if whole:
+        parts.append(f"{sum(entry.tokens or 0 for entry in whole)} tokens")
+        parts.append(f"{sum(entry.bytes for entry in whole) / 1e6:.1f} MB")
+    checked = [entry.answer for entry in whole if entry.answer is not None]
+    if checked:
+        parts.append(f"{checked.count('right')} of {len(checked)} answers right")
+    states = Counter(entry.state for entry in hidden)
+    counts = {
+        "interrupted": sum(entry.stopped == "interrupted" for entry in whole),
+        "cannot be opened": broken,
+        "being written": states["writing"],
+        "unfinished": states["unfinished"],
+        "set aside": states["replaced"],
+        "superseded": states["superseded"],
+    }
+    return ", ".join([*parts, *(f"{count} {state}" for state, count in counts.items() if count)])
