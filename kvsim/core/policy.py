@@ -1,13 +1,13 @@
 """A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
 
 Methods that propagate some of the prompt to deeper layers have one more, a propagation. The pieces
-are defined in `kvsim.core.pieces`, `schedule` and `propagation`; all but the last can be imported
-from here.
+are defined in `kvsim.core.pieces` and `propagation`; those of the first can be imported from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from kvsim.core.pieces import (
     LayerBudgets,
     Plan,
     Protection,
+    Schedule,
     Scorer,
     Scores,
     Uniform,
@@ -25,7 +26,6 @@ from kvsim.core.pieces import (
     protected_by,
 )
 from kvsim.core.propagation import Propagation
-from kvsim.core.schedule import Schedule
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.schema import NEVER
 
@@ -151,12 +151,11 @@ class Policy:
         first = exceeded(budget)
         if first is None:
             return
-        smallest = _smallest(lambda total: exceeded(total) is None, budget)
-        way_out = (
-            "no budget works"
-            if smallest is None
-            else f"the smallest budget that works is {smallest}"
-        )
+        # all budgets above one that works do, too
+        totals = range(NEVER + 1)
+        smallest = bisect_left(totals, x=True, lo=budget, key=lambda total: exceeded(total) is None)
+        works = f"the smallest budget that works is {smallest}"
+        way_out = works if smallest in totals else "no budget works"
         share, protected = first
         where = f"budget {budget}" if share == budget else f"budget {share} of a layer"
         raise BudgetError(
@@ -227,20 +226,3 @@ class Policy:
         """Most recent rows whose attention is read at once."""
         window = 1 if self.propagation is None else self.propagation.window_rows
         return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows, window)
-
-
-def _smallest(works: Callable[[int], bool], failing: int) -> int | None:
-    """The smallest budget above `failing` that works, where all larger ones work, too.
-
-    By doubling and halving: at most 62 budgets are tried. None where even the largest fails.
-    """
-    step = 1
-    while not works(min(failing + step, NEVER)):
-        failing, step = failing + step, 2 * step
-        if failing >= NEVER:
-            return None
-    enough = min(failing + step, NEVER)
-    while enough - failing > 1:
-        middle = (failing + enough) // 2
-        failing, enough = (failing, middle) if works(middle) else (middle, enough)
-    return enough

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
@@ -15,11 +14,9 @@ from kvsim.schema import NEVER, plural
 
 def whole(budget: int) -> int:
     """The budget as an int. BudgetError for anything else, a share or a truth value included."""
-    try:
-        if not isinstance(budget, bool) and operator.index(budget) <= NEVER:
-            return operator.index(budget)
-    except TypeError:
-        pass
+    entries = integer(budget)
+    if entries is not None and entries <= NEVER:
+        return entries
     raise BudgetError(
         f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
     )

@@ -27,8 +27,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.policy import LayerBudgets, Protection
 from kvsim.core.view import View
-from kvsim.policies.pooling import smooth
-from kvsim.policies.window import Windowed, before_window, shares
+from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
 def window_flops(event: Event, window: int, kernel: int) -> Flops:
