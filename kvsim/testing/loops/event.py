@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvsim.errors import NeedsError
-from kvsim.testing.loops.basics import Floats, rotate, softmax
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 _EMPTY: Floats = np.zeros((0, 0, 0))
 
@@ -22,6 +27,33 @@ Numbers = list[dict[int, float]]
 Sets = list[set[int]]
 #: (inv_freq, attention_scaling) of a rotary embedding that pairs dimension i with i + half.
 Rotary = tuple[tuple[float, ...], float]
+
+
+def softmax(z: Floats) -> Floats:
+    """Weights of logits [n] that sum to 1; an empty array of an empty one."""
+    if not len(z):
+        return z
+    weight = np.exp(z - z.max())
+    return np.asarray(weight / weight.sum(), dtype=np.float64)
+
+
+def logits_of(q: Floats, k: Floats, scale: float) -> Floats:
+    """[qhead, row, pos] of one layer: scale times the product of every query with every key."""
+    group = len(q) // len(k)
+    return np.stack([scale * (q[i] @ k[i // group].T) for i in range(len(q))])
+
+
+def rotate(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
+    """x [..., dim] rotated forward by `by` [...] positions, each pair at its own frequency.
+
+    Dimension i is paired with i + half, half the number of frequencies; dimensions from 2 half on
+    are not rotated.
+    """
+    half = len(inv_freq)
+    angle = np.multiply.outer(by, np.asarray(inv_freq, dtype=np.float64))
+    a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
 
 
 @dataclass
@@ -70,6 +102,14 @@ class Event:
     def at(self, **changes: object) -> Event:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]  # checked when a test runs
+
+    def among(self, rows: list[int], prompt_len: int) -> Event:
+        """The event of a layer that has these rows alone, `prompt_len` of them of the prompt."""
+        q, k, v = (x[:, rows] for x in (self.queries, self.keys, self.values))
+        logits = logits_of(q, k, self.scale)
+        return self.at(
+            queries=q, keys=k, values=v, logits=logits, prompt_len=prompt_len, places=rows
+        )
 
     @property
     def group(self) -> int:

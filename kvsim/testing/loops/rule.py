@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvsim.testing.loops.basics import Floats
-from kvsim.testing.loops.event import Decision, Event, Scored, Sets
+from kvsim.testing.loops.event import Decision, Event, Floats, Scored, Sets
 
 
 @dataclass(frozen=True)
