@@ -50,6 +50,10 @@ class Piece:
         """FLOPs of the rule at an event, in one layer and without what is inside; None: unknown."""
         return None
 
+    def no_flops(self, event: Event) -> Flops:
+        """`flops` of a rule that computes nothing, or compares alone."""
+        return Flops()
+
 
 @dataclass(frozen=True)
 class Protection:
@@ -121,10 +125,8 @@ class Schedule:
 
     def override(self, interval: int | None, prefill: bool | None) -> Schedule:
         """This schedule with what is given replaced."""
-        out = self
-        if interval is not None:
-            out = replace(out, interval=interval)
-        return out if prefill is None else replace(out, prefill=prefill)
+        given: dict[str, Any] = {"interval": interval, "prefill": prefill}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 # ------------------------------------------------------------------------------------ the scorer
@@ -313,18 +315,18 @@ class Allocator(Sizing, ABC):
 class Uniform(Allocator):
     """Every head keeps the budget of its layer."""
 
+    flops = Allocator.no_flops
+
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same quota for every head."""
         return Plan(view.budget.expand_as(view.count))
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
 
 
 @dataclass(frozen=True)
 class Everything(Allocator):
     """Every head keeps all it has: no budget binds."""
+
+    flops = Allocator.no_flops
 
     @property
     def bounded(self) -> bool:
@@ -334,10 +336,6 @@ class Everything(Allocator):
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The number of entries that each head holds."""
         return Plan(view.count)
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
 
 
 # ---------------------------------------------------------------------------- the layers' budgets
@@ -378,10 +376,8 @@ class LayerBudgets(Sizing, ABC):
 class Even(LayerBudgets):
     """Every layer gets the budget."""
 
+    flops = LayerBudgets.no_flops
+
     def budgets(self, view: View, budget: int) -> Tensor:
         """The same for all."""
         return torch.full_like(view.layers, budget)
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()

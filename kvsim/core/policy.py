@@ -7,10 +7,11 @@ are defined in `kvsim.core.pieces` and `propagation`; those of the first can be 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kvsim.core.parameters import parameters
 from kvsim.core.pieces import (
     Allocator,
     Even,
@@ -145,10 +146,16 @@ class Policy:
                 f"budget that works is {self.propagation.least_budget}"
             )
 
-        def exceeded(total: int) -> tuple[int, int] | None:
-            return self._exceeded(total, prompt_len, n_layers, schedule or self.schedule)
+        events = schedule or self.schedule
 
-        first = exceeded(budget)
+        def exceeded(total: int) -> tuple[int, int] | None:
+            """The first budget of a layer below the size of its protection, and that size."""
+            longest = events.longest(prompt_len, total)
+            planned = self.layer_budgets.planned(total, n_layers, longest)
+            sizes = ((b, self.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
+            return next(((b, size) for b, size in sizes if size > b), None)
+
+        first = exceeded(budget) if self.allocator.bounded else None
         if first is None:
             return
         # all budgets above one that works do, too
@@ -161,17 +168,6 @@ class Policy:
         raise BudgetError(
             f"{self.name}: {where} is below the {protected} entries that it protects; {way_out}"
         )
-
-    def _exceeded(
-        self, budget: int, prompt_len: int, n_layers: int, schedule: Schedule
-    ) -> tuple[int, int] | None:
-        """The first budget of a layer that is below the size of its protection, and that size."""
-        if not self.allocator.bounded:
-            return None
-        longest = schedule.longest(prompt_len, budget)
-        planned = self.layer_budgets.planned(budget, n_layers, longest)
-        sizes = ((b, self.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
-        return next(((b, size) for b, size in sizes if size > b), None)
 
     def remark(self, budget: int) -> str:
         """What a reader of results at this budget should know; empty for nothing."""
@@ -205,21 +201,16 @@ class Policy:
         """The parameters of all pieces, by the names under which `kvsim.policy` takes them."""
         out: dict[str, Any] = {}
         seen: dict[str, int] = {}
-        for depth, name, value in self._parameters():
-            if name in seen and seen[name] == depth:
-                continue  # pieces of one level share it
-            out["scorer__" * (seen.get(name, -1) + 1) + name] = value
-            seen[name] = depth
+        levels = enumerate(self.levels)
+        for depth, piece in ((depth, piece) for depth, level in levels for piece in level):
+            for name in parameters(type(piece)):
+                if name == "scorer" or seen.get(name) == depth:  # pieces of one level share it
+                    continue
+                out["scorer__" * (seen.get(name, -1) + 1) + name] = getattr(piece, name)
+                seen[name] = depth
         if self.protect != Protection():
             out["protect"] = asdict(self.protect)
         return out
-
-    def _parameters(self) -> Iterator[tuple[int, str, Any]]:
-        for depth, pieces in enumerate(self.levels):
-            for piece in pieces:
-                for each in fields(piece) if is_dataclass(piece) else ():
-                    if each.name != "scorer":
-                        yield depth, each.name, getattr(piece, each.name)
 
     @property
     def rows(self) -> int:

@@ -70,6 +70,7 @@ class Growing(LayerBudgets):
     compression: Annotated[int, AtLeast(1)] = 4
 
     bounded = False
+    flops = LayerBudgets.no_flops
     remark = "no budget binds; it holds prompt, window and a share of what is generated"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
@@ -84,10 +85,6 @@ class Growing(LayerBudgets):
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int:
         """prompt_len + window + generated // compression."""
         return prompt_len + self.window + (n_pos - prompt_len) // self.compression
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
 
 
 @dataclass(frozen=True)
