@@ -103,11 +103,7 @@ def content_digest(
     """Return the digest of a trace, given the checksums of its arrays."""
     facts: dict[str, Any] = {
         "arrays": {
-            name: {
-                "dtype": dtypes[name],
-                "shape": list(shapes[name]),
-                "layers": checksums[name],
-            }
+            name: {"dtype": dtypes[name], "shape": list(shapes[name]), "layers": checksums[name]}
             for name in DIGESTED
             if name in checksums
         },

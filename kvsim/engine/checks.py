@@ -23,11 +23,7 @@ def whole(budget: int) -> int:
 
 
 def check_cell(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
-    memory: int | None,
-    schedule: Schedule | None = None,
+    trace: Trace, policy: Policy, budget: int, memory: int | None, schedule: Schedule | None = None
 ) -> None:
     """Raise what a replay would raise, without any work.
 
@@ -40,10 +36,7 @@ def check_cell(
         trace.read(missing[0])  # its error says how the array is recorded
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         policy.check_budget(
-            budget,
-            prompt_len=trace.prompt_len,
-            n_layers=sharing(trace),
-            schedule=schedule,
+            budget, prompt_len=trace.prompt_len, n_layers=sharing(trace), schedule=schedule
         )
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
