@@ -28,7 +28,7 @@ from kvsim.errors import PolicyError
 
 
 class Bound(ABC):
-    """A condition on a number, and its words in "an integer ..."."""
+    """A condition on a number; as text, its words in "an integer ..."."""
 
     #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
     before: ClassVar[bool] = False
@@ -36,9 +36,6 @@ class Bound(ABC):
     @abstractmethod
     def allows(self, value: float) -> bool:
         """Whether a number is within the bound; False for NaN."""
-
-    @abstractmethod
-    def __str__(self) -> str: ...
 
 
 @dataclass(frozen=True)

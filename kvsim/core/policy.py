@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from kvsim.core.parameters import parameters
+from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
     Even,
@@ -69,16 +69,7 @@ class Policy:
     propagation: Propagation | None = None
 
     def __post_init__(self) -> None:
-        pieces = {"scorer": Scorer, "allocator": Allocator, "layer_budgets": LayerBudgets}
-        if self.propagation is not None:
-            pieces["propagation"] = Propagation
-        for name, kind in pieces.items():
-            given = type(getattr(self, name))
-            if not issubclass(given, kind):
-                raise PolicyError(
-                    f"{self.name}: {name} is a {given.__name__}; expected a "
-                    f"{kind.__module__}.{kind.__name__}: class {given.__name__}({kind.__name__})"
-                )
+        check_fields(self, self.name)
         both = set(self.scorer.columns) & set(self.allocator.columns)
         if both:
             raise PolicyError(

@@ -24,6 +24,8 @@ from kvsim.testing.loops.event import (
     Decision,
     Event,
     Ints,
+    Propagated,
+    Rule,
     Scored,
     Sets,
     first,
@@ -31,7 +33,6 @@ from kvsim.testing.loops.event import (
     logits_of,
     union,
 )
-from kvsim.testing.loops.rule import Propagated, Rule
 
 #: Margin of a tie that no rule decides, because rounding may break it: below every tolerance.
 UNSURE = 1e-300
