@@ -119,10 +119,3 @@ class SelectedRows:
         first, stop = int(rows[0]), int(rows[-1]) + 1
         part = self.base.read(name, layers, slice(first, stop))
         return part if stop - first == len(rows) else part.index_select(2, rows - first)
-
-
-def check_steps(*parts: slice) -> None:
-    """Raise ValueError unless every slice has step 1."""
-    for part in parts:
-        if part.step not in (None, 1):
-            raise ValueError(f"step is {part.step}, expected 1")
