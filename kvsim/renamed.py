@@ -16,7 +16,7 @@ from types import ModuleType
 #: The modules that hold what an old module held, the first that has a name is asked for it.
 MODULES: Mapping[str, tuple[str, ...]] = {
     "kvsim.attention": ("kvsim.core.attention",),
-    "kvsim.composition": ("kvsim.core.policy", "kvsim.core.pieces", "kvsim.core.schedule"),
+    "kvsim.composition": ("kvsim.core.policy", "kvsim.core.pieces"),
     "kvsim.diagnostics": ("kvsim.analysis",),
     "kvsim.metrics": ("kvsim.analysis",),
     "kvsim.propagation": ("kvsim.core.propagation",),

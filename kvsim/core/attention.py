@@ -185,16 +185,11 @@ def attend(
         return _attend_blocks(q, k, v, Formula(scale, softcap), causal, mask)
     groups = q.shape[1]
     k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
-    bias = None if mask is None else _bias(mask, q)
+    bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
     out, lse = _FUSED(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if mask is not None:  # the kernel gives 0 where nothing is seen
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out, lse
-
-
-def _bias(mask: Tensor, q: Tensor) -> Tensor:
-    bias = torch.zeros((), dtype=q.dtype, device=q.device)
-    return torch.where(mask, bias, -math.inf).to(q.dtype)
 
 
 def _attend_blocks(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsim.core.attention import Formula, Rope
+from kvsim.core.attention import Rope
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.sources import Source
@@ -103,11 +103,7 @@ def content_digest(
     """Return the digest of a trace, given the checksums of its arrays."""
     facts: dict[str, Any] = {
         "arrays": {
-            name: {
-                "dtype": dtypes[name],
-                "shape": list(shapes[name]),
-                "layers": checksums[name],
-            }
+            name: {"dtype": dtypes[name], "shape": list(shapes[name]), "layers": checksums[name]}
             for name in DIGESTED
             if name in checksums
         },
@@ -119,20 +115,17 @@ def content_digest(
         facts["scale"] = _bits(header.formulas[0].scale)
     else:
         facts["attention"] = [
-            {**_formula_bits(formula), "rope": _rope_bits(rope)}
+            {
+                "rope": _rope_bits(rope),
+                "scale": _bits(formula.scale),
+                "sinks": [_bits(sink) for sink in formula.sinks],
+                "softcap": None if formula.softcap is None else _bits(formula.softcap),
+                "window": formula.window,
+            }
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
         ]
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def _formula_bits(formula: Formula) -> dict[str, Any]:
-    return {
-        "scale": _bits(formula.scale),
-        "sinks": [_bits(sink) for sink in formula.sinks],
-        "softcap": None if formula.softcap is None else _bits(formula.softcap),
-        "window": formula.window,
-    }
 
 
 def _rope_bits(rope: Rope) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,7 +28,7 @@ from kvsim.errors import PolicyError
 
 
 class Bound(ABC):
-    """A condition on a number, and its words in "an integer ..."."""
+    """A condition on a number; as text, its words in "an integer ..."."""
 
     #: whether the words stand before the noun ("odd") or behind it ("of at least 1")
     before: ClassVar[bool] = False
@@ -36,9 +36,6 @@ class Bound(ABC):
     @abstractmethod
     def allows(self, value: float) -> bool:
         """Whether a number is within the bound; False for NaN."""
-
-    @abstractmethod
-    def __str__(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -140,12 +137,16 @@ class Parameter:
         comma = "," if any(" " in phrase for phrase in most) else ""
         return f"{', '.join(most)}{comma} or {last}" if most else last
 
+    @cached_property
+    def _fit(self) -> Fit:
+        return _fit_of(self.hint)
+
     def value(self, given: object, label: str) -> Any:
         """The value that is given, as a plain number where it is one of numpy's.
 
         Raises PolicyError, which begins with `label`, where it does not fit.
         """
-        fitted = _fitted(given, self.hint)
+        fitted = self._fit(given)
         if fitted is _UNFIT:
             raise PolicyError(f"{label}: {self.name} is {given!r}; expected {self.expected}")
         return fitted
@@ -176,47 +177,62 @@ def check_fields(piece: object, label: str) -> None:
             object.__setattr__(piece, name, value)
 
 
-def is_count(value: Any, least: int) -> bool:
-    """Whether a value is an integer of at least `least`; True and False are not."""
-    return _fitted(value, Annotated[int, AtLeast(least)]) is not _UNFIT
+def integer(value: Any) -> int | None:
+    """An integer as an int, numpy's included; None for anything else, True and False included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 _UNFIT = object()
+#: Returns a value that fits an annotation, as a plain number where it is a number; else _UNFIT.
+Fit = Callable[[Any], Any]
 
 
-def _fitted(value: Any, hint: Any) -> Any:
-    """The value if it fits the annotation, as a plain number where it is a number; else _UNFIT."""
+def _fit_of(hint: Any) -> Fit:
+    """The check of an annotation, resolved once for a class, as pieces are built at every event."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        fitted = _fitted(value, arguments[0])
-        bounded = fitted is not _UNFIT and fitted is not None
-        bounds = (bound for bound in arguments[1:] if bounded and isinstance(bound, Bound))
-        return fitted if all(bound.allows(fitted) for bound in bounds) else _UNFIT
+        bounds = [bound for bound in arguments[1:] if isinstance(bound, Bound)]
+        return partial(_bounded, _fit_of(arguments[0]), bounds)
     if origin in (Union, UnionType):
-        fits = (_fitted(value, part) for part in arguments)
-        return next((fitted for fitted in fits if fitted is not _UNFIT), _UNFIT)
+        return partial(_any_of, [*map(_fit_of, arguments)])
     if origin is Literal:
-        same = (type(value) is type(choice) and value == choice for choice in arguments)
-        return value if any(same) else _UNFIT
+        return partial(_among, arguments)
     if hint in (int, float):
-        return _number(value, whole=hint is int)
+        return partial(_number, hint)
     try:
-        return value if hint is Any or isinstance(value, hint) else _UNFIT
-    except TypeError:  # list[int], a protocol, ...: no class of which to be an instance
+        isinstance(None, hint)
+    except TypeError:  # Any, list[int], a protocol, ...: no class of which to be an instance
+        return lambda value: value
+    return lambda value: value if isinstance(value, hint) else _UNFIT
+
+
+def _bounded(fit: Fit, bounds: list[Bound], value: Any) -> Any:
+    fitted = fit(value)
+    unbounded = fitted is _UNFIT or fitted is None
+    return fitted if unbounded or all(b.allows(fitted) for b in bounds) else _UNFIT
+
+
+def _any_of(fits: list[Fit], value: Any) -> Any:
+    fitted = (fit(value) for fit in fits)
+    return next((each for each in fitted if each is not _UNFIT), _UNFIT)
+
+
+def _among(choices: tuple[Any, ...], value: Any) -> Any:
+    same = (type(value) is type(choice) and value == choice for choice in choices)
+    return value if any(same) else _UNFIT
+
+
+def _number(kind: type, value: Any) -> Any:
+    if type(value) is kind:
         return value
-
-
-def _number(value: Any, *, whole: bool) -> Any:
-    """The plain number, for numpy's and others that behave as one; _UNFIT for anything else."""
-    if isinstance(value, bool):
-        return _UNFIT
-    try:
-        return operator.index(value)
-    except TypeError:
-        pass
-    if whole or not isinstance(value, numbers.Real):
-        return _UNFIT
-    return float(value)
+    plain = integer(value)
+    if plain is not None:
+        return plain
+    real = kind is float and not isinstance(value, bool) and isinstance(value, numbers.Real)
+    return float(value) if real else _UNFIT
 
 
 # -------------------------------------------------------------------------------------- the words

@@ -1,4 +1,4 @@
-"""The pieces of a policy: a scorer, an allocator, the budgets of layers, and what is protected.
+"""The pieces of a policy: scorer, allocator, budgets of the layers, protection and schedule.
 
 A piece is a frozen dataclass. Its fields are parameters (`kvsim.core.parameters`), checked when it
 is built, and it gives the FLOPs of its own rule, from which `kvsim cost` takes them.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, check_fields
-from kvsim.core.schedule import Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
@@ -31,7 +31,7 @@ class Piece:
     #: name in errors; by default the file of a policy of kvsim, the class of a user's own
     label: ClassVar[str] = ""
     #: name of the method that `flops` counts
-    _rule: ClassVar[str]
+    _rule: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a name to errors, and forget FLOPs that are inherited without the rule."""
@@ -49,6 +49,10 @@ class Piece:
     def flops(self, event: Event) -> Flops | None:
         """FLOPs of the rule at an event, in one layer and without what is inside; None: unknown."""
         return None
+
+    def no_flops(self, event: Event) -> Flops:
+        """`flops` of a rule that computes nothing, or compares alone."""
+        return Flops()
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,38 @@ def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
         return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
     masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}
     return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a policy acts: after rows prompt_len - 1 + m * interval.
+
+    interval: rows between decode-time events; None where only the prefill event (m = 0) fires.
+    prefill: whether m = 0 fires.
+    """
+
+    interval: Annotated[int, AtLeast(1)] | None = 1
+    prefill: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "schedule")
+
+    def rows(self, prompt_len: int, n_pos: int) -> list[int]:
+        """Rows after which an event fires in a trace of n_pos tokens."""
+        prompt = [prompt_len - 1] if self.prefill else []
+        if self.interval is None:
+            return prompt
+        return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
+
+    def longest(self, prompt_len: int, budget: int) -> int:
+        """Entries that a head holds before an event at most, once it has been cut to the budget."""
+        prompt = prompt_len if self.prefill else 0
+        return max(prompt, budget + (self.interval or 0), 1)
+
+    def override(self, interval: int | None, prefill: bool | None) -> Schedule:
+        """This schedule with what is given replaced."""
+        given: dict[str, Any] = {"interval": interval, "prefill": prefill}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 # ------------------------------------------------------------------------------------ the scorer
@@ -186,30 +222,12 @@ class Wrapper(Scorer):
                 "because a wrapper computes with the scores themselves"
             )
 
-    @property
-    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part
-        """The scorer's."""
-        return self.scorer.columns
-
-    @property
-    def rows(self) -> int:
-        """The scorer's."""
-        return self.scorer.rows
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The scorer's."""
-        return self.scorer.needs
-
-    @property
-    def clairvoyant(self) -> bool:
-        """If the scorer is."""
-        return self.scorer.clairvoyant
-
-    @property
-    def least_rows(self) -> int:
-        """The scorer's."""
-        return self.scorer.least_rows
+    # those of the scorer inside
+    columns: ClassVar[Any] = property(attrgetter("scorer.columns"))
+    rows: ClassVar[Any] = property(attrgetter("scorer.rows"))
+    needs: ClassVar[Any] = property(attrgetter("scorer.needs"))
+    clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
+    least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """As the scorer."""
@@ -244,7 +262,26 @@ class Plan:
     notes: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Allocator(Piece, ABC):
+class Sizing(Piece, ABC):
+    """How much stays: an allocator, or the budgets of layers."""
+
+    @property
+    def rows(self) -> int:
+        """Most rows whose attention is read at once."""
+        return 1
+
+    @property
+    def bounded(self) -> bool:
+        """False where the policy's budget does not bind."""
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """False where what stays is near the budget, all layers together, and not equal to it."""
+        return True
+
+
+class Allocator(Sizing, ABC):
     """How many entries stay, and from where."""
 
     _rule: ClassVar[str] = "plan"
@@ -255,21 +292,6 @@ class Allocator(Piece, ABC):
     notes: ClassVar[frozenset[str]] = frozenset()
     #: uses the order of scores alone, so that `kvsim.policy` gives it a scorer's logarithm
     ordinal: ClassVar[bool] = False
-
-    @property
-    def rows(self) -> int:
-        """Most rows whose attention is read at once."""
-        return 1
-
-    @property
-    def bounded(self) -> bool:
-        """False where no budget binds."""
-        return True
-
-    @property
-    def exact(self) -> bool:
-        """False where what stays is near the budget and not equal to it."""
-        return True
 
     @property
     def binds(self) -> bool:
@@ -293,18 +315,18 @@ class Allocator(Piece, ABC):
 class Uniform(Allocator):
     """Every head keeps the budget of its layer."""
 
+    flops = Allocator.no_flops
+
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same quota for every head."""
         return Plan(view.budget.expand_as(view.count))
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
 
 
 @dataclass(frozen=True)
 class Everything(Allocator):
     """Every head keeps all it has: no budget binds."""
+
+    flops = Allocator.no_flops
 
     @property
     def bounded(self) -> bool:
@@ -315,35 +337,16 @@ class Everything(Allocator):
         """The number of entries that each head holds."""
         return Plan(view.count)
 
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
-
 
 # ---------------------------------------------------------------------------- the layers' budgets
 
 
-class LayerBudgets(Piece, ABC):
+class LayerBudgets(Sizing, ABC):
     """How much each layer gets, in entries per head."""
 
     _rule: ClassVar[str] = "budgets"
     #: the layers share one budget: an event acts on all of them together, or on none
     across_layers: ClassVar[bool] = False
-
-    @property
-    def rows(self) -> int:
-        """Most rows whose attention is read at once."""
-        return 1
-
-    @property
-    def bounded(self) -> bool:
-        """False where the policy's budget does not bind."""
-        return True
-
-    @property
-    def exact(self) -> bool:
-        """False where the layers together are near their budgets and not equal to them."""
-        return True
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """Budgets of the layers as far as they are fixed; a head holds at most `longest` entries.
@@ -373,10 +376,8 @@ class LayerBudgets(Piece, ABC):
 class Even(LayerBudgets):
     """Every layer gets the budget."""
 
+    flops = LayerBudgets.no_flops
+
     def budgets(self, view: View, budget: int) -> Tensor:
         """The same for all."""
         return torch.full_like(view.layers, budget)
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()

@@ -1,16 +1,17 @@
 """A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
 
 Methods that propagate some of the prompt to deeper layers have one more, a propagation. The pieces
-are defined in `kvsim.core.pieces`, `schedule` and `propagation`; all but the last can be imported
-from here.
+are defined in `kvsim.core.pieces` and `propagation`; those of the first can be imported from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
     Even,
@@ -18,6 +19,7 @@ from kvsim.core.pieces import (
     LayerBudgets,
     Plan,
     Protection,
+    Schedule,
     Scorer,
     Scores,
     Uniform,
@@ -25,7 +27,6 @@ from kvsim.core.pieces import (
     protected_by,
 )
 from kvsim.core.propagation import Propagation
-from kvsim.core.schedule import Schedule
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.schema import NEVER
 
@@ -68,16 +69,7 @@ class Policy:
     propagation: Propagation | None = None
 
     def __post_init__(self) -> None:
-        pieces = {"scorer": Scorer, "allocator": Allocator, "layer_budgets": LayerBudgets}
-        if self.propagation is not None:
-            pieces["propagation"] = Propagation
-        for name, kind in pieces.items():
-            given = type(getattr(self, name))
-            if not issubclass(given, kind):
-                raise PolicyError(
-                    f"{self.name}: {name} is a {given.__name__}; expected a "
-                    f"{kind.__module__}.{kind.__name__}: class {given.__name__}({kind.__name__})"
-                )
+        check_fields(self, self.name)
         both = set(self.scorer.columns) & set(self.allocator.columns)
         if both:
             raise PolicyError(
@@ -145,34 +137,28 @@ class Policy:
                 f"budget that works is {self.propagation.least_budget}"
             )
 
-        def exceeded(total: int) -> tuple[int, int] | None:
-            return self._exceeded(total, prompt_len, n_layers, schedule or self.schedule)
+        events = schedule or self.schedule
 
-        first = exceeded(budget)
+        def exceeded(total: int) -> tuple[int, int] | None:
+            """The first budget of a layer below the size of its protection, and that size."""
+            longest = events.longest(prompt_len, total)
+            planned = self.layer_budgets.planned(total, n_layers, longest)
+            sizes = ((b, self.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
+            return next(((b, size) for b, size in sizes if size > b), None)
+
+        first = exceeded(budget) if self.allocator.bounded else None
         if first is None:
             return
-        smallest = _smallest(lambda total: exceeded(total) is None, budget)
-        way_out = (
-            "no budget works"
-            if smallest is None
-            else f"the smallest budget that works is {smallest}"
-        )
+        # all budgets above one that works do, too
+        totals = range(NEVER + 1)
+        smallest = bisect_left(totals, x=True, lo=budget, key=lambda total: exceeded(total) is None)
+        works = f"the smallest budget that works is {smallest}"
+        way_out = works if smallest in totals else "no budget works"
         share, protected = first
         where = f"budget {budget}" if share == budget else f"budget {share} of a layer"
         raise BudgetError(
             f"{self.name}: {where} is below the {protected} entries that it protects; {way_out}"
         )
-
-    def _exceeded(
-        self, budget: int, prompt_len: int, n_layers: int, schedule: Schedule
-    ) -> tuple[int, int] | None:
-        """The first budget of a layer that is below the size of its protection, and that size."""
-        if not self.allocator.bounded:
-            return None
-        longest = schedule.longest(prompt_len, budget)
-        planned = self.layer_budgets.planned(budget, n_layers, longest)
-        sizes = ((b, self.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
-        return next(((b, size) for b, size in sizes if size > b), None)
 
     def remark(self, budget: int) -> str:
         """What a reader of results at this budget should know; empty for nothing."""
@@ -206,41 +192,19 @@ class Policy:
         """The parameters of all pieces, by the names under which `kvsim.policy` takes them."""
         out: dict[str, Any] = {}
         seen: dict[str, int] = {}
-        for depth, name, value in self._parameters():
-            if name in seen and seen[name] == depth:
-                continue  # pieces of one level share it
-            out["scorer__" * (seen.get(name, -1) + 1) + name] = value
-            seen[name] = depth
+        levels = enumerate(self.levels)
+        for depth, piece in ((depth, piece) for depth, level in levels for piece in level):
+            for name in parameters(type(piece)):
+                if name == "scorer" or seen.get(name) == depth:  # pieces of one level share it
+                    continue
+                out["scorer__" * (seen.get(name, -1) + 1) + name] = getattr(piece, name)
+                seen[name] = depth
         if self.protect != Protection():
             out["protect"] = asdict(self.protect)
         return out
-
-    def _parameters(self) -> Iterator[tuple[int, str, Any]]:
-        for depth, pieces in enumerate(self.levels):
-            for piece in pieces:
-                for each in fields(piece) if is_dataclass(piece) else ():
-                    if each.name != "scorer":
-                        yield depth, each.name, getattr(piece, each.name)
 
     @property
     def rows(self) -> int:
         """Most recent rows whose attention is read at once."""
         window = 1 if self.propagation is None else self.propagation.window_rows
         return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows, window)
-
-
-def _smallest(works: Callable[[int], bool], failing: int) -> int | None:
-    """The smallest budget above `failing` that works, where all larger ones work, too.
-
-    By doubling and halving: at most 62 budgets are tried. None where even the largest fails.
-    """
-    step = 1
-    while not works(min(failing + step, NEVER)):
-        failing, step = failing + step, 2 * step
-        if failing >= NEVER:
-            return None
-    enough = min(failing + step, NEVER)
-    while enough - failing > 1:
-        middle = (failing + enough) // 2
-        failing, enough = (failing, middle) if works(middle) else (middle, enough)
-    return enough

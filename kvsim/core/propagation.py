@@ -160,11 +160,3 @@ def check_layer(name: str, layer: int | None, n_layers: int) -> None:
         raise PolicyError(
             f"{name}: layer is {layer}, the model has layers 0..{n_layers - 1}; give one of them"
         )
-
-
-def listed(rows: Sequence[Mapping[str, float]], n_layers: int) -> dict[str, list[float | None]]:
-    """Notes of the layers by name: one number per layer, None where there is none."""
-    names = dict.fromkeys(name for notes in rows for name in notes)
-    none: Mapping[str, float] = {}
-    padded = [*rows, *[none] * (n_layers - len(rows))]
-    return {name: [notes.get(name) for notes in padded] for name in names}

@@ -135,7 +135,8 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
     root = zarr.create_group(store=str(path), zarr_format=3, attributes=version)
     for i, record in enumerate(records):
         # all at once: zarr would rewrite the document for every attribute
-        attributes = {name: _plain(getattr(record, name)) for name in _STORED}
+        attributes = {name: getattr(record, name) for name in _STORED}
+        attributes["params"] = dict(record.params)
         if record.selection is not None:
             attributes["selection"] = asdict(record.selection)
         group = root.create_group(str(i), attributes=attributes)
@@ -167,7 +168,9 @@ def read_records(path: str | Path) -> list[Record]:
         }
         stored["layers"] = tuple(stored["layers"])
         if "selection" in group.attrs:
-            stored["selection"] = _selection(group.attrs["selection"])
+            chosen: Any = group.attrs["selection"]
+            pairs = {name: tuple(chosen[name]) for name in ("dropped", "counts")}
+            stored["selection"] = Selection(**{**chosen, **pairs})
         array: Any = group["evicted_at"]
         records.append(Record(evicted_at=np.asarray(array[...]), **stored))
     return records
@@ -179,16 +182,3 @@ RECORD_VERSION = 1
 _STORED = tuple(
     f.name for f in fields(Record) if f.name not in ("evicted_at", "internals", "selection")
 )
-
-
-def _selection(stored: Any) -> Selection:
-    """A Selection from its JSON form."""
-    pairs = {name: tuple(stored[name]) for name in ("dropped", "counts")}
-    return Selection(**{**stored, **pairs})
-
-
-def _plain(value: Any) -> Any:
-    """A value in its JSON form."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, tuple) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -34,16 +33,8 @@ class Memory:
 
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
         self.arrays = dict(arrays)
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array."""
-        return {name: tuple(array.shape) for name, array in self.arrays.items()}
-
-    @property
-    def positions(self) -> Tensor:
-        """0, 1, 2, ..."""
-        return torch.arange(self.shapes["q"][2])
+        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
@@ -61,20 +52,11 @@ class PerQueryHead:
 
     def __init__(self, base: Source, group: int) -> None:
         self.base, self.group = base, group
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array."""
-        shapes = dict(self.base.shapes)
+        self.positions = base.positions
+        self.shapes = dict(base.shapes)
         for name in ("k", "v"):
-            layers, heads, *rest = shapes[name]
-            shapes[name] = (layers, heads * self.group, *rest)
-        return shapes
-
-    @property
-    def positions(self) -> Tensor:
-        """Those of the base."""
-        return self.base.positions
+            layers, heads, *rest = self.shapes[name]
+            self.shapes[name] = (layers, heads * group, *rest)
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array, keys and values with a head for each query head."""
@@ -96,20 +78,11 @@ class SelectedRows:
 
     def __init__(self, base: Source, rows: Tensor) -> None:
         self.base, self.rows = base, rows
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each array."""
-        shapes = {name: self.base.shapes[name] for name in self._KEPT if name in self.base.shapes}
+        self.positions = base.positions[rows]
+        self.shapes = {name: base.shapes[name] for name in self._KEPT if name in base.shapes}
         for name in ("q", "k", "v"):
-            layers, heads, _, dim = shapes[name]
-            shapes[name] = (layers, heads, len(self.rows), dim)
-        return shapes
-
-    @property
-    def positions(self) -> Tensor:
-        """Position of each selected row."""
-        return self.base.positions[self.rows]
+            layers, heads, _, dim = self.shapes[name]
+            self.shapes[name] = (layers, heads, len(rows), dim)
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array; `pos` counts the selected rows."""
@@ -119,10 +92,3 @@ class SelectedRows:
         first, stop = int(rows[0]), int(rows[-1]) + 1
         part = self.base.read(name, layers, slice(first, stop))
         return part if stop - first == len(rows) else part.index_select(2, rows - first)
-
-
-def check_steps(*parts: slice) -> None:
-    """Raise ValueError unless every slice has step 1."""
-    for part in parts:
-        if part.step not in (None, 1):
-            raise ValueError(f"step is {part.step}, expected 1")

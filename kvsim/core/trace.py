@@ -11,23 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.arguments import ArrayLike, Positions, as_positions, as_tensor, as_tokens
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import DTYPES, check_finite, check_shapes
 from kvsim.core.digest import array_digest
 from kvsim.core.full import FullAttention
 from kvsim.core.header import Header
-from kvsim.core.sources import Memory, PerQueryHead, SelectedRows, Source, check_steps
+from kvsim.core.sources import Memory, PerQueryHead, SelectedRows, Source
 from kvsim.errors import NeedsError, TraceError
 
 if TYPE_CHECKING:
     import xarray
 
+ArrayLike = Tensor | np.ndarray[Any, Any]
+Positions = Sequence[int] | slice | Tensor
 T = TypeVar("T")
 
 _ALL = slice(None)
@@ -49,11 +51,18 @@ class Trace:
     Args:
         source: the arrays.
         header: facts about the trace.
-        dtype: the compute dtype.
-        token_text: the text of each token.
+        dtype: the dtype that `read` returns: float64 for float64 arrays, float32 for all others.
+        token_text: the text of each token, or None.
         digest: the recorded digest; computed from the arrays by default.
-        path: where the trace is stored; None in memory.
+        path: where the trace is stored, its URL if it is not on this machine; None in memory.
         base: the trace whose KV heads `source` repeats, if it does.
+
+    Attributes:
+        n_layers, n_qheads, n_heads: number of layers, of query heads and of KV heads.
+        group: query heads of one KV head; query head i belongs to KV head i // group.
+        n_pos: number of tokens, prompt and response.
+        dim: dimensions of a head.
+        prompt_len, formulas, ropes, layer_ids, name, meta, source_dtypes: those of the header.
     """
 
     def __init__(
@@ -67,9 +76,26 @@ class Trace:
         path: Path | str | None = None,
         base: Trace | None = None,
     ) -> None:
-        self.source, self.header, self._dtype = source, header, dtype
-        self._token_text = None if token_text is None else list(token_text)
-        self._digest, self._path, self._base = digest, path, base
+        self.source: Final = source
+        self.header: Final = header
+        self.dtype: Final = dtype
+        self.token_text: Final = None if token_text is None else list(token_text)
+        self.path: Final = path
+        self._digest, self._base = digest, base
+        layers, qheads, n_pos, dim = source.shapes["q"]
+        self.n_layers: Final = layers
+        self.n_qheads: Final = qheads
+        self.n_heads: Final = source.shapes["k"][1]
+        self.group: Final = qheads // self.n_heads
+        self.n_pos: Final = n_pos
+        self.dim: Final = dim
+        self.prompt_len: Final = header.prompt_len
+        self.formulas: Final = header.formulas
+        self.ropes: Final = header.ropes
+        self.layer_ids: Final = header.layer_ids
+        self.name: Final = header.name
+        self.meta: Final = header.meta
+        self.source_dtypes: Final = header.source_dtypes
         same = None if base is None else base.full_attention
         self.full_attention: FullAttention = FullAttention(
             source, header.formulas, dtype, cache=path is None, base=same
@@ -126,7 +152,7 @@ class Trace:
         """
         given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse, "o_proj": o_proj}
         given["residual"] = residual
-        arrays = {key: as_tensor(key, array) for key, array in given.items() if array is not None}
+        arrays = {key: _as_tensor(key, array) for key, array in given.items() if array is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, n_qheads, n_pos, dim = arrays["q"].shape
         if formulas is None:
@@ -149,7 +175,7 @@ class Trace:
         for key, array in arrays.items():
             check_finite(key, array, name)
         if tokens is not None:
-            arrays["tokens"] = as_tokens(tokens, n_pos, name)
+            arrays["tokens"] = _as_tokens(tokens, n_pos, name)
         if token_text is not None and len(token_text) != n_pos:
             raise TraceError(
                 f"{name}: token_text has {len(token_text)} entries, expected {n_pos}, one per token"
@@ -174,9 +200,9 @@ class Trace:
         return Trace(
             PerQueryHead(self.source, self.group),
             self.header,
-            dtype=self._dtype,
-            token_text=self._token_text,
-            path=self._path,
+            dtype=self.dtype,
+            token_text=self.token_text,
+            path=self.path,
             base=self,
         )
 
@@ -190,59 +216,14 @@ class Trace:
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
         header = replace(self.header, prompt_len=len(prompt_rows))
-        return Trace(SelectedRows(self.source, rows), header, dtype=self._dtype)
+        return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
 
     # --- facts ---
-
-    @property
-    def n_layers(self) -> int:
-        """Number of layers."""
-        return self.source.shapes["q"][0]
-
-    @property
-    def n_qheads(self) -> int:
-        """Number of query heads."""
-        return self.source.shapes["q"][1]
-
-    @property
-    def n_heads(self) -> int:
-        """Number of KV heads."""
-        return self.source.shapes["k"][1]
-
-    @property
-    def group(self) -> int:
-        """Query heads of one KV head; query head i belongs to KV head i // group."""
-        return self.n_qheads // self.n_heads
-
-    @property
-    def n_pos(self) -> int:
-        """Number of tokens, prompt and response."""
-        return self.source.shapes["q"][2]
-
-    @property
-    def dim(self) -> int:
-        """Dimensions of a head."""
-        return self.source.shapes["q"][3]
-
-    @property
-    def prompt_len(self) -> int:
-        """Rows 0 to prompt_len - 1 are the prefill."""
-        return self.header.prompt_len
 
     @property
     def positions(self) -> Tensor:
         """Position of each row in the sequence, by which RoPE rotated it; int64 [pos]."""
         return self.source.positions
-
-    @property
-    def formulas(self) -> tuple[Formula, ...]:
-        """What each layer computes from q, k, v."""
-        return self.header.formulas
-
-    @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embedding that q and k of each layer went through."""
-        return self.header.ropes
 
     @property
     def scale(self) -> float:
@@ -269,16 +250,6 @@ class Trace:
         return tuple(i for i, window in windows if window is not None and window < self.n_pos)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that `read` returns: float64 for float64 arrays, float32 for all others."""
-        return self._dtype
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """The model's number of each layer."""
-        return self.header.layer_ids
-
-    @property
     def whole(self) -> bool:
         """Whether these are all layers of the model, as far as `meta` has their number."""
         model = self.meta.get("model")
@@ -286,34 +257,9 @@ class Trace:
         return self.layer_ids == tuple(range(layers if isinstance(layers, int) else self.n_layers))
 
     @property
-    def name(self) -> str:
-        """A name for tables and figures."""
-        return self.header.name
-
-    @property
-    def path(self) -> Path | str | None:
-        """Where the trace is stored, its URL if it is not on this machine; None in memory."""
-        return self._path
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """Provenance: model, text, generation settings, answer check, versions."""
-        return self.header.meta
-
-    @property
     def labels(self) -> dict[str, str | int]:
         """Labels of the prompt, as far as it has them: `task`, `domain`, `level`."""
         return self.header.labels
-
-    @property
-    def source_dtypes(self) -> Mapping[str, str]:
-        """For each array, the dtype that it had in the model."""
-        return self.header.source_dtypes
-
-    @property
-    def token_text(self) -> list[str] | None:
-        """The text of each token, or None."""
-        return self._token_text
 
     @property
     def digest(self) -> str:
@@ -322,7 +268,7 @@ class Trace:
             if self._base is not None:
                 self._digest = f"{self._base.digest}/per_query_head"
             else:
-                self._digest = array_digest(self.source, self.header, self._dtype)
+                self._digest = array_digest(self.source, self.header, self.dtype)
         return self._digest
 
     def has(self, name: str) -> bool:
@@ -355,9 +301,9 @@ class Trace:
                 f"{', '.join(self.source.shapes)}; record it again with "
                 f"{_ON_REQUEST.get(name, 'what is missing')}"
             )
-        check_steps(layers, pos)
+        _check_steps(layers, pos)
         array = self.source.read(name, layers, pos)
-        return array.to(torch.int64 if name == "tokens" else self._dtype)
+        return array.to(torch.int64 if name == "tokens" else self.dtype)
 
     @property
     def q(self) -> Tensor:
@@ -419,7 +365,7 @@ class Trace:
 
         As recorded, else computed from q, k, v; traces in memory keep what they have computed.
         """
-        check_steps(layers)
+        _check_steps(layers)
         return self.full_attention.layers(layers)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
@@ -430,10 +376,10 @@ class Trace:
             rows: query positions.
             pos: key positions, all of them by default; masked ones have weight 0.
         """
-        at = as_positions(rows, self.n_pos)
-        to = as_positions(_ALL if pos is None else pos, self.n_pos)
+        at = _as_positions(rows, self.n_pos)
+        to = _as_positions(_ALL if pos is None else pos, self.n_pos)
         if not len(at) or not len(to):
-            return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self._dtype)
+            return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self.dtype)
         return self.full_attention.weights(range(self.n_layers)[layer], at, to)
 
 
@@ -447,3 +393,48 @@ def _plain(scale: float, where: str) -> Formula:
 def _public(name: str) -> Any:
     """The public function `kvsim.NAME`, found at call time: core knows nothing of files."""
     return getattr(import_module("kvsim"), name)
+
+
+def _as_tensor(name: str, array: ArrayLike) -> Tensor:
+    """Return the array as a tensor of a floating dtype, without a copy."""
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array.detach()
+    if tensor.dtype not in DTYPES:
+        raise TraceError(
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected one of "
+            f"{', '.join(DTYPES.values())}"
+        )
+    return tensor
+
+
+def _as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
+    """Return token ids [pos] as int64."""
+    ids = torch.as_tensor(tokens)
+    if tuple(ids.shape) != (n_pos,) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise TraceError(
+            f"{where}: tokens has shape {tuple(ids.shape)} and dtype "
+            f"{str(ids.dtype).removeprefix('torch.')}, expected {n_pos} integers"
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
+        raise TraceError(
+            f"{where}: tokens are {int(ids.min())} to {int(ids.max())}, expected token ids, "
+            "0 or more"
+        )
+    return ids.to(torch.int64)
+
+
+def _as_positions(at: Positions, n_pos: int) -> Tensor:
+    """Return positions as int64; negative ones count from the end."""
+    if isinstance(at, slice):
+        return torch.arange(n_pos)[at]
+    index = torch.as_tensor(at, dtype=torch.int64)
+    index = torch.where(index < 0, index + n_pos, index)
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
+        raise IndexError(f"position out of range, expected 0 to {n_pos - 1}")
+    return index
+
+
+def _check_steps(*parts: slice) -> None:
+    """Raise ValueError unless every slice has step 1."""
+    for part in parts:
+        if part.step not in (None, 1):
+            raise ValueError(f"step is {part.step}, expected 1")

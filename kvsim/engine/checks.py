@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
@@ -15,22 +14,16 @@ from kvsim.schema import NEVER, plural
 
 def whole(budget: int) -> int:
     """The budget as an int. BudgetError for anything else, a share or a truth value included."""
-    try:
-        if not isinstance(budget, bool) and operator.index(budget) <= NEVER:
-            return operator.index(budget)
-    except TypeError:
-        pass
+    entries = integer(budget)
+    if entries is not None and entries <= NEVER:
+        return entries
     raise BudgetError(
         f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
     )
 
 
 def check_cell(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
-    memory: int | None,
-    schedule: Schedule | None = None,
+    trace: Trace, policy: Policy, budget: int, memory: int | None, schedule: Schedule | None = None
 ) -> None:
     """Raise what a replay would raise, without any work.
 
@@ -43,10 +36,7 @@ def check_cell(
         trace.read(missing[0])  # its error says how the array is recorded
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         policy.check_budget(
-            budget,
-            prompt_len=trace.prompt_len,
-            n_layers=sharing(trace),
-            schedule=schedule,
+            budget, prompt_len=trace.prompt_len, n_layers=sharing(trace), schedule=schedule
         )
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvsim.core.propagation import Propagation, Selection, listed
+from kvsim.core.propagation import Propagation, Selection
 from kvsim.core.trace import Trace
 from kvsim.core.view import Entries, Setting, Source, View
 from kvsim.engine.source import TraceSource
@@ -39,7 +39,7 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
     rows: Tensor | None = None
     of_layer: list[Tensor | None] = []
     dropped: list[int] = []
-    notes = []
+    notes: dict[str, list[float | None]] = {}
     memory, done = None, False
     for layer in range(n_layers):
         of_layer.append(rows)
@@ -48,7 +48,8 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
         view = look(layer, rows)
         step = propagation.after(view, memory)
         memory, done = step.memory, step.done
-        notes.append(step.notes)
+        for name, number in step.notes.items():
+            notes.setdefault(name, [None] * n_layers)[layer] = number
         if step.rows is not None and len(step.rows) <= view.row:  # fewer than all
             at = step.rows.to("cpu")
             rows = at if rows is None else rows[at]
@@ -59,7 +60,7 @@ def descend(propagation: Propagation, n_layers: int, prompt_len: int, look: Look
         dropped=tuple(dropped),
         counts=tuple(prompt_len if at is None else len(at) for at in of_layer),
         restarted=propagation.restarts and bool(dropped),
-        notes={**propagation.facts(n_layers), **listed(notes, n_layers)},
+        notes={**propagation.facts(n_layers), **notes},
     )
     return Descent(selection, tuple(of_layer))
 

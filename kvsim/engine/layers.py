@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvsim.core.parameters import is_count
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
@@ -36,7 +36,7 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
         return chosen
     chosen = tuple(layers)
     for layer in chosen:
-        if not is_count(layer, 0) or layer >= trace.n_layers:
+        if integer(layer) is None or not 0 <= layer < trace.n_layers:
             raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
         check_unwindowed(trace, layer)
     if not chosen or len(set(chosen)) < len(chosen):

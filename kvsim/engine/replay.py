@@ -78,9 +78,9 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
         check_together(trace, policy, chosen)
     most = len(chosen) if together else layers_per_block(source, policy, options.memory)
     by_row = _goes_by_row(trace, policy, schedule, chosen, options)
+    options = replace(options, by_row=by_row)
     setting = setting_of(trace, policy, budget, schedule)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
-    job = _Job(source, policy, setting, schedule, options, by_row)
     plans: list[Plans] = []
     done = 0
     with torch.inference_mode():
@@ -89,7 +89,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
             look = recorded(trace, setting, torch.device(options.device))
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
         for part in runs(trace, chosen, most, policy, descent):
-            result, decided = job.replay(part)
+            result, decided = _replay(source, part, policy, setting, schedule, options)
             evicted_at[done : done + len(part.layers)] = result
             plans += decided
             done += len(part.layers)
@@ -117,49 +117,37 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
     )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What is the same for all runs of layers of a replay."""
+def _replay(
+    trace: Trace, run: Run, policy: Policy, setting: Setting, schedule: Schedule, options: Options
+) -> tuple[NDArray[np.int32], list[Plans]]:
+    """Replay layers as one block: `evicted_at` [L, H, T], and its events on request."""
+    part = trace if run.rows is None else trace.only(run.rows)
+    source = TraceSource(part, run.layers, torch.device(options.device))
+    plans: list[Plans] = []
+    names = options.internals
 
-    trace: Trace
-    policy: Policy
-    setting: Setting
-    schedule: Schedule
-    options: Options
-    by_row: bool
+    def note(event: Plans) -> None:
+        plans.append(event if isinstance(names, bool) else event.brief(names))
 
-    def replay(self, run: Run) -> tuple[NDArray[np.int32], list[Plans]]:
-        """Replay layers as one block: `evicted_at` [L, H, T], and its events on request."""
-        trace, options = self.trace, self.options
-        part = trace if run.rows is None else trace.only(run.rows)
-        source = TraceSource(part, run.layers, torch.device(options.device))
-        plans: list[Plans] = []
-        block = Block(
-            source,
-            self.policy,
-            replace(self.setting, prompt_len=part.prompt_len),
-            torch.tensor(run.layers, device=options.device),
-            poison=source.poison if options.poison else None,
-            note=self._note_to(plans) if options.internals else None,
-        )
-        events = [] if run.whole else self.schedule.rows(part.prompt_len, part.n_pos)
-        if self.by_row:
-            replay_rows(block, events)
-        else:
-            for row in events:
-                block.event(row)
-        evicted_at = block.evicted_at.cpu().numpy()
-        if run.rows is None:
-            return evicted_at, plans
-        positions = part.positions.numpy()
-        return placed(evicted_at, positions, trace.n_pos), [_at(p, positions) for p in plans]
-
-    def _note_to(self, plans: list[Plans]) -> Callable[[Plans], None]:
-        """Append the plans of an event, or as much of them as `internals` names."""
-        names = self.options.internals
-        if isinstance(names, bool):
-            return plans.append
-        return lambda event: plans.append(event.brief(names))
+    block = Block(
+        source,
+        policy,
+        replace(setting, prompt_len=part.prompt_len),
+        torch.tensor(run.layers, device=options.device),
+        poison=source.poison if options.poison else None,
+        note=note if names else None,
+    )
+    events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos)
+    if options.by_row:
+        replay_rows(block, events)
+    else:
+        for row in events:
+            block.event(row)
+    evicted_at = block.evicted_at.cpu().numpy()
+    if run.rows is None:
+        return evicted_at, plans
+    positions = part.positions.numpy()
+    return placed(evicted_at, positions, trace.n_pos), [_at(p, positions) for p in plans]
 
 
 def _goes_by_row(

@@ -28,7 +28,7 @@ class TraceSource:
         self._trace, self._device = trace, device
         self._runs = _runs(layers)
         self.rope, self.formula = trace.ropes[layers[0]], trace.formulas[layers[0]]
-        self.positions = trace.positions.to(device)
+        self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
@@ -57,11 +57,6 @@ class TraceSource:
         q = self._window[:, :, start - first : stop - first]
         out: Tensor = q.unflatten(1, (self._trace.n_heads, -1))
         return out
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of the trace."""
-        return self._trace.n_pos
 
     @cached_property
     def o_proj(self) -> Tensor:

@@ -21,7 +21,6 @@ from typing import Annotated
 
 from torch import Tensor
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Between
 from kvsim.core.policy import Allocator, Plan
 from kvsim.core.select import compete
@@ -35,6 +34,8 @@ class AdaKV(Allocator):
     floor: Annotated[float, Between(0, 1)] = 0.2
     protected_in_floor: bool = False
 
+    flops = Allocator.no_flops  # comparisons alone
+
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """What each head wins, [L, H]; together heads x budget."""
         budget = view.budget.expand_as(view.count)
@@ -46,7 +47,3 @@ class AdaKV(Allocator):
             safe = budget.minimum(always + best)
         total = budget.sum(-1).minimum(view.count.sum(-1))
         return Plan(compete(scores, safe, total, protected, view.live, view.pos))
-
-    def flops(self, event: Event) -> Flops:
-        """Comparisons alone."""
-        return Flops()

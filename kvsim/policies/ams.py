@@ -37,7 +37,6 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Between, Odd
@@ -45,6 +44,7 @@ from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, deal, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
+from kvsim.policies.window import smooth
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12
@@ -111,21 +111,21 @@ class AMS(Allocator):
 
     def remark(self, budget: int) -> str:
         """Where the budget shortened what is always kept, or the window."""
-        said = []
+        remarks = []
         kept = self.protection(budget)
         if (kept.sink, kept.recent) != (self.sink, self.recent):
-            said.append(
+            remarks.append(
                 f"budget {budget} holds {kept.sink} of {self.sink} sinks and {kept.recent} of "
                 f"{self.recent} recent entries"
             )
         if self.window > budget:
-            said.append(f"the window of {self.window} rows is cut to the budget, {budget}")
+            remarks.append(f"the window of {self.window} rows is cut to the budget, {budget}")
         if self.mode == "strict" and self.max_segment < 2 * self.min_segment - 1:
-            said.append(
+            remarks.append(
                 f"max_segment {self.max_segment} is below 2 x min_segment - 1, so segments can be "
                 f"shorter than {self.min_segment}"
             )
-        return "; ".join(said)
+        return "; ".join(remarks)
 
     # ------------------------------------------------------------------------------- one event
 
@@ -191,7 +191,7 @@ class AMS(Allocator):
         suffix = view.live & (view.pos > view.row - width.unsqueeze(-1))
         judged = view.live & ~suffix
         vote = (received / width.unsqueeze(-1)).masked_fill(~judged, 0.0)
-        usage = _smooth(vote, self.pool_kernel).masked_fill(~judged, 0.0)
+        usage = smooth(vote, "avg", self.pool_kernel).masked_fill(~judged, 0.0)
         if self.suffix_fill == "observed":
             seen = (view.row + 1 - view.pos).minimum(width.unsqueeze(-1)).clamp(min=1)
             return torch.where(suffix, received / seen, usage), suffix
@@ -250,12 +250,6 @@ def normalise(values: Tensor, live: Tensor) -> Tensor:
     """(values + epsilon) / their sum over the live entries of each head; 0 on pads."""
     raised = (values + _EPSILON).masked_fill(~live, 0.0)
     return raised / raised.sum(-1, keepdim=True).clamp(min=_EPSILON)
-
-
-def _smooth(values: Tensor, kernel: int) -> Tensor:
-    """Average over `kernel` neighbours; zeros beyond the ends count."""
-    flat = values.flatten(0, 1).unsqueeze(1)
-    return avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(values)
 
 
 def cuts(mass: Tensor, live: Tensor, share: float, *, keep_unreached: bool) -> Tensor:

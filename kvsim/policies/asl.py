@@ -39,7 +39,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.policies.pooling import Pool, over_heads, pooling_flops, smooth
+from kvsim.policies.window import Pool, over_heads, pooling_flops, smooth
 
 # Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 # (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.

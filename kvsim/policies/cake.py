@@ -35,8 +35,7 @@ from kvsim.core.parameters import Above, AtLeast, Finite, Odd
 from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
-from kvsim.policies.pooling import over_heads, pooling_flops, smooth
-from kvsim.policies.window import Windowed, before_window
+from kvsim.policies.window import Windowed, before_window, over_heads, pooling_flops, smooth
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The queries that a scorer learns from before it scores: the beginning of a trace, or another one.
 
-Some methods measure a model once, on a text of their own, and then score keys by what they found.
+Some methods measure a model once, on a text of their own, and then score keys by what they learned.
 `calibration` says which queries stand for that text:
 
 * "prefix:N": the first N rows of the trace that is replayed; what a live run could measure itself;
@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +49,12 @@ class Calibration(str):
     trace: Trace | None
     _learned: dict[str, tuple[Tensor, ...]]
 
+    def __new__(cls, text: str, rows: int | None = None, trace: Trace | None = None) -> Self:
+        """A source that `text` stands for."""
+        self = super().__new__(cls, text)
+        self.rows, self.trace, self._learned = rows, trace, {}
+        return self
+
     @classmethod
     def parse(cls, policy: str, given: str | Path | Trace | None) -> Calibration:
         """What a user gave. Raises PolicyError naming the policy."""
@@ -56,10 +62,8 @@ class Calibration(str):
             return given
         if given is None:
             raise PolicyError(f"{policy}: calibration is missing; {_WAYS}")
-        if isinstance(given, Trace):
-            return cls._of_trace(given)
         if given == "oracle":
-            return cls._make("oracle")
+            return cls("oracle")
         if isinstance(given, str) and given.startswith("prefix:"):
             rows = given.removeprefix("prefix:")
             if not (rows.isascii() and rows.isdigit() and int(rows) > 0):
@@ -67,7 +71,7 @@ class Calibration(str):
                     f"{policy}: calibration is {given!r}; expected a number of rows, at least 1, "
                     'such as "prefix:64"'
                 )
-            return cls._make(f"prefix:{int(rows)}", rows=int(rows))
+            return cls(f"prefix:{int(rows)}", rows=int(rows))
         recorded = isinstance(given, str) and re.fullmatch(r".+@[0-9a-f]{12}", given)
         if recorded and not Path(str(given)).exists():
             raise PolicyError(
@@ -75,66 +79,56 @@ class Calibration(str):
                 "trace itself, or its path"
             )
         try:
-            return cls._of_trace(open_trace(given))
+            trace = given if isinstance(given, Trace) else open_trace(given)
         except TraceError as error:
             raise PolicyError(
                 f"{policy}: calibration is {str(given)!r}, which is no trace ({error}); {_WAYS}"
             ) from error
-
-    @classmethod
-    def _of_trace(cls, trace: Trace) -> Calibration:
-        digest = trace.digest.removeprefix("sha256:")[:12]
-        return cls._make(f"{trace.name}@{digest}", trace=trace)
-
-    @classmethod
-    def _make(cls, text: str, rows: int | None = None, trace: Trace | None = None) -> Calibration:
-        made = cls(text)
-        made.rows, made.trace, made._learned = rows, trace, {}
-        return made
+        return cls(f"{trace.name}@{trace.digest.removeprefix('sha256:')[:12]}", trace=trace)
 
     def learned(
         self, policy: str, learn: Learn, view: View, *, rotated: bool
     ) -> tuple[Tensor, ...]:
-        """What `learn` finds in the queries of the view's layers, [L, H, G, ...] each.
+        """What `learn` takes from the queries of the view's layers, [L, H, G, ...] each.
 
-        Of another trace it is found once.
+        From another trace it is taken once.
         """
         if self.trace is None:
             stop = view.n_rows if self.rows is None else self.rows
             read = view.span if rotated else view.unrotated_span
             return learn(row_blocks(read, 0, stop), view.rope)
-        heads, groups = view.span(view.row, view.row + 1).shape[1:3]
+        heads = view.pos.shape[1]
         if policy not in self._learned:
             layers = (
                 learn(_of_layer(self.trace, layer, rotated), self.trace.ropes[layer])
                 for layer in range(self.trace.n_layers)
             )
             self._learned[policy] = tuple(map(torch.cat, zip(*layers, strict=True)))
-        found = (one[view.layers.to(one.device)] for one in self._learned[policy])
+        of_view = (x[view.layers.to(x.device)] for x in self._learned[policy])
         return tuple(
-            one.flatten(1, 2).unflatten(1, (heads, groups)).to(view.keys.device) for one in found
+            x.flatten(1, 2).unflatten(1, (heads, -1)).to(view.keys.device) for x in of_view
         )
 
     def check(self, policy: str, replayed: Trace) -> None:
         """Raise PolicyError where queries of another trace do not fit the one that is replayed."""
         if self.trace is None:
             return
-        trace = self.trace
-        sizes = {
-            "layers": (trace.n_layers, replayed.n_layers),
-            "query heads": (trace.n_qheads, replayed.n_qheads),
-            "dimensions": (trace.dim, replayed.dim),
-            "rotated dimensions": tuple(
-                ", ".join(dict.fromkeys(str(rope.rotary_dim) for rope in one.ropes))
-                for one in (trace, replayed)
-            ),
-        }
-        for what, (there, here) in sizes.items():
-            if there != here:
+        for name, size in _sizes(self.trace).items():
+            if size != _sizes(replayed)[name]:
                 raise PolicyError(
-                    f"{policy}: calibration {self} has {there} {what} and the trace that is "
-                    f"replayed has {here}; expected a trace of the same model"
+                    f"{policy}: calibration {self} has {size} {name} and the trace that is "
+                    f"replayed has {_sizes(replayed)[name]}; expected a trace of the same model"
                 )
+
+
+def _sizes(trace: Trace) -> dict[str, int | str]:
+    """Sizes in which traces of one model agree."""
+    return {
+        "layers": trace.n_layers,
+        "query heads": trace.n_qheads,
+        "dimensions": trace.dim,
+        "rotated dimensions": ", ".join(dict.fromkeys(str(r.rotary_dim) for r in trace.ropes)),
+    }
 
 
 @dataclass(frozen=True)
@@ -183,8 +177,8 @@ class Calibrated(Scorer):
 
 def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Iterator[Tensor]:
     """read(start, stop) a block of rows at a time, so that memory does not grow with the rows."""
-    one = read(start, start + 1)
-    step = max(1, LOGIT_BYTES // (one.numel() * one.element_size()))
+    row = read(start, start + 1)
+    step = max(1, LOGIT_BYTES // (row.numel() * row.element_size()))
     for first in range(start, stop, step):
         yield read(first, min(first + step, stop))
 

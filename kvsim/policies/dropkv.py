@@ -32,8 +32,7 @@ from torch import Tensor
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import Above, AtLeast, Finite, Odd
 from kvsim.core.view import View
-from kvsim.policies.pooling import pooling_flops, smooth
-from kvsim.policies.window import Windowed, before_window
+from kvsim.policies.window import Windowed, before_window, pooling_flops, smooth
 
 
 @dataclass(frozen=True)

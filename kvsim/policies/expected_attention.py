@@ -208,13 +208,7 @@ def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float
 
 
 def mixture_logits(
-    keys: Tensor,
-    mu: Tensor,
-    sigma: Tensor | None,
-    scale: float,
-    rope: Rope,
-    start: int,
-    count: int,
+    keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float, rope: Rope, start: int, count: int
 ) -> Tensor:
     """Log of the mean over positions start..start+count-1 of the expected exponentials.
 

@@ -30,7 +30,7 @@ from kvsim.core.propagation import Selection, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import AtLayer, best_and_rest, pooled_flops, pooled_scores, ranks
-from kvsim.policies.pooling import Pool
+from kvsim.policies.window import Pool
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
@@ -16,10 +15,8 @@ from kvsim.core.view import View
 class Full(Scorer):
     """Nothing leaves, whatever the budget: no event of its own, and an allocator that keeps all."""
 
+    flops = Scorer.no_flops
+
     def score(self, view: View) -> Tensor:
         """All alike, [L, H, n]."""
         return torch.zeros(view.pos.shape, device=view.pos.device)
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()

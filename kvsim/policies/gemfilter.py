@@ -23,7 +23,7 @@ from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Step
 from kvsim.core.view import View
 from kvsim.policies.asl import AtLayer, ranks
-from kvsim.policies.pooling import smooth
+from kvsim.policies.window import smooth
 
 
 @dataclass(frozen=True)

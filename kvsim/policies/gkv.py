@@ -39,9 +39,8 @@ from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
-from kvsim.policies.pooling import Pool, pooling_flops, smooth
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
-from kvsim.policies.window import Windowed, before_window
+from kvsim.policies.window import Pool, Windowed, before_window, pooling_flops, smooth
 
 Fusion = Literal["max", "mean", "sum"]
 

@@ -4,99 +4,94 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.policy import (
-    Allocator,
-    Everything,
-    Policy,
-    Protection,
-    Schedule,
-    Scorer,
-    Uniform,
-    Wrapper,
-)
-from kvsim.core.propagation import Propagation
+from kvsim.core.policy import Everything, Policy, Protection, Schedule, Scorer, Uniform
 from kvsim.errors import PolicyError, suggest
+from kvsim.policies.catalogue import CATALOGUE, Entry
 from kvsim.policies.full import Full
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What an implementation does differently: other pieces, parameters or schedule."""
+def policy(name: str, **params: Any) -> Policy:
+    """The policy called `name`, with parameters replaced by `params`.
 
-    summary: str
-    piece: type[Any] | None = None
-    layer_budgets: type[Any] | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    inner: Mapping[str, Mapping[str, Any]] | None = None
+    A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
+    `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
+    A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in.
+    `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
+    `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
+    returns one when called with `params`; it may stand behind a `+` too.
 
-@dataclass(frozen=True)
-class Entry:
-    """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
-
-    piece: a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a propagation.
-    schedule: its own; None where the scorer inside decides. layer_budgets: takes the piece's
-    parameters of the same names. policy: other fields of the Policy. inner: parameters that a
-    scorer inside, by name, takes for its defaults there. default: the scorer inside where none is
-    named. shares: of a propagation, parameters whose values that scorer takes over. required:
-    parameters without a default, and an example of each.
+    Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
+    parts that do not go together.
     """
-
-    summary: str
-    piece: type[Any]
-    schedule: Schedule | None
-    paper: str = ""
-    presets: Mapping[str, Preset] = field(default_factory=dict)
-    layer_budgets: type[Any] | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    inner: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    default: str = ""
-    shares: tuple[str, ...] = ()
-    required: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        """`propagation`, `allocator`, `wrapper` or `scorer`: where in a name it may stand."""
-        if issubclass(self.piece, Propagation):
-            return "propagation"
-        if issubclass(self.piece, Allocator):
-            return "allocator"
-        return "wrapper" if issubclass(self.piece, Wrapper) else "scorer"
-
-    @property
-    def innermost(self) -> bool:
-        """Whether nothing stands inside: a scorer, or a propagation that leaves caches whole."""
-        return self.kind == "scorer" or (self.kind == "propagation" and self.piece.alone)
-
-    def preset(self, name: str) -> Entry:
-        """The entry as the preset has it."""
-        if not name:
-            return self
-        preset = self.presets[name]
-        policy = {**self.policy, **preset.policy}
-        return replace(
-            self,
-            summary=preset.summary,
-            piece=preset.piece or self.piece,
-            layer_budgets=preset.layer_budgets or self.layer_budgets,
-            schedule=policy.pop("schedule", self.schedule),
-            params={**self.params, **preset.params},
-            policy=policy,
-            inner=self.inner if preset.inner is None else preset.inner,
+    protect = _protect(name, params.pop("protect", None))
+    chain = _parse(name)
+    part, innermost = chain[-1]
+    entries = [entry for _, entry in chain if entry is not None]
+    routed = _route(name, entries, params, foreign=innermost is None)
+    if innermost is None:
+        outer, built = entries, _foreign(part, routed[-1])
+    else:
+        outer = entries[:-1]
+        inside = {key: value for entry in outer for key, value in entry.inner.items()}
+        inner = inside.get(part.partition("@")[0], {})
+        inner = {key: inner[key] for key in inner.keys() & innermost.parameters.keys()}
+        shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
+        built = _base(name, innermost, {**innermost.params, **inner, **shared, **routed[-1]})
+    rearranged = any(entry.kind != "propagation" for entry in outer)
+    if rearranged and not isinstance(built.allocator, Uniform):
+        raise PolicyError(
+            f"{name}: {part} decides itself how many entries each head keeps, so nothing can be "
+            f"put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
         )
+    for entry, level in reversed(list(zip(outer, routed, strict=False))):
+        arguments = {**entry.params, **level}
+        if entry.kind == "propagation":
+            built = replace(built, propagation=entry.piece(**arguments))
+        elif entry.kind == "wrapper":
+            built = replace(built, scorer=entry.piece(scorer=built.scorer, **arguments))
+        else:
+            built = replace(built, allocator=entry.piece(**arguments))
+            if built.allocator.ordinal and "log" not in routed[-1]:
+                built = replace(built, scorer=built.scorer.logarithm())
+        if entry.schedule is not None:
+            built = replace(built, schedule=entry.schedule)
+    title = built.name if innermost is None and not outer else name
+    return replace(built, name=title, protect=built.protect | protect)
 
-    @property
-    def parameters(self) -> dict[str, Parameter]:
-        """Its parameters by name; one that pieces share is that of the first of them."""
-        first = parameters(self.piece)
-        then = {} if self.layer_budgets is None else parameters(self.layer_budgets)
-        return {key: each for key, each in {**first, **then, **first}.items() if key != "scorer"}
+
+def names() -> list[str]:
+    """Every name of the catalogue, presets included, as `policy` takes it."""
+    return [
+        full
+        for name, entry in CATALOGUE.items()
+        for full in (name, *(f"{name}@{preset}" for preset in entry.presets))
+    ]
+
+
+def parameter_names(name: str) -> tuple[str, ...]:
+    """Names of the parameters that `policy` takes for `name`; none for a user's own."""
+    out: list[str] = []
+    last: dict[str, int] = {}
+    for depth, (_, entry) in enumerate(_parse(name)):
+        for key in entry.parameters if entry is not None else ():
+            out.append("scorer__" * (last.get(key, -1) + 1) + key)
+            last[key] = depth
+    return tuple(out)
+
+
+def has_parameter(name: str, key: str) -> bool:
+    """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
+    entries = [entry for _, entry in _parse(name) if entry is not None]
+    try:
+        _route(name, entries, {key: 0}, foreign=False)
+    except PolicyError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -128,13 +123,13 @@ class Description:
     paper: str
 
 
-def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
-    """The entry or preset `name` of the catalogue, with its own parameters and their defaults."""
+def describe(name: str) -> Description:
+    """The entry or preset `name` of the catalogue, by itself and not crossed."""
     base, _, preset = name.partition("@")
-    entry = catalogue[base].preset(preset)
-    plain = "" if entry.innermost or entry.default else "+tova"
-    policy = build(catalogue, name + plain, entry.required)
-    params = {key: value for key, value in policy.params.items() if key in entry.parameters}
+    entry = CATALOGUE[base].preset(preset)
+    inside = "" if entry.innermost or entry.default else "+tova"
+    built = policy(name + inside, **entry.required)
+    params = {key: value for key, value in built.params.items() if key in entry.parameters}
     return Description(
         name=name,
         kind=entry.kind,
@@ -145,80 +140,17 @@ def describe(catalogue: Mapping[str, Entry], name: str) -> Description:
         accepts={key: entry.parameters[key].expected for key in params},
         required={key: str(value) for key, value in entry.required.items()},
         own_schedule=entry.schedule is not None,
-        interval=policy.schedule.interval,
-        prefill=policy.schedule.prefill,
-        needs=tuple(sorted(policy.scorer.needs)),
-        clairvoyant=policy.scorer.clairvoyant,
-        bounded=policy.bounded,
-        exact=policy.exact,
+        interval=built.schedule.interval,
+        prefill=built.schedule.prefill,
+        needs=tuple(sorted(built.scorer.needs)),
+        clairvoyant=built.scorer.clairvoyant,
+        bounded=built.bounded,
+        exact=built.exact,
         paper=entry.paper,
     )
 
 
-def parameter_names(catalogue: Mapping[str, Entry], name: str) -> tuple[str, ...]:
-    """Names of parameters that `build` takes for `name`, `scorer__` names included."""
-    levels = [entry.parameters for _, entry in _parse(catalogue, name) if entry is not None]
-    outermost = {key: at for at, names in reversed(list(enumerate(levels))) for key in names}
-    out = list(outermost)
-    for at, names in enumerate(levels):
-        for key in names:
-            if outermost[key] != at:
-                before = max(i for i, outer in enumerate(levels[:at]) if key in outer)
-                out.append("scorer__" * (before + 1) + key)
-    return tuple(out)
-
-
-def has_parameter(catalogue: Mapping[str, Entry], name: str, key: str) -> bool:
-    """Whether `build` takes `key` for `name`."""
-    entries = [entry for _, entry in _parse(catalogue, name) if entry is not None]
-    try:
-        _route(name, entries, {key: 0}, foreign=False)
-    except PolicyError:
-        return False
-    return True
-
-
-def build(catalogue: Mapping[str, Entry], name: str, params: Mapping[str, Any]) -> Policy:
-    """The policy called `name` with parameters replaced by `params` (see `kvsim.policy`)."""
-    given = dict(params)
-    protect = _protect(name, given.pop("protect", None))
-    chain = _parse(catalogue, name)
-    part, innermost = chain[-1]
-    foreign = innermost is None
-    entries = [entry for _, entry in chain if entry is not None]
-    routed = _route(name, entries, given, foreign=foreign)
-    outer = entries if foreign else entries[:-1]
-    if innermost is None:
-        policy = _foreign(part, routed[-1])
-    else:
-        inside = {key: value for entry in outer for key, value in entry.inner.items()}
-        inner = inside.get(part.partition("@")[0], {})
-        inner = {k: v for k, v in inner.items() if k in innermost.parameters}
-        shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
-        policy = _base(name, innermost, {**innermost.params, **inner, **shared, **routed[-1]})
-    rearranged = [entry for entry in outer if entry.kind != "propagation"]
-    if rearranged and not isinstance(policy.allocator, Uniform):
-        raise PolicyError(
-            f"{name}: {part} decides itself how many entries each head keeps, so nothing can be "
-            f"put around it; expected a scorer after {chain[-2][0]!r}, such as tova"
-        )
-    for entry, level in reversed(list(zip(outer, routed, strict=False))):
-        arguments = {**entry.params, **level}
-        if entry.kind == "propagation":
-            policy = replace(policy, propagation=entry.piece(**arguments))
-        elif entry.kind == "wrapper":
-            policy = replace(policy, scorer=entry.piece(scorer=policy.scorer, **arguments))
-        else:
-            policy = replace(policy, allocator=entry.piece(**arguments))
-            if policy.allocator.ordinal and "log" not in routed[-1]:
-                policy = replace(policy, scorer=policy.scorer.logarithm())
-        if entry.schedule is not None:
-            policy = replace(policy, schedule=entry.schedule)
-    title = policy.name if foreign and not outer else name
-    return replace(policy, name=title, protect=policy.protect | protect)
-
-
-def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry | None]]:
+def _parse(name: str) -> list[tuple[str, Entry | None]]:
     """The parts of a name from the outside in; None for a policy of the user's own."""
     chain: list[tuple[str, Entry | None]] = []
     for part in map(str.strip, name.split("+")):
@@ -226,10 +158,10 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
             chain.append((part, None))
             continue
         base, at, preset = part.partition("@")
-        if base not in catalogue:
-            names = ", ".join(catalogue)
-            raise PolicyError(f"unknown policy {base!r}{suggest(base, catalogue)}; known: {names}")
-        entry = catalogue[base]
+        if base not in CATALOGUE:
+            names = ", ".join(CATALOGUE)
+            raise PolicyError(f"unknown policy {base!r}{suggest(base, CATALOGUE)}; known: {names}")
+        entry = CATALOGUE[base]
         if at and preset not in entry.presets:
             presets = ", ".join(f"{base}@{p}" for p in entry.presets) or "none"
             raise PolicyError(
@@ -244,19 +176,17 @@ def _parse(catalogue: Mapping[str, Entry], name: str) -> list[tuple[str, Entry |
                 f"{name!r} says how entries are chosen but not how they are scored; "
                 f"name a scorer too, such as {name}+tova or {name}+expected_attention"
             )
-        chain.append((innermost.default, catalogue[innermost.default]))
-    _check_order(catalogue, name, chain)
+        chain.append((innermost.default, CATALOGUE[innermost.default]))
+    _check_order(name, chain)
     return chain
 
 
-def _check_order(
-    catalogue: Mapping[str, Entry], name: str, chain: Sequence[tuple[str, Entry | None]]
-) -> None:
+def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:
     """Raise PolicyError where a part of a name stands where it cannot."""
     for place, (part, outer) in enumerate(chain[:-1]):
         if outer is None or outer.innermost:
             does = "scores" if outer is None or outer.kind == "scorer" else "fills its caches"
-            wraps = ", ".join(key for key, entry in catalogue.items() if not entry.innermost)
+            wraps = ", ".join(key for key, entry in CATALOGUE.items() if not entry.innermost)
             raise PolicyError(
                 f"{name}: {part} {does} by itself and takes no scorer inside; "
                 f"expected one of these before the +: {wraps}"

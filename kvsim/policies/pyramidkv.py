@@ -23,7 +23,6 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion
@@ -37,6 +36,8 @@ class Pyramid(LayerBudgets):
     window: Annotated[int, AtLeast(1)] = 8
     beta: Annotated[float, AtLeast(1)] = 20.0
     rule: Literal["fixed", "event"] = "fixed"
+
+    flops = LayerBudgets.no_flops  # a few numbers for each layer count as nothing
 
     @property
     def exact(self) -> bool:
@@ -80,7 +81,3 @@ class Pyramid(LayerBudgets):
         share = (first - view.layers * step).round().long()  # halves to even, as Python rounds
         falls = (held >= first) & (first >= last) & (last >= self.window)
         return torch.where(falls, share, budget).clamp(min=view.setting.protected)
-
-    def flops(self, event: Event) -> Flops:
-        """A few numbers for each layer, which count as nothing."""
-        return Flops()

@@ -43,9 +43,8 @@ from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Protection, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_flops, local_score
-from kvsim.policies.pooling import smooth
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
-from kvsim.policies.window import Windowed, before_window, shares
+from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.policy import LayerBudgets, Protection
 from kvsim.core.view import View
-from kvsim.policies.pooling import smooth
-from kvsim.policies.window import Windowed, before_window, shares
+from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
 def window_flops(event: Event, window: int, kernel: int) -> Flops:
@@ -71,6 +70,7 @@ class Growing(LayerBudgets):
     compression: Annotated[int, AtLeast(1)] = 4
 
     bounded = False
+    flops = LayerBudgets.no_flops
     remark = "no budget binds; it holds prompt, window and a share of what is generated"
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
@@ -85,10 +85,6 @@ class Growing(LayerBudgets):
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int:
         """prompt_len + window + generated // compression."""
         return prompt_len + self.window + (n_pos - prompt_len) // self.compression
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from torch import Tensor
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.view import View
-from kvsim.policies.pooling import over_heads, pooling_flops, smooth
-from kvsim.policies.window import Windowed, before_window
+from kvsim.policies.window import Windowed, before_window, over_heads, pooling_flops, smooth
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
@@ -30,14 +29,11 @@ class StreamingLLM(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
 
     per_row: ClassVar[bool] = True
+    flops = Scorer.no_flops
 
     def score(self, view: View) -> Tensor:
         """The position: the more recent, the higher; exact in float64. [L, H, n]."""
         return view.pos.double()
-
-    def flops(self, event: Event) -> Flops:
-        """Nothing is computed."""
-        return Flops()
 
     def protection(self, budget: int) -> Protection:
         """The sinks."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -36,21 +35,6 @@ def trials(draw: st.DrawFn, policy: Policy, rule: Rule | None, max_n: int) -> Tr
     # an event that acts needs enough rows for the scorer
     least = max(least, min(policy.scorer.least_rows, case.n))
     return replace(trial, budget=draw_budget(draw, least, max(trial.rows, default=0)))
-
-
-@contextmanager
-def _named(policy: Policy, name: str, trial: Trial) -> Iterator[None]:
-    """Add the invariant and the trial to an error raised inside."""
-    try:
-        yield
-    except Broken as broken:
-        raise InvariantError(
-            f"{policy.name} breaks the invariant {name!r}: {broken}\n  {trial}"
-        ) from broken
-    except KvsimError as error:
-        raise InvariantError(
-            f"{policy.name} fails during the invariant {name!r}: {error}\n  {trial}"
-        ) from error
 
 
 def check_policy(
@@ -94,8 +78,14 @@ def check_policy(
     @given(trials(subject, rule, max_n))
     def attempt(trial: Trial) -> None:
         for name, invariant in INVARIANTS.items():
-            if name in chosen:
-                with _named(subject, name, trial):
-                    invariant(trial)
+            if name not in chosen:
+                continue
+            try:
+                invariant(trial)
+            except (Broken, KvsimError) as error:
+                verb = "breaks" if isinstance(error, Broken) else "fails during"
+                raise InvariantError(
+                    f"{subject.name} {verb} the invariant {name!r}: {error}\n  {trial}"
+                ) from error
 
     attempt()

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
-from kvsim.schema import NEVER
 
 T = TypeVar("T")
 
@@ -217,16 +216,3 @@ def draw_budget(draw: st.DrawFn, least: int, most: int) -> int:
     most = max(least, most)
     near = st.integers(least, min(least + 3, most)) | st.integers(least, most)
     return mostly(draw, near, st.integers(most, most + 3))
-
-
-@st.composite
-def evictions(draw: st.DrawFn, heads: int = 2, most: int = 40) -> npt.NDArray[np.int32]:
-    """`evicted_at` [heads, T] of one layer: at each of a few rows any entry may leave."""
-    total = draw(st.integers(1, most))
-    rows = draw(st.lists(st.integers(0, total - 1), max_size=8, unique=True))
-    choices = np.array([*sorted(rows), NEVER], np.int32)
-    first = np.searchsorted(choices, np.arange(total))  # nothing leaves before it came
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    stays = draw(st.sampled_from((0.0, 0.2, 0.8)))
-    at = rng.integers(first, len(choices), size=(heads, total))
-    return choices[np.where(rng.random(at.shape) < stays, len(rows), at)]

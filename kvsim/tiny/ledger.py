@@ -121,8 +121,13 @@ class Page:
         ]
 
 
-_NODES, _KINDS, _FILLER = frozenset(NODES), frozenset(KINDS), frozenset(FILLER)
-_DIGITS, _COUNTERS, _VERBS = frozenset(DIGITS), frozenset(COUNTERS), frozenset(VERBS)
+# words that may stand in a place, and how errors call them
+_NODE = frozenset(NODES), "a node name"
+_KIND = frozenset(KINDS), "a kind"
+_DIGIT = frozenset(DIGITS), "a digit"
+_COUNTER = frozenset(COUNTERS), "a counter #0 to #127"
+_VERB = frozenset(VERBS), "one of " + ", ".join(VERBS)
+_FILLER = frozenset(FILLER)
 _LISTS = frozenset({"get", "join"})
 
 
@@ -141,28 +146,16 @@ class _Reader:
     def peek(self) -> str:
         return self.words[self.at] if self.at < len(self.words) else "the end"
 
-    def take(self, allowed: frozenset[str], expected: str) -> Word:
-        word = self.peek()
-        if word not in allowed:
-            raise LedgerError(f"word {self.at + 1} of the prompt is {word!r}, expected {expected}")
+    def take(self, expected: tuple[frozenset[str], str]) -> Word:
+        word, (words, name) = self.peek(), expected
+        if word not in words:
+            raise LedgerError(f"word {self.at + 1} of the prompt is {word!r}, expected {name}")
         self.at += 1
         return Word(word, self.at - 1)
 
     def skip(self, *words: str) -> None:
         for word in words:
-            self.take(frozenset({word}), repr(word))
-
-    def node(self) -> Word:
-        return self.take(_NODES, "a node name")
-
-    def kind(self) -> Word:
-        return self.take(_KINDS, "a kind")
-
-    def digit(self) -> Word:
-        return self.take(_DIGITS, "a digit")
-
-    def counter(self) -> Word:
-        return self.take(_COUNTERS, "a counter #0 to #127")
+            self.take((frozenset({word}), repr(word)))
 
 
 def _read_facts(reader: _Reader) -> dict[str, Fact]:
@@ -174,10 +167,10 @@ def _read_facts(reader: _Reader) -> dict[str, Fact]:
                 reader.at += 1
             reader.skip(".")
             continue
-        node = reader.node()
+        node = reader.take(_NODE)
         if node.text in facts:
             raise LedgerError(f"two facts about {node.text!r}, expected one")
-        facts[node.text] = Fact(node.at, reader.node().text, reader.kind().text)
+        facts[node.text] = Fact(node.at, reader.take(_NODE).text, reader.take(_KIND).text)
         reader.skip(".")
     return facts
 
@@ -186,21 +179,21 @@ def _read_key(reader: _Reader) -> dict[str, Word]:
     key: dict[str, Word] = {}
     reader.skip("key", ":")
     while reader.peek() != "question":
-        kind = reader.kind().text
+        kind = reader.take(_KIND).text
         if kind in key:
             raise LedgerError(f"two digits for {kind!r} in the key, expected one")
-        key[kind] = reader.digit()
+        key[kind] = reader.take(_DIGIT)
         reader.skip(",")
     return key
 
 
 def _read_named(reader: _Reader, verb: str, lines: int) -> list[Word]:
     if verb not in _LISTS:
-        named = [reader.node()]
+        named = [reader.take(_NODE)]
     else:
         named = []
         while reader.peek() != ".":
-            named.append(reader.node())
+            named.append(reader.take(_NODE))
             reader.skip(",")
         if len(named) != lines:
             raise LedgerError(f"{verb} #{lines - 1} lists {len(named)} nodes, expected {lines}")
@@ -212,15 +205,16 @@ def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]
     agenda: dict[int, list[Word]] = {}
     if verb not in ("check", "wait"):
         return agenda
+    entry = [_COUNTER] if verb == "check" else [_KIND, _DIGIT]
     reader.skip("agenda")
     while reader.peek() != ".":
-        due = count(reader.counter().text)
+        due = count(reader.take(_COUNTER).text)
         if due in agenda or not due < lines:
             raise LedgerError(
                 f"the agenda has #{due} twice or too early, expected each of #{lines - 1} to #0 "
                 "at most once"
             )
-        agenda[due] = [reader.counter()] if verb == "check" else [reader.kind(), reader.digit()]
+        agenda[due] = [reader.take(word) for word in entry]
         if verb == "check" and not due <= count(agenda[due][0].text) < lines:
             raise LedgerError(
                 f"at #{due} the agenda asks for {agenda[due][0].text}, expected #{lines - 1} to "
@@ -241,15 +235,15 @@ def read(prompt: str) -> Page:
     facts = _read_facts(reader)
     key = _read_key(reader)
     reader.skip("question", ":")
-    verb = reader.take(_VERBS, "one of " + ", ".join(VERBS)).text
-    counter = reader.counter()
+    verb = reader.take(_VERB).text
+    counter = reader.take(_COUNTER)
     lines = count(counter.text) + 1
     named = _read_named(reader, verb, lines)
     agenda = _read_agenda(reader, verb, lines)
     reader.skip("report")
-    report = [reader.counter()]
+    report = [reader.take(_COUNTER)]
     while reader.peek() != ".":
-        report.append(reader.counter())
+        report.append(reader.take(_COUNTER))
     earliest = max(count(word.text) for word in report)
     if earliest >= lines:
         raise LedgerError(
@@ -284,8 +278,7 @@ class Retrieval(NamedTuple):
     path: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """The right response and the retrievals of its words.
 
     In prompts of `kvsim.tiny.tasks`, a word without a retrieval follows from the verb and the 12

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from kvsim.tiny.ledger import LedgerError, Retrieval, Solution, last_sum, solve
+from kvsim.tiny.ledger import LedgerError, Retrieval, last_sum, solve
 from kvsim.tiny.vocabulary import COMMON, COUNTERS, DIGITS, DOMAINS, NODES
 
 __all__ = ["LEVELS", "TASKS", "TOKENS", "Sample", "Size", "make", "prompts"]
@@ -40,7 +40,8 @@ class Sample:
         domain: one of `DOMAINS`.
         level: 1 to 5, or None for sizes of no level.
         prompt: the input of the model.
-        solution: the right response, and the retrievals of its words.
+        response: the right response.
+        retrievals: the retrievals of its words.
         facts: facts on the page.
         lines: lines of the response, those of the agenda not counted.
     """
@@ -49,19 +50,10 @@ class Sample:
     domain: str
     level: int | None
     prompt: str
-    solution: Solution
+    response: str
+    retrievals: tuple[Retrieval, ...]
     facts: int
     lines: int
-
-    @property
-    def response(self) -> str:
-        """The right response."""
-        return self.solution.response
-
-    @property
-    def retrievals(self) -> tuple[Retrieval, ...]:
-        """The retrievals of the response's words."""
-        return self.solution.retrievals
 
     @property
     def answer(self) -> str:
@@ -239,7 +231,7 @@ def make(
     reported = [*rng.sample(free, reports - 1), 0]
     words += ["report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
     prompt = " ".join(words)
-    return Sample(task, domain, level, prompt, solve(prompt), facts, lines)
+    return Sample(task, domain, level, prompt, *solve(prompt), facts, lines)
 
 
 # --- levels ---

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvsim.analysis.kept.bursts import dense_share, dropped_bursts
 from kvsim.analysis.kept.retention import event_rows
 from kvsim.schema import NEVER
-from kvsim.testing.strategies import evictions
+from reference.strategies import evictions
 
 
 def runs_of(flags):

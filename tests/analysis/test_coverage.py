@@ -12,7 +12,7 @@ from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.kept.retention import event_rows, retention_ratio
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
-from kvsim.testing.strategies import evictions
+from reference.strategies import evictions
 
 THIRDS = Fraction(1, 3), Fraction(2, 3)
 HALVES = Fraction(1, 4), Fraction(3, 4)

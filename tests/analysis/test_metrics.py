@@ -21,8 +21,8 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
-from kvsim.testing.strategies import evictions
 from reference import metrics as loop_metrics
+from reference.strategies import evictions
 
 
 def make_trace(

@@ -20,7 +20,8 @@ from kvsim.core.record import Plans, Record
 from kvsim.schema import NEVER
 from kvsim.sweeps import run as sweeps
 from kvsim.sweeps.run import summarise, sweep
-from kvsim.testing.strategies import evictions, make_case
+from kvsim.testing.strategies import make_case
+from reference.strategies import evictions
 
 OF_SEGMENTS = ["segment_count", "segment_length", "boundary_shift", "boundary_f1"]
 DECIDED = [*OF_SEGMENTS, "quota_share", "suffix_mass"]

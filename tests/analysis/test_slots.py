@@ -14,7 +14,8 @@ import kvsim
 from kvsim.analysis.kept.retention import event_rows, wipeout
 from kvsim.analysis.kept.slots import LeavingSlots
 from kvsim.schema import NEVER
-from kvsim.testing.strategies import evictions, make_case
+from kvsim.testing.strategies import make_case
+from reference.strategies import evictions
 
 TIED = np.array([[5, 3, 3, NEVER, 5, 5, NEVER, 7], [7, 3, 5, 5, 4, NEVER, 7, 7]], np.int32)
 

@@ -464,7 +464,7 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
     )
     with pytest.raises(PolicyError, match="goes through the layers from the first one on"):
         check_cell(deep, kvsim.policy("gemfilter"), 20, None)
-    with pytest.raises(PolicyError, match="propagation is a int"):
+    with pytest.raises(PolicyError, match="propagation is 3; expected a Propagation"):
         Policy("odd", Full(), propagation=3)
 
 

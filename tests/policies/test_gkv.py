@@ -24,11 +24,10 @@ from kvsim.policies.gkv import GKV, Global, Local, fuse, local_score, normalise
 from kvsim.policies.h2o import H2O
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.morphkv import MorphKV
-from kvsim.policies.pooling import smooth
 from kvsim.policies.redundancy import mean_similarity
 from kvsim.policies.rkv import RKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
-from kvsim.policies.window import before_window, shares
+from kvsim.policies.window import before_window, shares, smooth
 from kvsim.testing.strategies import make_case
 
 FUSIONS = ("max", "mean", "sum")

@@ -19,10 +19,10 @@ from kvsim.policies.h2o import H2O
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.lagkv import LagKV
-from kvsim.policies.pooling import over_heads, smooth
 from kvsim.policies.qfilter import QFilter
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.triattention import TriAttention
+from kvsim.policies.window import over_heads, smooth
 
 LAYERS, HEADS, GROUP, N, DIM, HIDDEN = 2, 2, 3, 40, 8, 5
 PROMPT = 12

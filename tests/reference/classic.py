@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsim.testing.loops.basics import Floats, softmax
-from kvsim.testing.loops.event import Scored, first, last, unprotected
+from kvsim.testing.loops.event import Floats, Scored, first, last, softmax, unprotected
 from reference.event import Event, pool
 
 # ------------------------------------------------------------------------- positions and chance

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from kvsim.errors import BudgetError
 from kvsim.testing import loops
-from kvsim.testing.loops.basics import Floats
-from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, first, last, union
+from kvsim.testing.loops.event import Decision, Floats, Numbers, Scored, Sets, first, last, union
 from kvsim.testing.strategies import Case
 from reference import allocation
 from reference.event import Event

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.testing import loops
-from kvsim.testing.loops.basics import Floats
-from kvsim.testing.loops.event import Numbers
+from kvsim.testing.loops.event import Floats, Numbers
 
 
 @dataclass

@@ -8,8 +8,16 @@ from functools import lru_cache
 import numpy as np
 
 from kvsim.errors import PolicyError
-from kvsim.testing.loops.basics import Floats, rotate, softmax
-from kvsim.testing.loops.event import Rotary, Scored, first, unprotected, unrotate
+from kvsim.testing.loops.event import (
+    Floats,
+    Rotary,
+    Scored,
+    first,
+    rotate,
+    softmax,
+    unprotected,
+    unrotate,
+)
 from reference.event import Event
 
 # ---------------------------------------------------------------------------- Expected Attention

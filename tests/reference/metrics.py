@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsim.schema import NEVER
-from kvsim.testing.loops.basics import Bools, Floats, logits_of, rotate, softmax
+from kvsim.testing.loops.event import Bools, Floats, logits_of, rotate, softmax
 
 
 def seen_by(evicted_at: npt.ArrayLike, row: int) -> Bools:

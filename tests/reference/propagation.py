@@ -26,7 +26,7 @@ import numpy as np
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.testing import loops
 from kvsim.testing.loops import Doubt
-from kvsim.testing.loops.basics import Floats, softmax
+from kvsim.testing.loops.event import Floats, softmax
 from reference.event import pool
 
 #: The parameters of every propagation and preset.

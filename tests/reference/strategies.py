@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 
 import reference
+from kvsim.schema import NEVER
 from kvsim.testing.loops import Outcome, event_rows
 from kvsim.testing.strategies import Case, draw_budget, draw_schedule, mostly
 from reference.rules import RULES, defaults, parse, smallest_budget
@@ -137,3 +140,16 @@ def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(RULES)) -> 
         sink = next(v for k, v in reversed(params.items()) if k.endswith("sink"))
         least = max(least, min(sink + 1, case.n))
     return Setup(name, params, draw_budget(draw, least, last), interval, prefill)
+
+
+@st.composite
+def evictions(draw: st.DrawFn, heads: int = 2, most: int = 40) -> npt.NDArray[np.int32]:
+    """`evicted_at` [heads, T] of one layer: at each of a few rows any entry may leave."""
+    total = draw(st.integers(1, most))
+    rows = draw(st.lists(st.integers(0, total - 1), max_size=8, unique=True))
+    choices = np.array([*sorted(rows), NEVER], np.int32)
+    first = np.searchsorted(choices, np.arange(total))  # nothing leaves before it came
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    stays = draw(st.sampled_from((0.0, 0.2, 0.8)))
+    at = rng.integers(first, len(choices), size=(heads, total))
+    return choices[np.where(rng.random(at.shape) < stays, len(rows), at)]

@@ -11,8 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvsim.testing.loops.basics import softmax
-from kvsim.testing.loops.event import Decision, Scored, first, last, union
+from kvsim.testing.loops.event import Decision, Scored, first, last, softmax, union
 from reference.classic import averaged, over_heads
 from reference.event import Event, pool
 

@@ -7,25 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from kvsim.testing.invariants.causality import absent_rows, causality, no_peeking_at_the_dead
-from kvsim.testing.invariants.independence import (
-    head_permutation,
-    isolation,
-    layer_blocks,
-    naive_replay,
-    ragged,
-    rows_equal_events,
-    thread_count,
-)
-from kvsim.testing.invariants.results import finite, retained_mass, round_trip
-from kvsim.testing.invariants.sizes import (
-    exact_size,
-    full_budget,
-    no_effect_while_there_is_room,
-    nothing_returns,
-    protected_survive,
-    tie_rule,
-)
+from kvsim.testing.invariants import independence, results
 from kvsim.testing.invariants.trial import Trial
 
 Invariant = Callable[[Trial], None]
@@ -34,25 +16,25 @@ Invariant = Callable[[Trial], None]
 INVARIANTS: Mapping[str, Invariant] = {
     invariant.__name__: invariant
     for invariant in (
-        exact_size,
-        nothing_returns,
-        protected_survive,
-        no_effect_while_there_is_room,
-        full_budget,
-        finite,
-        tie_rule,
-        causality,
-        no_peeking_at_the_dead,
-        absent_rows,
-        isolation,
-        rows_equal_events,
-        layer_blocks,
-        thread_count,
-        ragged,
-        head_permutation,
-        retained_mass,
-        round_trip,
-        naive_replay,
+        results.exact_size,
+        results.nothing_returns,
+        results.protected_survive,
+        results.no_effect_while_there_is_room,
+        results.full_budget,
+        results.finite,
+        results.tie_rule,
+        independence.causality,
+        independence.no_peeking_at_the_dead,
+        independence.absent_rows,
+        independence.isolation,
+        independence.rows_equal_events,
+        independence.layer_blocks,
+        independence.thread_count,
+        independence.ragged,
+        independence.head_permutation,
+        results.retained_mass,
+        results.round_trip,
+        independence.naive_replay,
     )
 }
 

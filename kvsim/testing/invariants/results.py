@@ -1,4 +1,4 @@
-"""What a Record says: finite numbers, retained mass, and the same after it was stored."""
+"""What a Record must hold: sizes, protection, ties, finite numbers, the same after storing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,136 @@ from pathlib import Path
 import numpy as np
 
 from kvsim.analysis.output.error import output_error
+from kvsim.core.policy import Even
 from kvsim.core.record import Record, read_records, write_records
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Trial, require
+
+
+def exact_size(trial: Trial) -> None:
+    """After an event that acts, a layer holds exactly its budget; at others nothing leaves."""
+    record, policy = trial.detailed, trial.policy
+    heads, due = record.evicted_at.shape[1], trial.rows
+    end = trial.case.prompt_len - 1
+    # rows of the prompt are dropped whether an event fires or not
+    allowed = set(due) if trial.present.all() else {*due, end}
+    require(set(record.events) <= allowed, f"entries left after rows {record.events}, due {due}")
+    if policy.propagation is not None and policy.propagation.alone:  # decoding keeps everything
+        due = [row for row in due if row == end]
+    if not policy.exact:
+        return
+    shared = policy.layer_budgets.across_layers
+    planned = {
+        plans.row: [p for p in record.internals if p.row == plans.row] for plans in record.internals
+    }
+    for row in due:
+        before, after = record.kept(row).sum(-1), record.retained(row).sum(-1)
+        budgets = np.full(len(before), trial.budget)
+        if not isinstance(policy.layer_budgets, Even):
+            for plans in planned.get(row, []):
+                budgets[list(plans.layers)] = plans.budgets
+            require(
+                not planned.get(row) or budgets.sum() == budgets.size * trial.budget,
+                f"after row {row} the layers' budgets are {budgets.tolist()}",
+            )
+        if shared:
+            acts = np.full(len(before), before.sum() > before.size * trial.budget)
+        else:
+            acts = before.sum(-1) > heads * budgets
+        expected = np.where(acts, heads * budgets, before.sum(-1))
+        require(
+            (after.sum(-1) == expected).all(),
+            f"after row {row} layers hold {after.tolist()}, expected {expected} over their heads",
+        )
+        if trial.plain:
+            uneven = after[acts] != budgets[acts, None]
+            require(not uneven.any(), f"after row {row} heads hold {after.tolist()}")
+        if shared and acts.all():
+            require(
+                after.sum() == after.size * trial.budget,
+                f"after row {row} the layers together hold {after.sum()}",
+            )
+
+
+def nothing_returns(trial: Trial) -> None:
+    """A row sees what the row before it saw, less the entries that left, and its own entry."""
+    last, n = trial.record.evicted_at, trial.case.n
+    present = trial.present[:, None]
+    early = last < np.arange(n)
+    require((early == ~present).all(), "an entry left before its own row")
+    require((last[early] == early.nonzero()[2] - 1).all(), "a row that never was has an end")
+    before = np.zeros(last.shape, dtype=bool)
+    for row in range(n):
+        seen = trial.record.kept(row)
+        visible = (np.arange(n) <= row) & (row <= last)
+        require((seen == visible).all(), f"kept({row}) is not what row {row} sees")
+        itself = seen[..., row] == present[..., row]
+        require(itself.all(), f"row {row} does not see its own entry, or has none and sees it")
+        require(not (seen & ~before)[..., :row].any(), f"an entry returned at row {row}")
+        before = seen & ~(last == row)
+        require(
+            (before == trial.record.retained(row)).all(),
+            f"retained({row}) is not what the cache holds",
+        )
+
+
+def protected_survive(trial: Trial) -> None:
+    """No event evicts an entry that is protected at it."""
+    last = trial.detailed.evicted_at
+    for plans in trial.detailed.internals:
+        for layer, budget in zip(plans.layers, plans.budgets.tolist(), strict=True):
+            lost = (last[layer] == plans.row) & trial.protected(plans.row, budget, layer)
+            require(
+                not lost.any(),
+                f"after row {plans.row} protected {np.unique(lost.nonzero()[1])} left",
+            )
+
+
+def full_budget(trial: Trial) -> None:
+    """With room for everything nothing leaves, and the output error is exactly 0."""
+    if not trial.policy.bounded:
+        return
+    for budget in (trial.case.n, trial.case.n + 3):
+        record = replace(trial, budget=budget).replay()
+        require((record.evicted_at == NEVER).all(), f"an entry left at budget {budget}")
+    error = output_error(trial.case.trace(), [record])[0]
+    require((error.error == 0).all(), f"output error {error.error.max()} with nothing evicted")
+    require((error.mass == 1).all(), f"retained mass {error.mass.min()} with nothing evicted")
+
+
+def no_effect_while_there_is_room(trial: Trial) -> None:
+    """As long as no more than the budget exists nothing leaves."""
+    if trial.policy.bounded:
+        first = int(trial.record.gone_after.min())
+        require(first >= trial.budget, f"an entry left after row {first}, which had room")
+
+
+def tie_rule(trial: Trial) -> None:
+    """Of the unprotected entries those with the higher score stay; of equal ones the lower."""
+    last = trial.detailed.evicted_at
+    for plans in trial.detailed.internals:
+        for i, layer in enumerate(plans.layers):
+            for head in range(last.shape[1]):
+                live = plans.pos[i, head] >= 0
+                pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
+                require((np.diff(pos) > 0).all(), f"entries out of order at row {plans.row}")
+                gone = last[layer, head, pos] == plans.row
+                if plans.eligible is not None:
+                    gone &= plans.eligible[i, head][live]
+                rest = ~gone & (last[layer, head, pos] != plans.row)
+                rest &= ~trial.protected(plans.row, int(plans.budgets[i]), layer)[pos]
+                group = np.zeros_like(pos) if plans.groups is None else plans.groups[i, head][live]
+                for index in np.unique(group[gone]):
+                    stays, leaves = rest & (group == index), gone & (group == index)
+                    if stays.any():
+                        worst = max(zip(-score[stays], pos[stays], strict=True))
+                        best = min(zip(-score[leaves], pos[leaves], strict=True))
+                        require(
+                            worst < best,
+                            f"after row {plans.row} of layer {layer}, head {head}: position "
+                            f"{best[1]} with score {-best[0]} left, {worst[1]} with {-worst[0]} "
+                            "stayed",
+                        )
 
 
 def finite(trial: Trial) -> None:

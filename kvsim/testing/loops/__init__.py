@@ -5,10 +5,8 @@ given a `Rule`: how a policy scores, what it protects, when it acts, and how it 
 """
 
 from kvsim.schema import NEVER
-from kvsim.testing.loops.event import Event, Scored, first, last, union
-from kvsim.testing.loops.outcome import Cut, Outcome
-from kvsim.testing.loops.rows import event_rows, replay
-from kvsim.testing.loops.rule import Doubt, Propagated, Rule
+from kvsim.testing.loops.event import Doubt, Event, Propagated, Rule, Scored, first, last, union
+from kvsim.testing.loops.rows import Cut, Outcome, event_rows, replay
 
 __all__ = [
     "NEVER",

@@ -1,14 +1,20 @@
-"""What a rule may look at when an event fires on a layer, and what it returns."""
+"""A policy as a rule of the naive replay: what it may look at in an event, and what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvsim.errors import NeedsError
-from kvsim.testing.loops.basics import Floats, rotate, softmax
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 _EMPTY: Floats = np.zeros((0, 0, 0))
 
@@ -22,6 +28,33 @@ Numbers = list[dict[int, float]]
 Sets = list[set[int]]
 #: (inv_freq, attention_scaling) of a rotary embedding that pairs dimension i with i + half.
 Rotary = tuple[tuple[float, ...], float]
+
+
+def softmax(z: Floats) -> Floats:
+    """Weights of logits [n] that sum to 1; an empty array of an empty one."""
+    if not len(z):
+        return z
+    weight = np.exp(z - z.max())
+    return np.asarray(weight / weight.sum(), dtype=np.float64)
+
+
+def logits_of(q: Floats, k: Floats, scale: float) -> Floats:
+    """[qhead, row, pos] of one layer: scale times the product of every query with every key."""
+    group = len(q) // len(k)
+    return np.stack([scale * (q[i] @ k[i // group].T) for i in range(len(q))])
+
+
+def rotate(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
+    """x [..., dim] rotated forward by `by` [...] positions, each pair at its own frequency.
+
+    Dimension i is paired with i + half, half the number of frequencies; dimensions from 2 half on
+    are not rotated.
+    """
+    half = len(inv_freq)
+    angle = np.multiply.outer(by, np.asarray(inv_freq, dtype=np.float64))
+    a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
 
 
 @dataclass
@@ -70,6 +103,14 @@ class Event:
     def at(self, **changes: object) -> Event:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]  # checked when a test runs
+
+    def among(self, rows: list[int], prompt_len: int) -> Event:
+        """The event of a layer that has these rows alone, `prompt_len` of them of the prompt."""
+        q, k, v = (x[:, rows] for x in (self.queries, self.keys, self.values))
+        logits = logits_of(q, k, self.scale)
+        return self.at(
+            queries=q, keys=k, values=v, logits=logits, prompt_len=prompt_len, places=rows
+        )
 
     @property
     def group(self) -> int:
@@ -145,6 +186,75 @@ class Scored:
     def taken(self, head: int) -> list[Decision]:
         """The decisions on the way to a head's scores."""
         return [] if self.decisions is None else self.decisions[head]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """How close a choice of rows was: its margin and size, and the layers that depend on it."""
+
+    layers: range
+    margin: float
+    size: float = math.inf
+
+
+@dataclass(frozen=True)
+class Propagated:
+    """The rows of the prompt that each layer works on.
+
+    alive: ascending positions, for each layer. uncut: layers whose cache is never cut.
+    """
+
+    alive: tuple[tuple[int, ...], ...]
+    uncut: range = range(0)
+    doubts: tuple[Doubt, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of the prompt that each layer works on."""
+        return tuple(map(len, self.alive))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a policy does, written from its definition and not from its code.
+
+    score: scores of an event; None for a policy that never evicts.
+
+    interval, prefill: the policy's own schedule; with an interval of None it acts after the prompt
+    alone.
+
+    protect: what the policy protects beyond what its scorer does.
+
+    allocate: given an event, its scores and the protected sets, the kept set of each head and the
+    decisions that led to it. By default every head keeps its budget: protected entries first, then
+    the higher score, then the lower position.
+
+    layer_budgets: given the events of all layers and the budget, what a head of each layer may
+    keep, and the decisions that led to it. By default every layer has the budget. across_layers:
+    the layers share one budget, so that all act as soon as they hold more than that together.
+
+    propagate: which rows of the prompt each layer works on, from `q, k, prompt_len, budget, scale`
+    by position. By default every layer works on all of them.
+
+    per_query_head: each query head keeps a set of its own. accumulates: scores need
+    `Event.received`.
+
+    ties: whether scores that tie on a `Case` tie in every order of summation, so that the tie rule
+    decides and not rounding. By default no tie counts.
+    """
+
+    score: Callable[[Event], Scored] | None
+    interval: int | None = 1
+    prefill: bool = True
+    protect: Callable[[Event], Sets] | None = None
+    allocate: Callable[[Event, Scored, Sets], tuple[Sets, list[Decision]]] | None = None
+    layer_budgets: Callable[[list[Event], int], tuple[list[int], list[Decision]]] | None = None
+    across_layers: bool = False
+    propagate: Callable[[Floats, Floats, int, int, float], Propagated] | None = None
+    per_query_head: bool = False
+    accumulates: bool = False
+    ties: Callable[[Any], bool] = lambda _: False
+    name: str = "the rule"
 
 
 def unprotected(event: Event) -> Sets:

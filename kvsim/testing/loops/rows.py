@@ -13,20 +13,87 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.schema import NEVER
-from kvsim.testing.loops.basics import Floats, logits_of
-from kvsim.testing.loops.event import Decision, Event, Rotary, Scored, Sets, first, last, union
-from kvsim.testing.loops.outcome import Cut, Outcome
-from kvsim.testing.loops.rule import Rule
+from kvsim.testing.loops.event import (
+    Decision,
+    Event,
+    Ints,
+    Propagated,
+    Rule,
+    Scored,
+    Sets,
+    first,
+    last,
+    logits_of,
+    union,
+)
 
 #: Margin of a tie that no rule decides, because rounding may break it: below every tolerance.
 UNSURE = 1e-300
+
+
+# ------------------------------------------------------------------------------------ the outcome
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One decision of one head, between the last entry kept and the first one dropped.
+
+    margin: their score difference relative to the larger of the two, or to the size of the terms
+    that they are made of; 0 for an exact tie, infinite where scores decided nothing (all or none of
+    the unprotected entries stay). size: the larger of the two scores.
+
+    A decision on the way to the scores (a threshold, a rank) is a cut too, and where heads or
+    layers share a budget, a decision of one counts for all of them.
+    """
+
+    layer: int
+    head: int
+    row: int
+    margin: float
+    size: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the naive replay evicted: `evicted_at` int32 [layer, head, pos], and each cut.
+
+    selection: which rows each layer worked on, where the rule propagates. That choice is a cut
+    after row -1 in every layer that depends on it.
+    """
+
+    evicted_at: Ints
+    cuts: tuple[Cut, ...]
+    selection: Propagated | None = None
+
+    def sure_until(self, tolerance: float, *, ties: bool = True, faint: float = 0.0) -> Ints:
+        """int32 [layer, head]: the row of the first cut that rounding could reverse, else NEVER.
+
+        A cut is unsure where its margin is below `tolerance` or both scores are below `faint`.
+        With `ties` an exact tie is sure: the tie rule (lower position) decides it.
+        """
+        sure = np.full(self.evicted_at.shape[:2], NEVER, dtype=np.int32)
+        for cut in self.cuts:
+            exact = ties and cut.margin == 0.0
+            if cut.size < faint or (cut.margin < tolerance and not exact):
+                sure[cut.layer, cut.head] = min(sure[cut.layer, cut.head], cut.row)
+        return sure
+
+    def agrees(
+        self, evicted_at: npt.ArrayLike, tolerance: float, *, ties: bool = True, faint: float = 0.0
+    ) -> bool:
+        """Whether another replay evicted the same entries, up to each head's first unsure cut."""
+        limit = self.sure_until(tolerance, ties=ties, faint=faint)[:, :, None]
+        other = np.asarray(evicted_at)
+        return other.shape == self.evicted_at.shape and bool(
+            (np.minimum(other, limit) == np.minimum(self.evicted_at, limit)).all()
+        )
 
 
 # -------------------------------------------------------------------------------------- one event
@@ -34,18 +101,29 @@ UNSURE = 1e-300
 
 @dataclass
 class _Run:
-    """All layers of a replay, and when their entries leave."""
+    """Layers of a replay, and when their entries leave."""
 
     rule: Rule
-    events: list[Event]
     budgets: list[int]  # of each KV head
-    n_layers: int
     protect: tuple[int, int, bool]
+    evicted_at: Ints
+    events: list[Event] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        n = self.events[0].logits.shape[1] if self.events else 0
-        self.evicted_at = np.full((self.n_layers, len(self.budgets), n), NEVER, dtype=np.int32)
+    def through(self, events: list[Event]) -> None:
+        """Replay some layers at once, row by row, on the rows that they have."""
+        self.events = events
+        if not events:
+            return
+        layer = events[0]
+        n, prefill = layer.logits.shape[1], layer.fires_at_prefill
+        due = event_rows(n, layer.prompt_len, interval=layer.interval, prefill=prefill)
+        for row in range(n):
+            for event in events:
+                event.row, event.prefill = row, row == event.prompt_len - 1
+                _attend_row(event, accumulate=self.rule.accumulates)
+            if self.rule.score is not None and row in due:
+                self.fire()
 
     def fire(self) -> None:
         """The event after the current row, on every layer that it acts on."""
@@ -99,8 +177,9 @@ class _Run:
             for decision in (*decisions, *(d for h in heads for d in scored.taken(h))):
                 self._note(event, None, *decision)
         for h, survivors in enumerate(kept):
-            for p in set(event.live[h]) - survivors:
-                self.evicted_at[event.layer, h, p] = event.row
+            gone = set(event.live[h]) - survivors
+            self.evicted_at[event.layer, h, event.place(gone)] = event.place([event.row])
+            for p in gone:
                 del event.received[h][p]
                 for column in event.columns.values():
                     column[h].pop(p, None)
@@ -108,10 +187,10 @@ class _Run:
 
     def _note(self, event: Event, head: int | None, margin: float, size: float) -> None:
         """A decision of one head, of all heads of a layer, or where layers share, of everything."""
-        shared = self.rule.across_layers
+        shared, (row,) = self.rule.across_layers, event.place([event.row])
         for other in self.events if shared else [event]:
             for h in range(len(self.budgets)) if shared or head is None else [head]:
-                self.cuts.append(Cut(other.layer, h, event.row, margin, size))
+                self.cuts.append(Cut(other.layer, h, row, margin, size))
 
 
 def _count(event: Event) -> int:
@@ -209,149 +288,65 @@ def replay(
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     if values.shape != keys.shape:
         raise ValueError(f"v has shape {values.shape}, k has {keys.shape}; expected the same")
+    n_layers, heads, n, dim = keys.shape
+    if rule.per_query_head:
+        heads = queries.shape[1]
+    budgets = [budget] * heads if isinstance(budget, int) else [int(b) for b in budget]
+    if min(budgets) < 1:
+        raise BudgetError(f"budget is {min(budgets)}; expected at least 1")
     if not isinstance(budget, int) and (rule.layer_budgets or rule.propagate):
         raise PolicyError(
             f"{rule.name}: budget is {list(budget)}; expected one number, because each layer has "
             "a budget of its own"
         )
-    arrays = _Arrays(
-        queries,
-        keys,
-        values,
-        rule=rule,
-        prompt_len=prompt_len,
-        whole_prompt=prompt_len,
-        budget=budget,
-        interval=rule.interval if interval is None else interval,
-        prefill=rule.prefill if prefill is None else prefill,
-        scale=keys.shape[-1] ** -0.5 if scale is None else scale,
-        layers=range(len(keys)) if layers is None else layers,
-        rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
-        o_proj=None if o_proj is None else np.asarray(o_proj, dtype=np.float64),
-        protect=protect,
-    )
-    return _in_parallel(arrays) if rule.propagate is None else _across(arrays)
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """The arguments of `replay`, as float64.
-
-    places: positions of the rows, 0, 1, 2 ... by default. prompt_len: rows of the prompt that the
-    layers have, of `whole_prompt` in all.
-    """
-
-    queries: Floats
-    keys: Floats
-    values: Floats
-    rule: Rule
-    prompt_len: int
-    whole_prompt: int
-    budget: int | Sequence[int]
-    interval: int | None
-    prefill: bool
-    scale: float
-    layers: Sequence[int]
-    rope: Rotary | None
-    o_proj: Floats | None
-    protect: tuple[int, int, bool]
-    places: list[int] | None = None
-
-    @property
-    def n_sets(self) -> int:
-        """Sets that a layer keeps: one for each KV head, or for each query head."""
-        return len((self.queries if self.rule.per_query_head else self.keys)[0])
-
-    def events(self, budgets: list[int]) -> list[Event]:
-        """Each layer before its first row; keys and values as the rule's sets need them."""
-        keys, values = self.keys, self.values
-        if self.rule.per_query_head:
-            group = self.queries.shape[1] // keys.shape[1]
-            keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
-        return [
-            Event(
-                layer=layer,
-                row=0,
-                prefill=False,
-                logits=logits_of(self.queries[layer], keys[layer], self.scale),
-                live=[[] for _ in budgets],
-                received=[{} for _ in budgets],
-                budgets=list(budgets),
-                prompt_len=self.prompt_len,
-                interval=self.interval,
-                scale=self.scale,
-                queries=self.queries[layer],
-                keys=keys[layer],
-                values=values[layer],
-                o_proj=None if self.o_proj is None else self.o_proj[layer],
-                rope=self.rope,
-                places=self.places,
-                n_layers=len(keys),
-                whole_prompt=self.whole_prompt,
-                fires_at_prefill=self.prefill,
-            )
-            for layer in self.layers
-        ]
-
-
-def _across(arrays: _Arrays) -> Outcome:
-    """Each layer by itself, as if the prompt had been the rows that reach it, and nothing else."""
-    rule, n, budget = arrays.rule, arrays.prompt_len, arrays.budget
-    assert rule.propagate is not None  # noqa: S101  `replay` calls this for rules that have one
-    assert isinstance(budget, int)  # noqa: S101  as above
-    if rule.across_layers:
+    if rule.propagate is not None and rule.across_layers:
         raise PolicyError(f"{rule.name}: layers of different rows cannot share one budget")
-    selection = rule.propagate(arrays.queries, arrays.keys, n, budget, arrays.scale)
-    n_layers, _, length, _ = arrays.keys.shape
-    heads = arrays.n_sets
-    evicted_at = np.full((n_layers, heads, length), NEVER, dtype=np.int32)
-    cuts = [
+    scale = dim**-0.5 if scale is None else scale
+    repeated = heads // keys.shape[1]  # keys and values as the rule's sets need them
+    own_keys, own_values = (np.repeat(x, repeated, axis=1) for x in (keys, values))
+    projection = None if o_proj is None else np.asarray(o_proj, dtype=np.float64)
+    events = [
+        Event(
+            layer=layer,
+            row=0,
+            prefill=False,
+            logits=logits_of(queries[layer], own_keys[layer], scale),
+            live=[[] for _ in budgets],
+            received=[{} for _ in budgets],
+            budgets=list(budgets),
+            prompt_len=prompt_len,
+            interval=rule.interval if interval is None else interval,
+            scale=scale,
+            queries=queries[layer],
+            keys=own_keys[layer],
+            values=own_values[layer],
+            o_proj=None if projection is None else projection[layer],
+            rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
+            n_layers=n_layers,
+            whole_prompt=prompt_len,
+            fires_at_prefill=rule.prefill if prefill is None else prefill,
+        )
+        for layer in (range(n_layers) if layers is None else layers)
+    ]
+    run = _Run(rule, budgets, protect, np.full((n_layers, heads, n), NEVER, dtype=np.int32))
+    if rule.propagate is None:
+        run.through(events)
+        return Outcome(run.evicted_at, tuple(run.cuts))
+    selection = rule.propagate(queries, keys, prompt_len, budgets[0], scale)
+    run.cuts += [
         Cut(layer, h, -1, doubt.margin, doubt.size)
         for doubt in selection.doubts
         for layer in doubt.layers
         for h in range(heads)
     ]
-    for layer in arrays.layers:
-        rows = [*selection.alive[layer], *range(n, length)]
-        for p in set(range(n)) - set(rows):
-            evicted_at[layer, :, p] = p - 1  # no row of this layer ever saw it
-        if layer in selection.uncut:
-            continue
-        restricted = replace(
-            arrays,
-            queries=arrays.queries[:, :, rows],
-            keys=arrays.keys[:, :, rows],
-            values=arrays.values[:, :, rows],
-            prompt_len=len(selection.alive[layer]),
-            layers=[layer],
-            places=rows,
-        )
-        inner = _in_parallel(restricted)
-        for h in range(heads):
-            for slot, row in enumerate(inner.evicted_at[layer, h].tolist()):
-                if row != NEVER:
-                    evicted_at[layer, h, rows[slot]] = rows[row]
-        cuts += [replace(cut, row=rows[cut.row]) for cut in inner.cuts]
-    return Outcome(evicted_at, tuple(cuts), selection)
-
-
-def _in_parallel(arrays: _Arrays) -> Outcome:
-    """All layers at once, row by row, on the rows that they have."""
-    rule, budget = arrays.rule, arrays.budget
-    n_layers, _, n, _ = arrays.keys.shape
-    budgets = [budget] * arrays.n_sets if isinstance(budget, int) else [int(b) for b in budget]
-    if min(budgets) < 1:
-        raise BudgetError(f"budget is {min(budgets)}; expected at least 1")
-    events = arrays.events(budgets)
-    due = event_rows(n, arrays.prompt_len, interval=arrays.interval, prefill=arrays.prefill)
-    run = _Run(rule, events, budgets, n_layers, arrays.protect)
-    for row in range(n):
-        for event in events:
-            event.row, event.prefill = row, row == arrays.prompt_len - 1
-            _attend_row(event, accumulate=rule.accumulates)
-        if rule.score is not None and row in due:
-            run.fire()
-    return Outcome(run.evicted_at, tuple(run.cuts))
+    # each layer by itself, as if the prompt had been the rows that reach it, and nothing else
+    for event in events:
+        alive = selection.alive[event.layer]
+        for p in set(range(prompt_len)) - set(alive):
+            run.evicted_at[event.layer, :, p] = p - 1  # no row of this layer ever saw it
+        if event.layer not in selection.uncut:
+            run.through([event.among([*alive, *range(prompt_len, n)], len(alive))])
+    return Outcome(run.evicted_at, tuple(run.cuts), selection)
 
 
 def _attend_row(event: Event, *, accumulate: bool) -> None:
