@@ -79,97 +79,34 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS, fidelity, measure, selection_fidelity
 
-#: Names of the last release, see `kvsim.analysis.former`.
-_FORMER = ("FINDINGS", "Finding", "expectation_table", "findings", "loss_table")
-
-__all__ = [
-    "COLUMNS",
-    "METRICS",
-    "Analysis",
-    "Attended",
-    "Bursts",
-    "Coverage",
-    "Curve",
-    "Diagnosis",
-    "Expectation",
-    "Gaps",
-    "Grid",
-    "Histogram",
-    "KeySimilarity",
-    "LeavingSlots",
-    "Metric",
-    "NormOverlap",
-    "NormalFit",
-    "Normality",
-    "OutputError",
-    "Projections",
-    "RankPattern",
-    "Ranking",
-    "RetainedPositions",
-    "RetentionRatio",
-    "Segments",
-    "SlotWipeout",
-    "Sparsity",
-    "ams_segments",
-    "answer_facts",
-    "attended",
-    "attention_gaps",
-    "attention_sparsity",
-    "check_positions",
-    "compressed_sparsity",
-    "dense_share",
-    "diagnose",
-    "distribution",
-    "dropped_bursts",
-    "entries_seen",
-    "expected_and_observed",
-    "fidelity",
-    "find_text",
-    "fit_normal",
-    "histogram",
-    "kept_coverage",
-    "key_projections",
-    "key_similarity",
-    "key_table",
-    "layer_table",
-    "max_loop",
-    "measure",
-    "metric",
-    "normality_table",
-    "noted",
-    "output_error",
-    "overlap_table",
-    "projection_table",
-    "proxy_segments",
-    "punctuation_lift",
-    "quantiles",
-    "rank_pattern",
-    "ranking",
-    "reconstruction_table",
-    "repetition",
-    "retained_iou",
-    "retained_positions",
-    "retention_lift",
-    "retention_ratio",
-    "selection_fidelity",
-    "selection_table",
-    "sparsity_table",
-    "state_normality",
-    "states",
-    "steps",
-    "task_of",
-    "value_norm_overlap",
-    "window_attention",
-    "window_overlap",
-    "wipeout",
-]
+__all__ = ["COLUMNS", "METRICS", "Analysis", "Metric", "fidelity", "measure", "metric"]
+__all__ += ["selection_fidelity"]
+# kept sets
+__all__ += ["Bursts", "Coverage", "KeySimilarity", "LeavingSlots", "NormOverlap"]
+__all__ += ["RetainedPositions", "RetentionRatio", "Segments", "SlotWipeout", "ams_segments"]
+__all__ += ["dense_share", "dropped_bursts", "entries_seen", "kept_coverage", "key_similarity"]
+__all__ += ["max_loop", "noted", "proxy_segments", "punctuation_lift", "repetition"]
+__all__ += ["retained_iou", "retained_positions", "retention_lift", "retention_ratio", "steps"]
+__all__ += ["value_norm_overlap", "wipeout"]
+# the output that is left
+__all__ += ["Attended", "OutputError", "attended", "output_error", "reconstruction_table"]
+# full attention
+__all__ += ["Expectation", "Gaps", "Histogram", "NormalFit", "Normality", "Projections", "Sparsity"]
+__all__ += ["attention_gaps", "attention_sparsity", "compressed_sparsity", "expected_and_observed"]
+__all__ += ["fit_normal", "histogram", "key_projections", "key_table", "normality_table"]
+__all__ += ["projection_table", "quantiles", "state_normality", "states", "window_overlap"]
+# how layers rank a prompt
+__all__ += ["Curve", "Diagnosis", "Grid", "RankPattern", "Ranking", "answer_facts"]
+__all__ += ["check_positions", "diagnose", "distribution", "find_text", "layer_table"]
+__all__ += ["overlap_table", "rank_pattern", "ranking", "selection_table", "sparsity_table"]
+__all__ += ["task_of", "window_attention"]
 
 
 def __getattr__(name: str) -> object:
     """A name of the last release, with a warning (PEP 562)."""
-    if name not in _FORMER:
-        raise AttributeError(f"module 'kvsim.analysis' has no attribute {name!r}")
     former = import_module("kvsim.analysis.former")
+    if name not in former.INSTEAD:
+        raise AttributeError(f"module 'kvsim.analysis' has no attribute {name!r}")
     warnings.warn(
         f"kvsim.analysis.{name} goes with the next release; use {former.INSTEAD[name]}",
         DeprecationWarning,

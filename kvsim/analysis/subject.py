@@ -12,9 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvsim.analysis.arrays import EvictedAt
 from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
 from kvsim.analysis.attention.intermittence import Gaps, attention_gaps, default_width
@@ -245,6 +243,6 @@ class Subject:
         """(layer, runs of all that is dropped) of the record."""
         return [(layer, dropped_bursts(evicted_at)) for layer, evicted_at in self.layers()]
 
-    def layers(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    def layers(self) -> Iterator[tuple[int, EvictedAt]]:
         """(layer, the rows [H, T] after which entries are gone) of the record."""
         return zip(self.record.layers, self.record.gone_after, strict=True)

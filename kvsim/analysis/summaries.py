@@ -18,13 +18,12 @@ from itertools import combinations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
+from kvsim.analysis.arrays import Floats
+from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered
-
-Floats = NDArray[np.float64]
 
 RESAMPLES = 4000
 
@@ -330,6 +329,37 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def against_entries(means: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return the means of one metric with the entries that their rows see, and their front.
+
+    Args:
+        means: of `averages`, with the metric and with `entries_seen`.
+        name: of the metric.
+
+    Returns:
+        The rows of the metric that have an `entries_seen`, with `seen`, its mean, and `best`,
+        whether the result is on the front; never of a metric without a better direction.
+    """
+    keys = [key for key in KEYS[:5] if key in means.columns]  # those of the result
+    sizes = means.filter(metric="entries_seen").select(*keys, seen="mean")
+    points = means.filter(metric=name).join(sizes, on=keys, nulls_equal=True, maintain_order="left")
+    better = METRICS[name].better
+    best = front(points, higher=better == "higher") & (better is not None)
+    return points.with_columns(best=best)
+
+
+def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
+    """Which points (`seen`, `mean`) no other point beats in one and matches in the other; bool.
+
+    higher: a larger mean is better.
+    """
+    seen = points["seen"].to_numpy()
+    loss = points["mean"].to_numpy() * (-1 if higher else 1)
+    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
+    better = (seen[:, None] < seen) | (loss[:, None] < loss)
+    return pl.Series(~(as_good & better).any(0))
 
 
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}

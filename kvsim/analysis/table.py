@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.arrays import Floats, Ints, mean_known
+from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk, Walks
@@ -20,9 +20,6 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY, LABELS
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Columns of a Table and their types; one row is one value.
 COLUMNS: dict[str, Any] = {

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
 from kvsim.core.attention import sees
 from kvsim.core.record import Record
@@ -34,8 +35,8 @@ class Tile:
     """
 
     values: NDArray[np.float32] | NDArray[np.uint8]
-    rows: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    rows: Ints
+    positions: Ints
 
     @property
     def pooled(self) -> bool:
@@ -140,9 +141,9 @@ def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:
     return most
 
 
-def _edges(window: range, by: int) -> NDArray[np.int64]:
+def _edges(window: range, by: int) -> Ints:
     return np.append(np.arange(window.start, window.stop, by), window.stop)
 
 
-def _span(edges: NDArray[np.int64]) -> range:
+def _span(edges: Ints) -> range:
     return range(int(edges[0]), int(edges[-1]))

@@ -21,7 +21,7 @@ from kvsim.schema import plural
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.analysis.prompt.gold import Ints
+    from kvsim.analysis.arrays import Ints
     from kvsim.analysis.prompt.tables import Diagnosis, Floats
     from kvsim.core.trace import Trace
     from kvsim.policies.asl import ASL

@@ -18,8 +18,8 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
-from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,

@@ -7,12 +7,9 @@ policy chooses.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import pearsonr, rankdata
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from kvsim.analysis.arrays import Bools, Floats, Ints
 
 
 def pearson(a: Floats, b: Floats) -> Floats:

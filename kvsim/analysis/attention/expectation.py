@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
 from kvsim.analysis.attention.projections import logit_blocks, unrotated
 from kvsim.analysis.prompt.tables import task_of
@@ -46,8 +46,6 @@ from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
 from kvsim.policies.expected_attention import expected_logits, moments
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
 
 #: From observed to expected attention; the last is Expected Attention.
 STEPS = ("ratio_of_means", "normal", "mean_rotation", "past")

@@ -20,15 +20,11 @@ from dataclasses import dataclass
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
-from kvsim.analysis.kept.retention import share
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Share of the keys that is a window's top.
 SHARE = 0.1

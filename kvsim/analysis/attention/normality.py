@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 from kvsim.analysis.attention.projections import check_rows
 from kvsim.analysis.prompt.tables import task_of
@@ -30,8 +30,6 @@ from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
 
 #: What is sampled: queries before or after RoPE, or the input of each layer.
 States = Literal["query", "rotated_query", "residual"]

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import places
 from kvsim.analysis.attention.windows import row_blocks, window_scores
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-
-Floats = NDArray[np.float64]
 
 #: G-KV names the smallest and, for the union of earlier windows, 55 %.
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)

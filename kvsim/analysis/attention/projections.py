@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.attention import Formula
@@ -36,8 +36,6 @@ from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
 from kvsim.policies.expected_attention import expected_logits, moments
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
 
 #: Reads queries of rows start..stop-1; [1, H, G, w, d].
 Read = Callable[[int, int], Tensor]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Bools, Floats, share
 from kvsim.analysis.attention.windows import (
     WINDOW,
     log_attention,
@@ -27,13 +27,10 @@ from kvsim.analysis.attention.windows import (
     row_blocks,
     window_scores,
 )
-from kvsim.analysis.kept.retention import SINK, share
+from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 #: p, the shares of the maximum; the paper names 0.01 and 0.05.
 SHARES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5)

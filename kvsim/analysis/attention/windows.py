@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.core.attention import sees
 from kvsim.core.trace import Trace
-
-Floats = NDArray[np.float64]
 
 #: Rows of G-KV's observation window.
 WINDOW = 16

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import SINK, event_rows, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, share
+from kvsim.analysis.kept.retention import SINK, event_rows
 from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,7 @@ class NormOverlap:
     chance: Floats
 
 
-def value_norm_overlap(
-    evicted_at: NDArray[np.int32], norms: Floats, sink: int = SINK
-) -> NormOverlap:
+def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> NormOverlap:
     """Share of what each head keeps behind the sinks that the largest values would keep too.
 
     With c entries kept at positions from `sink` on, after the last event at which the layer evicted
@@ -76,7 +72,7 @@ class KeySimilarity:
     chance: Floats
 
 
-def key_similarity(evicted_at: NDArray[np.int32], keys: Floats) -> KeySimilarity:
+def key_similarity(evicted_at: EvictedAt, keys: Floats) -> KeySimilarity:
     """Mean cosine of two different keys that a head holds after the layer's last event.
 
     G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
@@ -97,7 +93,7 @@ def key_similarity(evicted_at: NDArray[np.int32], keys: Floats) -> KeySimilarity
     return KeySimilarity(_mean_cosine(unit, held), _mean_cosine(unit, np.ones_like(held)))
 
 
-def _mean_cosine(unit: Floats, chosen: NDArray[np.bool_]) -> Floats:
+def _mean_cosine(unit: Floats, chosen: Bools) -> Floats:
     """Mean over the pairs of the chosen [H, n] of unit vectors [H, n, d]; [H]."""
     # the square of their sum has every pair twice, and each vector with itself
     weight = chosen.astype(np.float64)

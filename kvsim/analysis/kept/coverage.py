@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import event_rows, histogram, share
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.kept.retention import event_rows
 
 #: Bins of the curve, and the part of the text that counts as its middle.
 BINS = 20
@@ -66,7 +63,7 @@ class Coverage:
 
 
 def kept_coverage(
-    evicted_at: NDArray[np.int32], bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
+    evicted_at: EvictedAt, bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
 ) -> Coverage:
     """How much of each part of the text a layer keeps: `bins` equal bins, and middle[0] <= x < [1].
 
@@ -91,7 +88,7 @@ def _positions_below(cut: Fraction, rows: Ints) -> Ints:
     return (odd + 1) // 2
 
 
-def _kept_below(cut: Fraction, evicted_at: NDArray[np.int32], rows: Ints) -> Ints:
+def _kept_below(cut: Fraction, evicted_at: EvictedAt, rows: Ints) -> Ints:
     """Kept entries with x < cut at each event; [H, E].
 
     As the text grows, an entry passes the cut once: it counts from there until it leaves.
@@ -136,7 +133,7 @@ class RetainedPositions:
         return share(sums * total, held * max(1, old))
 
 
-def retained_positions(evicted_at: NDArray[np.int32]) -> RetainedPositions | None:
+def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
     """The relative positions of what is held after the last event; None without an event.
 
     G-KV divides by the length of the whole text; here the length is that at the event, so that

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
@@ -239,7 +239,7 @@ def _max_loop(analysis: Analysis) -> Iterator[Cells]:
         yield Cells(None, np.array([max_loop(tokens)]))
 
 
-def _response(trace: Trace) -> list[NDArray[np.int64]]:
+def _response(trace: Trace) -> list[Ints]:
     """The token ids after the prompt, nothing where they are not known."""
     return [] if trace.tokens is None else [trace.tokens[trace.prompt_len :].numpy()]
 

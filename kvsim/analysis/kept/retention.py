@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
 from kvsim.schema import NEVER
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: First and last positions left out of every region, the same for all policies.
 SINK, RECENT = 4, 32
@@ -27,10 +24,24 @@ LENGTHS = (16, 32, 64, 128)
 THRESHOLDS = (0.0, 0.1)
 
 
-def event_rows(evicted_at: NDArray[np.int32]) -> Ints:
+def event_rows(evicted_at: EvictedAt) -> Ints:
     """Rows after which at least one entry of the layer left, ascending; [E]."""
     rows: Ints = np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
     return rows
+
+
+def event_row(evicted_at: EvictedAt, row: int | None) -> int:
+    """Return `row`, by default that of the layer's last event or, without an event, the last row.
+
+    IndexError for a row that the trace does not have.
+    """
+    n = evicted_at.shape[-1]
+    if row is None:
+        rows = event_rows(evicted_at)
+        row = int(rows[-1]) if len(rows) else n - 1
+    if not 0 <= row < n:
+        raise IndexError(f"row is {row}; expected 0..{n - 1}")
+    return row
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Wipeout:
     alive: Ints
     now: Ints
     expected: Floats
-    first: NDArray[np.bool_]
+    first: Bools
 
     @property
     def cumulative(self) -> Floats:
@@ -76,7 +87,7 @@ class Wipeout:
 
 
 def wipeout(
-    evicted_at: NDArray[np.int32],
+    evicted_at: EvictedAt,
     length: int = 32,
     threshold: float = 0.0,
     sink: int = SINK,
@@ -202,9 +213,7 @@ class RetainedIoU:
     survival_chance: Floats
 
 
-def retained_iou(
-    evicted_at: NDArray[np.int32], sink: int = SINK, recent: int = RECENT
-) -> RetainedIoU:
+def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) -> RetainedIoU:
     """How much of each retained set is still there after the next event that acts."""
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
@@ -246,7 +255,7 @@ def _left_of(died: Ints, since: Ints, shape: tuple[int, int]) -> Ints:
     return counts[:, 1:-1]
 
 
-def entries_seen(evicted_at: NDArray[np.int32], prompt_len: int) -> Floats:
+def entries_seen(evicted_at: EvictedAt, prompt_len: int) -> Floats:
     """Entries that a row after the prompt sees, mean over those rows; [H], NaN without rows."""
     heads, total = evicted_at.shape
     rows = total - prompt_len
@@ -270,7 +279,7 @@ class RetentionRatio:
     rows: Floats
 
 
-def retention_ratio(evicted_at: NDArray[np.int32], prompt_len: int) -> RetentionRatio:
+def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> RetentionRatio:
     """How much of the full cache a layer uses in the end and on the way."""
     heads, total = evicted_at.shape
     final = (evicted_at >= total).mean(-1)
@@ -282,17 +291,3 @@ def retention_ratio(evicted_at: NDArray[np.int32], prompt_len: int) -> Retention
     stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, first)
     seen = (reciprocals[stop] - reciprocals[first]).sum(-1)
     return RetentionRatio(final, seen / (total - prompt_len))
-
-
-def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
-    """Counts [H, n] of index [H, m]; shape is (H, n)."""
-    flat = index + np.arange(shape[0])[:, None] * shape[1]
-    counts: Ints = np.bincount(flat.ravel(), minlength=shape[0] * shape[1])
-    return counts.reshape(shape)
-
-
-def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
-    """part / whole, broadcast; NaN where whole is 0."""
-    out = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
-    np.divide(part, whole, out=out, where=whole != 0)
-    return out

@@ -10,16 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints
 from kvsim.analysis.kept.segments import ams_segments, noted
 from kvsim.core.record import Plans, Record
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
     return found
 
 
-def _why_none(record: Record, gone: NDArray[np.int32]) -> str:
+def _why_none(record: Record, gone: EvictedAt) -> str:
     """Why a head was never cut into segments, and what to do; gone [T]: its `evicted_at`."""
     if (gone == NEVER).all():
         return (

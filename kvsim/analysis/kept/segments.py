@@ -21,14 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.nearest import above, tops
-from kvsim.analysis.kept.retention import event_rows, histogram, share
+from kvsim.analysis.kept.bursts import above, tops
+from kvsim.analysis.kept.retention import event_rows
 from kvsim.core.record import Record
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 AMS, PROXY = "ams", "proxy_run"
 
@@ -165,7 +162,7 @@ def ams_segments(record: Record, layer: int) -> Segments | None:
     return Segments(found.rows, count, entries, *_moves(cuts, found.rows, evicted_at.shape))
 
 
-def _boundaries(evicted_at: NDArray[np.int32], row: int, length: Ints) -> tuple[Ints, Ints]:
+def _boundaries(evicted_at: EvictedAt, row: int, length: Ints) -> tuple[Ints, Ints]:
     """(head, position) [n] of the boundaries after row `row` of segments of `length` [H, S].
 
     Segments follow each other in the entries live before the event, which the Record has.
@@ -223,7 +220,7 @@ def _distance(these: Ints, those: Ints) -> Ints:
 # -------------------------------------------------------------- runs of positions that are retained
 
 
-def proxy_segments(evicted_at: NDArray[np.int32]) -> Segments:
+def proxy_segments(evicted_at: EvictedAt) -> Segments:
     """Maximal runs of consecutive positions of a layer, `evicted_at` [H, T], that events leave.
 
     Each position is a boundary from one event until another, once: from when it is there and the

@@ -11,13 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows, histogram, share
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class LeavingSlots:
     slot: Ints
 
     @classmethod
-    def of(cls, evicted_at: NDArray[np.int32]) -> LeavingSlots:
+    def of(cls, evicted_at: EvictedAt) -> LeavingSlots:
         """Of `evicted_at` [H, T]. Time H T log(T) log(E)."""
         rows = event_rows(evicted_at)
         died = np.searchsorted(rows, evicted_at).astype(np.int64)

@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
+from kvsim.analysis.kept.retention import RECENT, SINK, event_row, event_rows
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Lengths of n-grams; the AMS paper names none.
 NGRAMS = (2, 3, 4, 8)
@@ -57,13 +54,8 @@ def max_loop(tokens: Ints, period: int = PERIOD) -> float:
 #: Columns of `retention_lift` and their types.
 LIFT: dict[str, Any] = {
     "token": pl.String,
-    "count": pl.Int64,
-    "retained": pl.Int64,
-    "rate": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "mean": pl.Float64,
-    "lift": pl.Float64,
+    **dict.fromkeys(("count", "retained"), pl.Int64),
+    **dict.fromkeys(("rate", "low", "high", "mean", "lift"), pl.Float64),
 }
 
 
@@ -112,9 +104,10 @@ def retention_lift(
             f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
             "with a tokenizer (kvsim capture)"
         )
-    held = _held(record, layer, row)
-    held = held if heads is None else held[list(heads)]
-    last = max(sink, held.shape[-1] - recent)
+    gone = record.gone_after[record.layers.index(layer)]
+    row = event_row(gone, row)
+    held = (gone if heads is None else gone[list(heads)])[:, : row + 1] > row
+    last = max(sink, row + 1 - recent)
     names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
     kept = held[:, sink:last].sum(0)  # heads that keep the position
     count = np.bincount(of, minlength=len(names))
@@ -123,16 +116,16 @@ def retention_lift(
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)
     low, high = _wilson(retained / n_heads, count)
-    lift = share(rate, np.asarray(mean))
     tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
+    lift = share(rate, np.asarray(mean))
     columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
-    table = pl.DataFrame(dict(zip(LIFT, columns, strict=True)), schema=LIFT)
+    table = pl.DataFrame(columns, schema=LIFT)
     return table.with_columns(pl.col("lift").fill_nan(None)).sort(
         ["lift", "count", "token"], descending=[True, True, False], nulls_last=True
     )
 
 
-def _wilson(hits: Floats, n: NDArray[np.int64]) -> tuple[Floats, Floats]:
+def _wilson(hits: Floats, n: Ints) -> tuple[Floats, Floats]:
     """Wilson's 95 % interval of hits / n (Wilson 1927, J. Am. Stat. Assoc. 22:209).
 
     Hits are means over heads; `scipy.stats.binomtest` has the interval of whole numbers alone.
@@ -143,27 +136,15 @@ def _wilson(hits: Floats, n: NDArray[np.int64]) -> tuple[Floats, Floats]:
     return np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
 
 
-def _held(record: Record, layer: int, row: int | None) -> NDArray[np.bool_]:
-    """What the cache of a layer holds after row `row`, by default its last event; [H, N]."""
-    gone = record.gone_after[record.layers.index(layer)]
-    if row is None:
-        rows = event_rows(gone)
-        row = int(rows[-1]) if len(rows) else record.n_pos - 1
-    if not 0 <= row < record.n_pos:
-        raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
-    held: NDArray[np.bool_] = gone[:, : row + 1] > row
-    return held
-
-
-def is_punctuation(text: Iterable[str]) -> NDArray[np.bool_]:
+def is_punctuation(text: Iterable[str]) -> Bools:
     """Which of the strings are punctuation and nothing else (Unicode P*), spaces aside."""
     kinds = ([unicodedata.category(c)[0] for c in one.strip()] for one in text)
     return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
 
 
 def punctuation_lift(
-    evicted_at: NDArray[np.int32],
-    marks: NDArray[np.bool_],
+    evicted_at: EvictedAt,
+    marks: Bools,
     *,
     sink: int = SINK,
     recent: int = RECENT,

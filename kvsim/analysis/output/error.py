@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.walk import by_layer
 from kvsim.core.attention import Formula, Rope, attend, merge, with_sinks
 from kvsim.core.record import Record
@@ -92,17 +93,15 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     return results
 
 
-def head_lengths(
-    trace: Trace, records: Sequence[Record], device: str = "cpu"
-) -> list[NDArray[np.float64]]:
+def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Floats]:
     """For each record the length of each head's full output; [layer, qhead, row after the prompt].
 
     Lengths of a layer are computed once for all records.
     """
 
-    def read(layer: int) -> NDArray[np.float64]:
+    def read(layer: int) -> Floats:
         out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
-        lengths: NDArray[np.float64] = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
+        lengths: Floats = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
         return lengths
 
     return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]

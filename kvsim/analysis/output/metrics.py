@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.sparsity import compressed_sparsity
-from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import head_lengths
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
-
-Floats = NDArray[np.float64]
 
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:

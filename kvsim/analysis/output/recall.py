@@ -17,13 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, share
 from kvsim.analysis.attention.windows import log_attention, row_blocks
-from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows, share
+from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Entries of a row that recall asks for: more than a sink and the row's neighbours, which every
 #: policy keeps, and fewer than any budget in use, so that all of them could have been kept.
@@ -130,7 +128,7 @@ class _Walk:
     def __init__(
         self,
         trace: Trace,
-        gone: NDArray[np.int32],
+        gone: EvictedAt,
         lengths: Sequence[int],
         thresholds: Sequence[float],
         sink: int,

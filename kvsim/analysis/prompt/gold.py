@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.core.trace import Trace
 from kvsim.errors import GoldError, TraceError
 from kvsim.tiny.ledger import LedgerError, read, solve
-
-Ints = NDArray[np.int64]
 
 
 def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:

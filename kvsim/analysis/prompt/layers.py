@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
-from kvsim.analysis.definition import mean_known
 from kvsim.analysis.prompt.ranking import Ranking
 from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
@@ -74,9 +73,9 @@ class RankPattern:
     means of the ranks, 1 the best.
     """
 
-    tokens: NDArray[np.int64]
-    edges: NDArray[np.int64]
-    ranks: NDArray[np.float64]
+    tokens: Ints
+    edges: Ints
+    ranks: Floats
 
 
 def rank_pattern(

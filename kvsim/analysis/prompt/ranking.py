@@ -12,19 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsim.analysis.kept.retention import share
+from kvsim.analysis.arrays import Bools, Floats, Ints, share
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance, ranks
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 #: In a grid: no layer is selected.
 NEVER_SELECTS = -1

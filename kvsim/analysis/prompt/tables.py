@@ -14,17 +14,14 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.prompt.gold import check_positions
 from kvsim.analysis.prompt.ranking import Curve, Ranking
 from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _LABEL = pl.Enum(FIDELITY)
 _OF_TRACE: dict[str, Any] = {
