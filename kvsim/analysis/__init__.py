@@ -33,9 +33,14 @@ from kvsim.analysis.attention.normality import (
     state_normality,
     states,
 )
-from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.attention.overlap import overlap_table, window_overlap
 from kvsim.analysis.attention.projections import Projections, key_projections, projection_table
-from kvsim.analysis.attention.sparsity import Sparsity, attention_sparsity, compressed_sparsity
+from kvsim.analysis.attention.sparsity import (
+    Sparsity,
+    attention_sparsity,
+    compressed_sparsity,
+    sparsity_table,
+)
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
 from kvsim.analysis.kept.contents import (
@@ -65,8 +70,15 @@ from kvsim.analysis.output.error import OutputError, output_error
 from kvsim.analysis.output.recall import Attended, attended
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
-from kvsim.analysis.prompt.layers import RankPattern, overlap_table, rank_pattern, sparsity_table
-from kvsim.analysis.prompt.ranking import Curve, Grid, Ranking, ranking, window_attention
+from kvsim.analysis.prompt.ranking import (
+    Curve,
+    Grid,
+    Ranking,
+    RankPattern,
+    rank_pattern,
+    ranking,
+    window_attention,
+)
 from kvsim.analysis.prompt.tables import (
     Diagnosis,
     diagnose,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import places
@@ -21,6 +22,9 @@ from kvsim.errors import TraceError
 
 #: G-KV names the smallest and, for the union of earlier windows, 55 %.
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
+
+#: Shares of the keys that count as top.
+TOPS = tuple(place / 20 for place in range(1, 21))
 
 
 @dataclass(frozen=True)
@@ -90,3 +94,19 @@ def window_overlap(
         chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )
+
+
+def overlap_table(
+    trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = TOPS
+) -> pl.DataFrame:
+    """Return the numbers of `window_overlap`, a row for each share.
+
+    share, then means over heads: `oldest`, `second`, `third` window, `union` of the three,
+    `equal_budget` (as many keys as one set has), `chance` of one set and `chance_union`.
+    """
+    overlap = window_overlap(trace, layer, window=window, shares=shares)
+    windows = dict(
+        zip(("share", "oldest", "second", "third"), (overlap.shares, *overlap.before), strict=True)
+    )
+    names = ("union", "equal_budget", "chance", "chance_union")
+    return pl.DataFrame(windows | {name: getattr(overlap, name) for name in names})

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
-from kvsim.analysis.arrays import Bools, Floats, share
+from kvsim.analysis.arrays import Bools, Floats, mean_known, share
 from kvsim.analysis.attention.windows import (
     WINDOW,
     log_attention,
@@ -29,6 +30,7 @@ from kvsim.analysis.attention.windows import (
 )
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.walk import by_layer
+from kvsim.analysis.wide import wide
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
@@ -141,3 +143,18 @@ def _sparsity(
 
     sequence, domain = below(known, counted), below(counted, counted)
     return Sparsity(least, sequence, below(known & behind, counted & behind), domain)
+
+
+def sparsity_table(trace: Trace) -> pl.DataFrame:
+    """Return the means over heads of `attention_sparsity` of every layer, at the paper's p.
+
+    layer, p, then by the keys that the maximum is taken over: `sequence`, `behind_sink` and
+    `domain`; null where a trace is too short.
+    """
+    maxima = ("sequence", "behind_sink", "domain")
+    parts = []
+    for layer in range(trace.n_layers):
+        sparsity = attention_sparsity(trace, layer, shares=(0.01, 0.05))
+        means = {name: mean_known(getattr(sparsity, name)) for name in maxima}
+        parts.append({"layer": layer, "p": sparsity.shares} | means)
+    return wide(parts, {"layer": pl.Int64} | dict.fromkeys(("p", *maxima), pl.Float64))
