@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -159,24 +158,25 @@ def _subjects(
     ]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Rows [n] that share most of their columns; -1 where a row has no such index."""
+#: The columns about a record, null for what belongs to the trace.
+_OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
+#: The columns in which the rows of a block differ.
+_OF_ROW = ("value", "chance", "head", "qhead", "event")
 
-    shared: dict[str, Any]
-    value: Floats
-    chance: Floats
-    head: Ints
-    qhead: Ints
-    event: Ints
+#: The columns that rows share, and those `_OF_ROW`, arrays [n]; -1 where a row has no such index.
+_Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
 def _blocks(
     subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
 ) -> Iterator[_Block]:
     """The rows of one metric of a trace or of a record."""
-    record = subject.record if isinstance(subject, Subject) else None
-    shared = _origin(subject.trace, record) | {"metric": name, "unit": entry.unit}
+    trace, record = subject.trace, subject.record if isinstance(subject, Subject) else None
+    shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
+    shared |= {x: str(label) for x in LABELS if (label := trace.labels.get(x)) is not None}
+    if record is not None:
+        shared |= {column: getattr(record, column) for column in _OF_RECORD}
+        shared["params"] = json.dumps(dict(record.params))
     # an entry of kind "trace" reads an Analysis, the others a Subject
     compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
     for cells in compute(subject):
@@ -191,16 +191,14 @@ def _blocks(
         none = np.full(len(index), -1)
         axis, level = cells.heads, "exact"
         if record is not None:
-            level = fidelity(subject.trace, record, entry.kind, cells.layer)
+            level = fidelity(trace, record, entry.kind, cells.layer)
             if record.per_query_head and axis == "head":
                 axis = "qhead"  # its head axis counts query heads
-        yield _Block(
+        heads = index if axis == "head" else none, index if axis == "qhead" else none
+        event = none if rows is None else np.tile(rows, len(values))
+        yield (
             shared | {"variant": cells.variant, "layer": cells.layer, "fidelity": level},
-            values.ravel(),
-            chance.ravel(),
-            index if axis == "head" else none,
-            index if axis == "qhead" else none,
-            none if rows is None else np.tile(rows, len(values)),
+            (values.ravel(), chance.ravel(), *heads, event),
         )
 
 
@@ -208,32 +206,18 @@ def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
     """One frame of all blocks: one for each would take longer than what it holds."""
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)
-    same = {name: kind for name, kind in COLUMNS.items() if name not in _OWN}
-    block = np.repeat(np.arange(len(blocks)), [len(one.value) for one in blocks])
-    own = {name: np.concatenate([getattr(one, name) for one in blocks]) for name in _OWN}
-    shared = pl.DataFrame([one.shared for one in blocks], schema=same)
+    labels, arrays = zip(*blocks, strict=True)
+    schema = {name: kind for name, kind in COLUMNS.items() if name not in _OF_ROW}
+    shared = pl.DataFrame(labels, schema=schema)
+    rows = map(np.concatenate, zip(*arrays, strict=True))
+    block = np.repeat(np.arange(len(blocks)), [len(of_row[0]) for of_row in arrays])
     index, number = pl.col("head", "qhead", "event"), pl.col("value", "chance")
     return (
-        pl.concat([shared[block], pl.DataFrame(own)], how="horizontal")
+        shared[block]
+        .with_columns(**dict(zip(_OF_ROW, map(pl.Series, rows), strict=True)))
         .with_columns(pl.when(index >= 0).then(index), number.fill_nan(None))
         .select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
     )
-
-
-#: The columns in which the rows of a block differ.
-_OWN = ("value", "chance", "head", "qhead", "event")
-#: The columns about a record, null for what belongs to the trace.
-_OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
-
-
-def _origin(trace: Trace, record: Record | None) -> dict[str, Any]:
-    """The columns that say which trace and record a value is of."""
-    origin: dict[str, Any] = {"trace": trace.name} | dict.fromkeys(LABELS)
-    origin |= {name: str(x) for name in LABELS if (x := trace.labels.get(name)) is not None}
-    if record is None:
-        return origin | dict.fromkeys(_OF_RECORD)
-    of_record = {name: getattr(record, name) for name in _OF_RECORD}
-    return origin | of_record | {"params": json.dumps(dict(record.params))}
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
@@ -253,14 +237,11 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
     if kind == "trace" or layer is None or alone or trace.layer_ids[layer] == 0:
         return "exact"
-    once = record.events == [record.prompt_len - 1]
     if not record.events:
         return "exact"
-    if kind != "sets" or not once:
+    if kind != "sets" or record.events != [record.prompt_len - 1]:
         return "open"
-    if _settled(record, layer):
-        return "exact"
-    return "semi" if record.recomputed else "open"
+    return "exact" if _settled(record, layer) else "semi" if record.recomputed else "open"
 
 
 def selection_fidelity(record: Record) -> str:
@@ -274,12 +255,8 @@ def selection_fidelity(record: Record) -> str:
 def _settled(record: Record, layer: int) -> bool:
     """Whether the set of a layer follows from attention that no dropped row has changed."""
     selection = record.selection
-    if selection is None or selection.layer is None:
-        return True
-    exact = selection.layer + 1  # the last layer whose inputs are the recorded ones
-    if layer <= exact:
-        return True
+    if selection is None or selection.layer is None or layer <= selection.layer + 1:
+        return True  # the layer behind the selection layer is the last one with recorded inputs
     above = [at for at in selection.dropped if at < layer]  # decide which rows the layer has
-    last = record.evicted_at[record.layers.index(layer)]
-    cut = (last == record.prompt_len - 1).any()
-    return above[-1] <= exact and not cut
+    cut = (record.evicted_at[record.layers.index(layer)] == record.prompt_len - 1).any()
+    return above[-1] <= selection.layer + 1 and not cut

@@ -198,17 +198,9 @@ def key_table(found: Sequence[Expectation]) -> pl.DataFrame:
 
     `KEY_COLUMNS`: observed mean attention, and expected attention of each step.
     """
-    return wide(map(_columns, found), KEY_COLUMNS)
-
-
-def _columns(expectation: Expectation) -> dict[str, Any]:
-    """The columns of one trace."""
-    names = ("trace", "task", "cut", "rows", "keys")
-    steps = zip(STEPS, expectation.expected, strict=True)
-    return {
-        **{name: getattr(expectation, name) for name in names},
-        **places(expectation.observed.shape, expectation.group, "pos", expectation.sink),
-        "observed": np.exp(expectation.observed),
-        **{step: np.exp(logs) for step, logs in steps},
-        "fidelity": "exact",
-    }
+    parts = (
+        {**vars(x), **places(x.observed.shape, x.group, "pos", x.sink), "keys": x.keys}
+        | dict(zip(("observed", *STEPS), np.exp([x.observed, *x.expected]), strict=True))
+        for x in found
+    )
+    return wide(parts, KEY_COLUMNS)

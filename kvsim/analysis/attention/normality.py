@@ -108,15 +108,14 @@ def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
 
     head and qhead are null for the residual stream.
     """
-    return wide(map(_columns, found), NORMALITY_COLUMNS)
-
-
-def _columns(normality: Normality) -> dict[str, Any]:
-    """The columns of one trace."""
-    at = places(normality.effects["mean"].shape, normality.group, "dim")
-    if normality.of == "residual":
-        at |= {"head": None, "qhead": None}
-    return vars(normality) | at | normality.effects | {"fidelity": "exact"}
+    parts = (
+        vars(x)
+        | places(x.effects["mean"].shape, x.group, "dim")
+        | ({"head": None, "qhead": None} if x.of == "residual" else {})
+        | x.effects
+        for x in found
+    )
+    return wide(parts, NORMALITY_COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -106,18 +106,9 @@ def key_projections(
             parts = middle, 2 * half, exact - middle - half
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
-    samples = stop - skip
     return Projections(
-        trace=trace.name,
-        task=task_of(trace),
-        rotated=rotated,
-        skip=skip,
-        samples=samples,
-        group=trace.group,
-        mean=mean,
-        variance=variance,
-        gap=gap,
-        normal_gap=normal_gap(variance, samples),
+        *(trace.name, task_of(trace), rotated, skip, stop - skip, trace.group),
+        *(mean, variance, gap, normal_gap(variance, stop - skip)),
     )
 
 
@@ -178,10 +169,5 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
 
 def projection_table(found: Sequence[Projections]) -> pl.DataFrame:
     """One row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
-    return wide(map(_columns, found), PROJECTION_COLUMNS)
-
-
-def _columns(projections: Projections) -> dict[str, Any]:
-    """The columns of one trace."""
-    at = places(projections.gap.shape, projections.group, "pos", projections.skip)
-    return vars(projections) | at | {"fidelity": "exact"}
+    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in found)
+    return wide(parts, PROJECTION_COLUMNS)
