@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
-from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.kept.retention import event_rows, last_event
 
 #: Bins of the curve, and the part of the text that counts as its middle.
 BINS = 20
@@ -65,13 +65,15 @@ class Coverage:
 def kept_coverage(
     evicted_at: EvictedAt, bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
 ) -> Coverage:
-    """How much of each part of the text a layer keeps: `bins` equal bins, and middle[0] <= x < [1].
+    """Return how much of each part of the text a layer keeps; middle[0] <= x < middle[1].
 
     Bins are cut exactly, by whole numbers.
     """
     rows = event_rows(evicted_at)
     cuts = [*(Fraction(i, bins) for i in range(1, bins + 1)), *middle]
-    positions = np.stack([_positions_below(cut, rows) for cut in cuts])
+    # positions with x < cut: 2 p + 1 is at most (2 N * numerator - 1) // denominator
+    below = [(2 * (rows + 1) * cut.numerator - 1) // cut.denominator for cut in cuts]
+    positions = (np.stack(below) + 1) // 2
     kept = np.stack([_kept_below(cut, evicted_at, rows) for cut in cuts], axis=1)
     return Coverage(
         rows,
@@ -80,12 +82,6 @@ def kept_coverage(
         positions[-1] - positions[-2],
         kept[:, -1] - kept[:, -2],
     )
-
-
-def _positions_below(cut: Fraction, rows: Ints) -> Ints:
-    """Positions with x < cut at each event; [E]."""
-    odd: Ints = (2 * (rows + 1) * cut.numerator - 1) // cut.denominator  # the largest 2 p + 1
-    return (odd + 1) // 2
 
 
 def _kept_below(cut: Fraction, evicted_at: EvictedAt, rows: Ints) -> Ints:
@@ -139,11 +135,9 @@ def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
     G-KV divides by the length of the whole text; here the length is that at the event, so that
     uniform sets have mean 1/2 however long the tail is.
     """
-    rows = event_rows(evicted_at)
-    if not len(rows):
+    row, (heads, total) = last_event(evicted_at), evicted_at.shape
+    if row < 0:
         return None
-    heads, total = evicted_at.shape
-    row = int(rows[-1])
     head, pos = np.nonzero(evicted_at[:, : row + 1] > row)
     relative = (pos + 0.5) / (row + 1)
     held = np.bincount(head, minlength=heads)

@@ -30,6 +30,11 @@ def event_rows(evicted_at: EvictedAt) -> Ints:
     return rows
 
 
+def last_event(evicted_at: EvictedAt) -> int:
+    """Return the row of the layer's last event, -1 without one."""
+    return int(evicted_at.max(initial=-1, where=evicted_at != NEVER))
+
+
 def event_row(evicted_at: EvictedAt, row: int | None) -> int:
     """Return `row`, by default that of the layer's last event or, without an event, the last row.
 
@@ -37,8 +42,7 @@ def event_row(evicted_at: EvictedAt, row: int | None) -> int:
     """
     n = evicted_at.shape[-1]
     if row is None:
-        rows = event_rows(evicted_at)
-        row = int(rows[-1]) if len(rows) else n - 1
+        row = last_event(evicted_at) % n
     if not 0 <= row < n:
         raise IndexError(f"row is {row}; expected 0..{n - 1}")
     return row

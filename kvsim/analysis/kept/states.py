@@ -12,7 +12,7 @@ import polars as pl
 from kvsim.analysis.arrays import EvictedAt, Ints
 from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
-from kvsim.analysis.kept.retention import event_row, event_rows, wipeout
+from kvsim.analysis.kept.retention import event_row, last_event, wipeout
 from kvsim.analysis.output.error import check_record
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -123,7 +123,7 @@ def strips_after(
         check_record(trace, record)
     gone = [_gone(trace, record, layer, head)[:1] for record in records]
     if row is None:
-        row = min((int(rows[-1]) for x in gone if len(rows := event_rows(x))), default=None)
+        row = min((last for x in gone if (last := last_event(x)) >= 0), default=None)
         if row is None:
             raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
     row = event_row(gone[0], row)

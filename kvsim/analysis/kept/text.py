@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
-from kvsim.analysis.kept.retention import RECENT, SINK, event_row, event_rows
+from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
@@ -154,10 +154,9 @@ def punctuation_lift(
     The first `sink` and the last `recent` positions are left out, as from regions. evicted_at
     [H, T] of one layer; marks [T]. NaN without an event, a mark or anything kept.
     """
-    rows = event_rows(evicted_at)
-    last = int(rows[-1]) if len(rows) else 0
+    last = last_event(evicted_at)
     counted = slice(sink, max(sink, last + 1 - recent))
-    held, marked = evicted_at[:, counted] > last, marks[counted]
+    kept, marked = evicted_at[:, counted] > last, marks[counted]
     if not marked.any():
         return np.full(len(evicted_at), np.nan)
-    return share(held[:, marked].mean(-1), held.mean(-1))
+    return share(kept[:, marked].mean(-1), kept.mean(-1))
