@@ -124,5 +124,4 @@ def __getattr__(name: str) -> object:
         DeprecationWarning,
         stacklevel=2,
     )
-    value: object = getattr(former, name)
-    return value
+    return getattr(former, name)

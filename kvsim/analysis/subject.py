@@ -135,18 +135,20 @@ class Analysis:
         """ASL's test at each k, by k as it was given."""
         if (ranking := self.ranking) is None:
             return {}
-        budgets = {k: _tokens(k, ranking.ranked) + self.rule.window for k in self.ks}
         return {
-            str(k): diagnose(self.trace, ranking, budget, gold=self.gold, share=budget_label(k))
-            for k, budget in budgets.items()
+            str(k): diagnose(
+                *(self.trace, ranking, _tokens(k, ranking.ranked) + self.rule.window),
+                gold=self.gold,
+                share=budget_label(k),
+            )
+            for k in self.ks
         }
 
     @cached_property
     def gaps(self) -> Mapping[int, Gaps]:
         """Gaps of attention by layer, nothing where the trace is too short."""
-        if not default_width(self.trace):
-            return {}
-        return {layer: attention_gaps(self.trace, layer) for layer in self.layers}
+        layers = self.layers if default_width(self.trace) else ()
+        return {layer: attention_gaps(self.trace, layer) for layer in layers}
 
 
 def budget_label(k: int | str) -> str:
@@ -177,8 +179,7 @@ class Walks(Protocol):
     """Returns what a walk computes for one record; the walk is done once for all of them."""
 
     def __call__(self, walk: Walk[T]) -> T:
-        """What `walk` computes for the record."""
-        ...
+        """Return what `walk` computes for the record."""
 
 
 @dataclass

@@ -51,5 +51,4 @@ def lost(scores: Floats, mass: Floats, removed: Ints) -> Floats:
     ordered = np.take_along_axis(np.broadcast_to(mass, scores.shape), order, -1)[..., ::-1]
     gone = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1))
     ordered.cumsum(-1, out=gone[..., 1:])
-    out: Floats = gone[..., removed] / gone[..., -1:]
-    return out
+    return gone[..., removed] / gone[..., -1:]

@@ -106,8 +106,7 @@ def _ks(z: Tensor) -> Tensor:
     n = z.shape[-1]
     at = torch.arange(n, dtype=z.dtype, device=z.device)
     below = torch.special.ndtr(z)
-    distance: Tensor = torch.maximum((at + 1) / n - below, below - at / n).amax(-1)
-    return distance
+    return torch.maximum((at + 1) / n - below, below - at / n).amax(-1)
 
 
 def _qq(z: Tensor) -> Tensor:

@@ -74,5 +74,4 @@ def window_scores(
 
 def mean_of_rows(attention: Tensor) -> Floats:
     """Maximum over the group and mean over the rows of attention [H, G, w, n]; [H, n]."""
-    score: Floats = attention.amax(1).double().mean(1).cpu().numpy()
-    return score
+    return attention.amax(1).double().mean(1).cpu().numpy()

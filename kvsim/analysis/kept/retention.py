@@ -26,8 +26,7 @@ THRESHOLDS = (0.0, 0.1)
 
 def event_rows(evicted_at: EvictedAt) -> Ints:
     """Rows after which at least one entry of the layer left, ascending; [E]."""
-    rows: Ints = np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
-    return rows
+    return np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
 
 
 def last_event(evicted_at: EvictedAt) -> int:

@@ -41,8 +41,7 @@ class Segmented:
     @property
     def starts(self) -> Ints:
         """The first position of each segment, ascending; [S]."""
-        starts: Ints = self.pos[np.unique(self.segment, return_index=True)[1]]
-        return starts
+        return self.pos[np.unique(self.segment, return_index=True)[1]]
 
     @property
     def boundaries(self) -> Ints:
@@ -131,21 +130,15 @@ def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
 
 def thinned(positions: Ints, total: int, most: int) -> Ints:
     """The first of ascending positions in each of at most `most` equal cells of 0 to `total`."""
-    first: Ints = positions[np.unique(positions // -(-total // most), return_index=True)[1]]
-    return first
+    return positions[np.unique(positions // -(-total // most), return_index=True)[1]]
 
 
 def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
-    """The events at which a head of a layer was cut into segments of attention mass, ascending.
+    """Return the events at which a head was cut into segments of attention mass, ascending.
 
-    Args:
-        record: of `ams`, replayed with `internals=True`.
-        layer: index in the trace.
-        head: KV head.
-
-    Raises:
-        PolicyError: the record has no masses of the layer, because it is not of `ams`, because
-            `replay` was not asked for internals, or because no event acted there.
+    record: of `ams`, replayed with `internals=True`. layer: index in the trace. head: KV head.
+    Raises PolicyError where the record has no masses of the layer, because it is not of `ams`,
+    because `replay` was not asked for internals, or because no event acted there.
     """
     gone = record.evicted_at[record.layers.index(layer), head]
     events = []

@@ -49,17 +49,11 @@ def token_states(
 ) -> TokenStates:
     """Return the state of each token in a head after the event that follows a row.
 
-    Args:
-        trace: of the record, with the text of its tokens.
-        record: of any policy.
-        layer: index in the trace; -1 is the last.
-        head: KV head; of a record per query head, the first query head of its group.
-        row: the layer's last event by default; without an event, the last row.
+    layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
+    query head of its group. row: the layer's last event by default; without an event, the last row.
 
-    Raises:
-        TraceError: the record is of another trace.
-        NeedsError: the trace has no text of tokens.
-        IndexError: the row is not in the trace.
+    Raises TraceError where the record is of another trace, NeedsError where the trace has no text
+    of tokens, and IndexError for a row that it does not have.
     """
     check_record(trace, record)
     if trace.token_text is None:
@@ -92,8 +86,7 @@ class Strip:
     @property
     def lengths(self) -> Ints:
         """Positions of each run; [n]."""
-        out: Ints = self.runs[:, 1] - self.runs[:, 0] + 1
-        return out
+        return self.runs[:, 1] - self.runs[:, 0] + 1
 
     @property
     def kept(self) -> int:
@@ -114,10 +107,8 @@ def strips_after(
     row: by default the earliest of the records' last events in the layer, so that all policies have
     evicted by then. Of a record per query head, the first query head of the group.
 
-    Raises:
-        TraceError: a record is of another trace.
-        PolicyError: nothing left the layer in any record.
-        IndexError: the row is not in the trace.
+    Raises TraceError where a record is of another trace, PolicyError where nothing left the layer
+    in any record, and IndexError for a row that the trace does not have.
     """
     for record in records:
         check_record(trace, record)
@@ -158,12 +149,8 @@ def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
     event: its row; kept: entries; share: of all positions there; wipeout: share of the regions of
     `REGION` positions of which nothing is left (`wipeout`, length=32, threshold=0); longest: the
     longest run of dropped positions (`burst_length`, longest); middle: the share kept of the
-    middle third of the text (`middle_coverage`). Null where a metric has no value.
-
-    Args:
-        record: of any policy.
-        layer: index in the trace.
-        head: on the record's head axis.
+    middle third of the text (`middle_coverage`). Null where a metric has no value. layer: index in
+    the trace; head: on the record's head axis.
     """
     gone = record.gone_after[record.layers.index(layer)]
     coverage = kept_coverage(gone)

@@ -69,7 +69,7 @@ def retention_lift(
     sink: int = 0,
     recent: int = 0,
 ) -> pl.DataFrame:
-    """How much of each token string a policy keeps, compared with what it keeps of all tokens.
+    """Return how much of each token string a policy keeps, next to what it keeps of all tokens.
 
     G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
     shows frequent tokens; the rate and the lift do not.
@@ -77,26 +77,23 @@ def retention_lift(
     Args:
         trace: with the text of its tokens.
         record: of the trace.
-        layer: a trace layer that the record has.
+        layer: index in the trace.
         row: the cache after the event that follows this row; the layer's last event by default.
         heads: heads of the record, all by default.
-        sink: first positions left out, which policies keep whatever is in them.
+        sink: first positions left out, which policies keep whatever they are.
         recent: last positions up to `row` left out, for the same reason.
 
     Returns:
-        One row per token string, the largest lift first: token (as recorded and not escaped, but
-        for halves of surrogate pairs, which no column of text can hold), count
-        (positions that hold it), retained (entries kept, over all heads), rate (of the entries),
-        low and high (Wilson's 95 % interval of the rate), mean (the rate of all tokens), lift
-        (rate / mean, null where nothing is kept).
+        One row per token string, the largest lift first: token (halves of surrogate pairs
+        escaped), count (positions that hold it), retained (entries kept, over all heads), rate (of
+        the entries), low and high (Wilson's 95 % interval of the rate), mean (the rate of all
+        tokens), lift (rate / mean, null where nothing is kept).
 
         A position counts once in the interval, with the share of the heads that keep it: heads
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises:
-        NeedsError: the trace has no text of tokens.
-        IndexError: the row is not in the trace.
+    Raises NeedsError for a trace without text of tokens, IndexError for a row that it lacks.
     """
     text = trace.token_text
     if text is None:

@@ -57,8 +57,7 @@ class OutputError:
     @property
     def mass(self) -> NDArray[np.float32]:
         """1 - missing [layer, qhead, row]."""
-        seen: NDArray[np.float32] = 1.0 - self.missing
-        return seen
+        return 1.0 - self.missing
 
     @property
     def distance(self) -> NDArray[np.float32]:
