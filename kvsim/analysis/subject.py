@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from kvsim.analysis.arrays import EvictedAt
 from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
-from kvsim.analysis.attention.intermittence import Gaps, attention_gaps, default_width
+from kvsim.analysis.attention.intermittence import Gaps, attention_gaps, default_windows
 from kvsim.analysis.attention.normality import Normality, state_normality
 from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
@@ -135,19 +135,16 @@ class Analysis:
         """ASL's test at each k, by k as it was given."""
         if (ranking := self.ranking) is None:
             return {}
+        budgets = {k: _tokens(k, ranking.ranked) + self.rule.window for k in self.ks}
         return {
-            str(k): diagnose(
-                *(self.trace, ranking, _tokens(k, ranking.ranked) + self.rule.window),
-                gold=self.gold,
-                share=budget_label(k),
-            )
-            for k in self.ks
+            str(k): diagnose(self.trace, ranking, budget, gold=self.gold, share=budget_label(k))
+            for k, budget in budgets.items()
         }
 
     @cached_property
     def gaps(self) -> Mapping[int, Gaps]:
         """Gaps of attention by layer, nothing where the trace is too short."""
-        layers = self.layers if default_width(self.trace) else ()
+        layers = self.layers if default_windows(self.trace)[1] else ()
         return {layer: attention_gaps(self.trace, layer) for layer in layers}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.stats import pearsonr, rankdata
 
-from kvsim.analysis.arrays import Bools, Floats, Ints
+from kvsim.analysis.arrays import Floats, Ints
 
 
 def pearson(a: Floats, b: Floats) -> Floats:
@@ -31,14 +31,9 @@ def places(scores: Floats) -> Ints:
     return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
 
 
-def best(scores: Floats, k: int) -> Bools:
-    """The k entries of the highest scores; [..., n]."""
-    return places(scores) < k
-
-
 def recall(scores: Floats, wanted: Floats, k: int) -> Floats:
     """Share of the k best by `wanted` among the k best by `scores`; k / n by chance."""
-    share: Floats = (best(scores, k) & best(wanted, k)).sum(-1) / k
+    share: Floats = ((places(scores) < k) & (places(wanted) < k)).sum(-1) / k
     return share
 
 

@@ -163,21 +163,17 @@ def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor,
     back = source.rope.rotate_mean(keys, 1 - end, end - cut)
     observed, means = _recorded(source, keys, cut)
     logits = [means]
-    for at, read, start, stop in (
-        (keys, source.queries, cut, end),
-        (back, before, cut, end),
-        (back, before, sink, cut),
+    for at, rows in (
+        (keys, row_blocks(source.queries, cut, end)),
+        (back, row_blocks(before, cut, end)),
+        (back, row_blocks(before, sink, cut)),
     ):
-        _, mu, sigma = moments(row_blocks(read, start, stop))
+        _, mu, sigma = moments(rows)
         logits.append(expected_logits(at, mu, sigma, scale).double())
     expected = torch.stack(logits)[:, 0].log_softmax(-1)
     length = torch.linalg.vector_norm(keys[0], dim=-1).double()
-    group = observed.shape[2]
-    return (
-        observed[0].flatten(0, 1),
-        expected.flatten(1, 2),
-        length.repeat_interleave(group, 0),
-    )
+    lengths = length.repeat_interleave(observed.shape[2], 0)
+    return observed[0].flatten(0, 1), expected.flatten(1, 2), lengths
 
 
 def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tensor]:

@@ -76,14 +76,14 @@ class Gaps:
         return share(self.chance_back, self.keys)
 
 
-def default_start(trace: Trace) -> int:
-    """The end of the prompt, or the middle of a trace whose prompt is shorter than half of it."""
-    return max(trace.prompt_len, trace.n_pos // 2)
+def default_windows(trace: Trace) -> tuple[int, int]:
+    """Return the row from which windows are taken, and their width; 0 if the trace is too short.
 
-
-def default_width(trace: Trace) -> int:
-    """16 rows, G-KV's window, or an eighth of the rows from `default_start` on; 0 if too short."""
-    return min(WINDOW, (trace.n_pos - default_start(trace)) // 8)
+    From the end of the prompt, or from the middle of a trace whose prompt is shorter than half of
+    it; 16 rows, G-KV's window, or an eighth of the rows from there on.
+    """
+    start = max(trace.prompt_len, trace.n_pos // 2)
+    return start, min(WINDOW, (trace.n_pos - start) // 8)
 
 
 def attention_gaps(
@@ -99,8 +99,8 @@ def attention_gaps(
 
     Raises TraceError where there are no keys or not two windows.
     """
-    keys = default_start(trace) if start is None else start
-    width = default_width(trace) if window is None else window
+    keys, width = default_windows(trace)
+    keys, width = keys if start is None else start, width if window is None else window
     count = (trace.n_pos - keys) // width if width > 0 else 0
     if keys < 1 or count < 2:
         raise TraceError(
