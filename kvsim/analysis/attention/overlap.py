@@ -105,8 +105,7 @@ def overlap_table(
     `equal_budget` (as many keys as one set has), `chance` of one set and `chance_union`.
     """
     overlap = window_overlap(trace, layer, window=window, shares=shares)
-    windows = dict(
-        zip(("share", "oldest", "second", "third"), (overlap.shares, *overlap.before), strict=True)
-    )
+    oldest, second, third = overlap.before
+    windows = {"share": overlap.shares, "oldest": oldest, "second": second, "third": third}
     names = ("union", "equal_budget", "chance", "chance_union")
     return pl.DataFrame(windows | {name: getattr(overlap, name) for name in names})

@@ -108,18 +108,18 @@ def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -
 
 def check_record(trace: Trace, record: Record) -> None:
     """Raise TraceError where the record was not replayed from the trace, as far as can be told."""
-    known = record.digest and trace.path is not None
-    if (known and record.digest != trace.digest) or record.prompt_len != trace.prompt_len:
+    stored = record.digest and trace.path is not None
+    if (stored and record.digest != trace.digest) or record.prompt_len != trace.prompt_len:
         raise TraceError(
             f"the record of {record.policy} was replayed from {record.trace} ({record.digest}, "
             f"prompt {record.prompt_len}), not from {trace.name} ({trace.digest}, prompt "
             f"{trace.prompt_len}); measure a record on the trace it was replayed from"
         )
     heads = trace.n_qheads if record.per_query_head else trace.n_heads
-    found, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
-    if found != expected or max(record.layers, default=0) >= trace.n_layers:
+    shape, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
+    if shape != expected or max(record.layers, default=0) >= trace.n_layers:
         raise TraceError(
-            f"the record of {record.policy} has {found} heads and positions, the trace "
+            f"the record of {record.policy} has {shape} heads and positions, the trace "
             f"{trace.name} has {expected}; measure a record on the trace it was replayed from"
         )
 
@@ -286,13 +286,9 @@ def _by_slot(layer: Layer, last: Tensor) -> Seen:
     lies on what is seen. Slots change with every event, so nothing is shared between rows; slow,
     and for presets that re-rotate only.
     """
-    rope = layer.rope
-    total = last.shape[-1]
-    events = [int(e) for e in last.unique() if e != NEVER]
-    if not events:
-        return
+    rope, total = layer.rope, last.shape[-1]
     pos = torch.arange(total, device=last.device)
-    for row in range(events[0] + 1, total):
+    for row in range(int(last.min()) + 1, total):
         seen = (pos <= row) & (last >= row)
         at = _marked(seen)
         mask = seen.gather(1, at)

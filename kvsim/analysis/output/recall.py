@@ -71,13 +71,15 @@ def attended(
     width = max(1, min(_ROWS, _WEIGHTS // (trace.n_qheads * trace.n_pos)))
     blocks = row_blocks(trace.prompt_len, trace.n_pos, width)[::-1]
     unit = gcd(*lengths)
-    walks: list[dict[int, _Walk]] = [{} for _ in records]
-    for layer in sorted({layer for record in records for layer in record.layers}):
-        for record, by_index in zip(records, walks, strict=True):
-            if layer in record.layers:
-                gone = record.gone_after[record.layers.index(layer)]
-                by_index[layer] = _Walk(trace, gone, lengths, thresholds, sink, recent)
-        of_layer = [by_index[layer] for by_index in walks if layer in by_index]
+    walks = [
+        {
+            layer: _Walk(trace, gone, lengths, thresholds, sink, recent)
+            for layer, gone in zip(record.layers, record.gone_after, strict=True)
+        }
+        for record in records
+    ]
+    for layer in sorted({layer for by_layer in walks for layer in by_layer}):
+        of_layer = [by_layer[layer] for by_layer in walks if layer in by_layer]
         # mass that all later rows put on each unit of positions
         later = np.zeros((trace.n_heads, trace.group, trace.n_pos // unit))
         for rows, z in log_attention(trace, layer, blocks, device=device):
@@ -90,13 +92,15 @@ def attended(
             for walk in of_layer:
                 walk.look_up(rows, entries, real)
                 walk.lose(rows, mass, unit)
-    out = []
-    for record, by_index in zip(records, walks, strict=True):
-        layers = [by_index[layer] for layer in record.layers]
-        recall, seen = np.stack([x.recall for x in layers]), np.stack([x.seen for x in layers])
-        wiped = tuple(x.shares for x in layers)
-        out.append(Attended(recall, seen, tuple(x.events for x in layers), wiped))
-    return out
+    return [
+        Attended(
+            np.stack([x.recall for x in by_layer.values()]),
+            np.stack([x.seen for x in by_layer.values()]),
+            tuple(x.events for x in by_layer.values()),
+            tuple(x.shares for x in by_layer.values()),
+        )
+        for by_layer in walks
+    ]
 
 
 def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,6 @@ import polars as pl
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.table import measure
 from kvsim.analysis.wide import wide
-from kvsim.core.header import Header
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
@@ -53,8 +52,6 @@ RECONSTRUCTION_COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("head_error", "relative_head_error"), pl.Float64),
     "fidelity": pl.Enum(FIDELITY),
 }
-
-_MEASURED = ("value", "fidelity")  # of a Table
 
 # 4,096 of 5,120 tokens by default: the paper's sequences have about 5,000.
 _BEFORE = 4 / 5
@@ -86,10 +83,14 @@ def reconstruction_table(
     for layer in range(trace.n_layers):
         check_unwindowed(trace, layer)
     budgets = {ratio: _left(cut, ratio) for ratio in ratios}
-    ended = _ending_at(trace, cut)
+    header = replace(trace.header, prompt_len=cut)
+    ended = Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
     for policy, budget in product(once, budgets.values()):
         check_cell(ended, policy, budget, None)
+
+    of_trace = {"trace": trace.name, "task": task_of(trace), "cut": cut, "rows": trace.n_pos - cut}
+    of_trace["layer"] = np.arange(trace.n_layers)
 
     def parts() -> Iterator[dict[str, Any]]:
         for place, policy in enumerate(once):
@@ -102,18 +103,15 @@ def reconstruction_table(
             table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
             # rows of a record follow each other, every layer by one metric, then by the other
             shape = len(records), 2, trace.n_layers
-            values, levels = (table[name].to_numpy().reshape(shape) for name in _MEASURED)
+            values, levels = (
+                table[name].to_numpy().reshape(shape) for name in ("value", "fidelity")
+            )
             for ratio, record, errors, level in zip(budgets, records, values, levels, strict=True):
-                yield {
-                    "trace": trace.name,
-                    "task": task_of(trace),
+                yield of_trace | {
                     "policy": policy.name,
                     "params": json.dumps(dict(record.params)),
-                    "cut": cut,
-                    "rows": trace.n_pos - cut,
                     "ratio": ratio,
                     "budget": record.budget,
-                    "layer": np.arange(trace.n_layers),
                     "head_error": errors[1],
                     "relative_head_error": errors[0],
                     "fidelity": level[0],
@@ -127,17 +125,3 @@ def _left(cut: int, ratio: float) -> int:
     if not 0 <= ratio < 1:
         raise PolicyError(f"ratio is {ratio}; expected a share of the entries, at least 0, below 1")
     return max(1, int(cut * (1 - ratio) + 1e-9))
-
-
-def _ending_at(trace: Trace, cut: int) -> Trace:
-    """The same trace with a prompt of `cut` rows; nothing is copied."""
-    header = Header(
-        prompt_len=cut,
-        formulas=trace.formulas,
-        ropes=trace.ropes,
-        layer_ids=trace.layer_ids,
-        name=trace.name,
-        source_dtypes=trace.source_dtypes,
-        meta=trace.meta,
-    )
-    return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
