@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from kvsim.analysis.arrays import EvictedAt
 from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
-from kvsim.analysis.attention.intermittence import Gaps, attention_gaps, default_windows
+from kvsim.analysis.attention.intermittence import GapsAndChance, attention_gaps, default_windows
 from kvsim.analysis.attention.normality import Normality, state_normality
 from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
@@ -142,7 +142,7 @@ class Analysis:
         }
 
     @cached_property
-    def gaps(self) -> Mapping[int, Gaps]:
+    def gaps(self) -> Mapping[int, GapsAndChance]:
         """Gaps of attention by layer, nothing where the trace is too short."""
         layers = self.layers if default_windows(self.trace)[1] else ()
         return {layer: attention_gaps(self.trace, layer) for layer in layers}

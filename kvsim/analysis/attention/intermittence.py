@@ -35,25 +35,17 @@ class Gaps:
     """Gaps of one layer; W windows. All counts are per KV head.
 
     gaps [H, W - 1]: returns after g = 0, 1, ... windows without the key. keys [H]: keys in at least
-    one top. back [H]: those that returned after a gap of at least one window. chance_gaps,
-    chance_back: their means over all orders of the windows.
+    one top. back [H]: those that returned after a gap of at least one window.
     """
 
-    gaps: Ints
+    gaps: Ints | Floats
     keys: Ints
-    back: Ints
-    chance_gaps: Floats
-    chance_back: Floats
+    back: Ints | Floats
 
     @property
     def mean_gap(self) -> Floats:
         """Windows without the key before it returns, mean over returns; [H], NaN without one."""
-        return _mean_gap(self.gaps)
-
-    @property
-    def chance_mean_gap(self) -> Floats:
-        """The same with the windows in random order."""
-        return _mean_gap(self.chance_gaps)
+        return share((self.gaps * np.arange(self.gaps.shape[-1])).sum(-1), self.gaps.sum(-1))
 
     @property
     def after_gap(self) -> Floats:
@@ -61,19 +53,16 @@ class Gaps:
         return share(self.gaps[:, 1:].sum(-1), self.gaps.sum(-1))
 
     @property
-    def chance_after_gap(self) -> Floats:
-        """The same with the windows in random order."""
-        return share(self.chance_gaps[:, 1:].sum(-1), self.chance_gaps.sum(-1))
-
-    @property
     def keys_back(self) -> Floats:
         """Share of the keys in any top that came back after a gap; [H]."""
         return share(self.back, self.keys)
 
-    @property
-    def chance_keys_back(self) -> Floats:
-        """The same with the windows in random order."""
-        return share(self.chance_back, self.keys)
+
+@dataclass(frozen=True)
+class GapsAndChance(Gaps):
+    """Gaps, next to the means of the counts over all orders of the windows."""
+
+    chance: Gaps
 
 
 def default_windows(trace: Trace) -> tuple[int, int]:
@@ -94,7 +83,7 @@ def attention_gaps(
     window: int | None = None,
     share: float = SHARE,
     device: str = "cpu",
-) -> Gaps:
+) -> GapsAndChance:
     """Gaps of the keys before row `start` over whole windows from there on.
 
     Raises TraceError where there are no keys or not two windows.
@@ -126,7 +115,9 @@ def attention_gaps(
         last[head, best] = at
     expected, broken = _orders(count)
     numbers = np.stack([(tops == m).sum(-1) for m in range(count + 1)], axis=-1)  # [H, W + 1]
-    return Gaps(gaps, (tops > 0).sum(-1), apart.sum(-1), numbers @ expected, numbers @ broken)
+    keys_in_top = (tops > 0).sum(-1)
+    chance = Gaps(numbers @ expected, keys_in_top, numbers @ broken)
+    return GapsAndChance(gaps, keys_in_top, apart.sum(-1), chance)
 
 
 def _orders(count: int) -> tuple[Floats, Floats]:
@@ -143,7 +134,3 @@ def _orders(count: int) -> tuple[Floats, Floats]:
             returns[m, gap] = (count - gap - 1) * comb(count - gap - 2, m - 2) / ways
         broken[m] = 1 - (count - m + 1) / ways
     return returns, broken
-
-
-def _mean_gap(gaps: Ints | Floats) -> Floats:
-    return share((gaps * np.arange(gaps.shape[-1])).sum(-1), gaps.sum(-1))

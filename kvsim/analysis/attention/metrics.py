@@ -51,13 +51,13 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
 
 def _gap(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
-        yield Cells(layer, gaps.mean_gap, "head", _SHARE, chance=gaps.chance_mean_gap)
+        yield Cells(layer, gaps.mean_gap, "head", _SHARE, gaps.chance.mean_gap)
 
 
 def _return(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
-        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance_after_gap)
-        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", gaps.chance_keys_back)
+        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance.after_gap)
+        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", gaps.chance.keys_back)
 
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:
