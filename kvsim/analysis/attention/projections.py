@@ -99,10 +99,13 @@ def key_projections(
             if not rotated:
                 keys = source.rope.rotate_mean(keys, 1 - stop - n_future, n_future)
             _, mu, sigma = moments(row_blocks(read, skip, stop))
-            middle = expected_logits(keys, mu, None, source.formula.scale).double()
             scale = source.formula.scale
+            middle = expected_logits(keys, mu, None, scale).double()
             half = expected_logits(keys, torch.zeros_like(mu), sigma, scale).double()
-            exact = _log_mean_exp(read, skip, stop, keys, source.formula)
+            exact = torch.tensor(-torch.inf, dtype=torch.float64, device=keys.device)
+            for _, z in logit_blocks(read, skip, stop, keys, source.formula):
+                exact = torch.logaddexp(exact, z.logsumexp(3))
+            exact = exact - math.log(stop - skip)  # the mean over queries of exp(scale q.k)
             parts = middle, 2 * half, exact - middle - half
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
@@ -110,14 +113,6 @@ def key_projections(
         *(trace.name, task_of(trace), rotated, skip, stop - skip, trace.group),
         *(mean, variance, gap, normal_gap(variance, stop - skip)),
     )
-
-
-def _log_mean_exp(read: Read, start: int, stop: int, keys: Tensor, formula: Formula) -> Tensor:
-    """log mean exp(scale q.k) over the queries of rows start..stop-1; [1, H, G, n]."""
-    total = torch.tensor(-torch.inf, dtype=torch.float64, device=keys.device)
-    for _, z in logit_blocks(read, start, stop, keys, formula):
-        total = torch.logaddexp(total, z.logsumexp(3))
-    return total - math.log(stop - start)
 
 
 def logit_blocks(

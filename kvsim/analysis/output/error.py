@@ -244,24 +244,15 @@ def _by_prefix(layer: Layer, last: Tensor) -> Seen:
         for start in range(event + 1, stop + 1, ROWS):
             end = min(start + ROWS, stop + 1)
             before = slot.shape[-1] + start - event - 1
-            out, lse = _attend_prefix(layer, start, end, k[:, None, :before], v[:, None, :before])
+            # without a mask all rows of a group are alike, so they go as one long block of rows of
+            # a single head: the kernel's products are larger, and nearer to the machine's rate
+            q = layer.q[:, :, start:end]
+            rows = q.flatten(1, 2).unsqueeze(1)
+            parts = layer.attend(rows, k[:, None, :before], v[:, None, :before])
+            out, lse = (x.squeeze(1).unflatten(1, q.shape[1:3]) for x in parts)
             yield start, end, *layer.whole(*merge(out, lse, *layer.own(start, end)))
     if pending:
         yield from _by_mask(layer, last, pending, last.shape[-1])
-
-
-def _attend_prefix(
-    layer: Layer, start: int, stop: int, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rows start..stop-1 over all of k, v [H, 1, n, d]; out [H, G, w, d], lse [H, G, w].
-
-    Without a mask all rows of a group are alike, so they go as one long block of rows of a single
-    head: the kernel's products are larger, and nearer to the rate of the machine.
-    """
-    q = layer.q[:, :, start:stop]
-    out, lse = layer.attend(q.flatten(1, 2).unsqueeze(1), k, v)
-    shape = q.shape[1:3]
-    return out.squeeze(1).unflatten(1, shape), lse.squeeze(1).unflatten(1, shape)
 
 
 def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:

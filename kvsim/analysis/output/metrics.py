@@ -108,19 +108,16 @@ METRICS: Mapping[str, Metric] = {
     ),
     "sparsity_compressed": Metric(
         "sparsity over the entries that the last row still sees, attention over what rows see",
-        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed,
-        main="p=0.01,max=sequence",
+        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence",
     ),
     "wipeout_mass": Metric(
         "share of later rows' attention on regions that lay in wiped-out ones, mean over events",
-        "rows", "share", "lower", "as wipeout", _lost_mass,
-        main="length=32,threshold=0",
+        "rows", "share", "lower", "as wipeout", _lost_mass, main="length=32,threshold=0",
     ),
     "topk_recall": Metric(
         "share of the ten entries with the most full attention that a row still sees, mean over "
         "rows after the prompt, next to chance",
-        "rows", "share", "higher", "kvsim", _recall,
-        main="k=10",
+        "rows", "share", "higher", "kvsim", _recall, main="k=10",
     ),
     "regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",

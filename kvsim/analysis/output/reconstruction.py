@@ -82,7 +82,12 @@ def reconstruction_table(
         )
     for layer in range(trace.n_layers):
         check_unwindowed(trace, layer)
-    budgets = {ratio: _left(cut, ratio) for ratio in ratios}
+    for ratio in ratios:
+        if not 0 <= ratio < 1:
+            raise PolicyError(
+                f"ratio is {ratio}; expected a share of the entries, at least 0, below 1"
+            )
+    budgets = {ratio: max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios}
     header = replace(trace.header, prompt_len=cut)
     ended = Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
@@ -118,10 +123,3 @@ def reconstruction_table(
                 }
 
     return wide(parts(), RECONSTRUCTION_COLUMNS)
-
-
-def _left(cut: int, ratio: float) -> int:
-    """Entries per head that a ratio leaves of the first `cut`."""
-    if not 0 <= ratio < 1:
-        raise PolicyError(f"ratio is {ratio}; expected a share of the entries, at least 0, below 1")
-    return max(1, int(cut * (1 - ratio) + 1e-9))
