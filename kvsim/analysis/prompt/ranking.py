@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.analysis.arrays import Floats, Ints, share
+from kvsim.analysis.arrays import Floats, Ints
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
@@ -216,30 +216,6 @@ class Ranking:
         share = scores / scores.sum(-1, keepdim=True)
         entropy: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
         return entropy
-
-    def jaccard(self, k: int) -> Floats:
-        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
-
-        NaN in the first layer, and where k is 0.
-        """
-        top = (self.ranks <= k).numpy()
-        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
-        return np.concatenate([[np.nan], share(both, either)])
-
-    def jaccard_chance(self, k: int) -> float:
-        """The Jaccard index of two sets of k tokens that share as many as expected, k * k / m."""
-        shared = k * k / self.ranked
-        return shared / (2 * k - shared) if k else float("nan")
-
-    def recall(self, k: int, gold: Sequence[int] | Ints) -> Floats:
-        """Share of the gold positions among each layer's first k tokens or in the window; [L]."""
-        at = np.asarray(gold, np.int64)
-        if not len(at):
-            return np.full(self.n_layers, np.nan)
-        kept = np.ones((self.n_layers, self.prompt_len), dtype=bool)
-        kept[:, : self.ranked] = (self.ranks <= k).numpy()
-        recall: Floats = kept[:, at].mean(-1)
-        return recall
 
     def _recent(self, layer: int, look_back: int) -> Tensor:
         return self.ranks[layer - look_back + 1 : layer + 1]

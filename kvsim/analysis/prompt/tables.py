@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.prompt.gold import check_positions
 from kvsim.analysis.prompt.ranking import Curve, Ranking
 from kvsim.analysis.wide import wide
@@ -105,18 +105,32 @@ class Diagnosis:
 
     @cached_property
     def jaccard(self) -> Floats:
-        """As `Ranking.jaccard`, of this budget's sets."""
-        return self.ranking.jaccard(self.curve.k)
+        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
+
+        NaN in the first layer, and where k is 0.
+        """
+        top = (self.ranking.ranks <= self.curve.k).numpy()
+        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
+        return np.concatenate([[np.nan], share(both, either)])
 
     @property
     def jaccard_chance(self) -> float:
-        """What two random sets of this size have in common."""
-        return self.ranking.jaccard_chance(self.curve.k)
+        """The index of two sets of k tokens that share as many as expected, k * k / m."""
+        k = self.curve.k
+        shared = k * k / self.ranking.ranked
+        return shared / (2 * k - shared) if k else float("nan")
 
     @cached_property
     def recall(self) -> Floats | None:
-        """As `Ranking.recall`; None without gold."""
-        return None if self.gold is None else self.ranking.recall(self.curve.k, self.gold)
+        """Share of the gold tokens among each layer's first k or in the window; [L].
+
+        None where they are not known, NaN where there are none.
+        """
+        if self.gold is None:
+            return None
+        kept = np.ones((self.curve.n_layers, self.curve.prompt_len), dtype=bool)
+        kept[:, : self.ranking.ranked] = (self.ranking.ranks <= self.curve.k).numpy()
+        return share(kept[:, self.gold].sum(-1), np.array(len(self.gold)))
 
     @property
     def first_full_recall(self) -> int | None:
