@@ -1,4 +1,4 @@
-"""What a metric is: an entry of the registry, and the Cells that its function returns."""
+"""A metric: an entry of the registry, and the Cells that its function returns."""
 
 from __future__ import annotations
 

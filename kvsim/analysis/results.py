@@ -1,7 +1,7 @@
-"""Which results a Table holds, and what they are called where one policy has several.
+"""The results of a Table, policies with their parameters and schedules, and their labels.
 
-A result is a policy with its parameters and its schedule. Names alone do not tell an ablation from
-what it ablates, so a result of the same policy is called by the parameters in which it differs.
+Names alone do not distinguish an ablation from what it ablates, so labels of results of one policy
+have the parameters in which they differ.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def differing(one: Result, other: Result) -> frozenset[str]:
 
 
 def main(results: Sequence[Result]) -> Result:
-    """Of results of one policy, the one that the others are variants of.
+    """Return of results of one policy the one that the others are variants of.
 
-    The one from which most others differ in a single parameter; of several, that with the fewest
-    parameters that are not the policy's defaults; then the first.
+    Most others differ from it in a single parameter; of several, that with the fewest parameters
+    that are not the policy's defaults; then the first.
     """
 
     def rank(result: Result) -> tuple[int, int]:
@@ -137,12 +137,11 @@ def _value(value: object) -> str:
 
 
 def labels(results: Sequence[Result]) -> dict[Result, str]:
-    """What each result is called: the policy, and where it has several what tells them apart.
+    """Return the label of each result: the policy, and where it has several how they differ.
 
     `ams` is the main one and `ams (credit=False)` one that differs from it; where only schedules
-    tell results apart, they are named too: `tova (after: every 16 rows)`.
-
-    Raises PolicyError where two results would be called the same.
+    differ, they are named too: `tova (after: every 16 rows)`. Raises PolicyError where two results
+    would be called the same.
     """
     by_policy: dict[str, list[Result]] = {}
     for result in results:
@@ -168,10 +167,7 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
 
 
 def labelled(table: pl.DataFrame) -> pl.DataFrame:
-    """The Table with labels of results (see `labels`) in the place of the names of policies.
-
-    Raises PolicyError where results cannot be told apart.
-    """
+    """The Table with labels of results (see `labels`) in the place of the names of policies."""
     by_row = results(table)
     names = labels(list(dict.fromkeys(by_row.values())))
     rows = [(*row, names[result]) for row, result in by_row.items()]

@@ -1,4 +1,4 @@
-"""What metrics read: the analyses of a trace, or a trace and a record of it.
+"""The analyses of a trace, or a trace and a record of it, which metrics read.
 
 Each analysis is computed when a metric first reads it, and kept for the others.
 """
@@ -120,12 +120,12 @@ class Analysis:
 
     @cached_property
     def normality(self) -> Normality | None:
-        """How queries before RoPE are distributed behind the sinks."""
+        """Effect sizes of the distribution of queries before RoPE, behind the sinks."""
         return None if "normality" in self.left_out else state_normality(self.trace, skip=SINK)
 
     @cached_property
     def ranking(self) -> Ranking | None:
-        """How the layers rank the prompt; None too where layers are missing from the trace."""
+        """Ranks of the prompt in each layer; None too where layers are missing from the trace."""
         if "ranking" in self.left_out:
             return None
         return ranking(self.trace, self.rule, device=self.device)

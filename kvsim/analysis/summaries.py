@@ -1,4 +1,4 @@
-"""From a Table to what it says about policies: means over prompts, intervals, paired differences.
+"""Summaries of a Table: means over prompts, intervals, paired differences, Pareto fronts.
 
 Prompts are the unit. Values are averaged over layers, heads and events within a trace first, so
 that a long trace counts as much as a short one (macro average), and intervals say how far the mean
@@ -195,7 +195,7 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
 
 
 def level_shares(table: pl.DataFrame, by: Sequence[str] = ("metric",)) -> pl.DataFrame:
-    """How many of a Table's values have which fidelity, null values left out.
+    """Return the number of a Table's values at each level of fidelity, null values left out.
 
     `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
     """
@@ -227,9 +227,8 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """The same values at two levels of fidelity: a stronger level minus a weaker one.
 
     Values are paired one by one, with the same trace, policy, parameters, budget in entries,
-    schedule, metric, layer, head and event; what only one level has is left out, and so is what
-    one level says twice where no other one says anything. The levels may be of one run, or of
-    several one below the other.
+    schedule, metric, layer, head and event; what only one level has is left out. The levels may be
+    of one run, or of several one below the other.
 
     `by`, `KEYS`, then `stronger` and `weaker` (levels), `at_stronger` and `at_weaker` (means over
     prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
@@ -330,7 +329,7 @@ def against_entries(means: pl.DataFrame, name: str) -> pl.DataFrame:
 
 
 def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
-    """Which points (`seen`, `mean`) no other point beats in one and matches in the other; bool.
+    """Return which points (`seen`, `mean`) no other point beats in one and matches in the other.
 
     higher: a larger mean is better.
     """

@@ -14,7 +14,7 @@ from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import Analysis, Subject, Walk, Walks
+from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -128,7 +128,7 @@ def choose(
 def _subjects(
     trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
 ) -> list[Analysis | Subject]:
-    """What metrics read of each record; records share walks over the trace and output errors."""
+    """Return a Subject of each record; they share walks over the trace and output errors."""
     best = [None] * len(records) if oracles is None else list(oracles)
     replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
     for record in replayed:
@@ -143,19 +143,13 @@ def _subjects(
     def results(walk: Walk[Any]) -> dict[int, Any]:
         return dict(zip(map(id, different), walk(trace, different, device), strict=True))
 
-    def output(record: Record) -> Callable[[], OutputError]:
-        return lambda: outputs()[id(record)]
-
-    def walks(record: Record) -> Walks:
-        return lambda walk: results(walk)[id(record)]
-
-    return [
-        Subject(
-            *(trace, record, output(record), walks(record)),
-            oracle=None if oracle is None else output(oracle),
+    def subject(record: Record, oracle: Record | None) -> Subject:
+        return Subject(
+            *(trace, record, lambda: outputs()[id(record)], lambda walk: results(walk)[id(record)]),
+            oracle=None if oracle is None else lambda: outputs()[id(oracle)],
         )
-        for record, oracle in zip(records, best, strict=True)
-    ]
+
+    return [subject(*pair) for pair in zip(records, best, strict=True)]
 
 
 #: The columns about a record, null for what belongs to the trace.
@@ -221,7 +215,7 @@ def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
-    """Whether a live run that is fed the recorded tokens would show the value: "exact" if so.
+    """Return "exact" where a live run that is fed the recorded tokens would show the value.
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
@@ -253,7 +247,7 @@ def selection_fidelity(record: Record) -> str:
 
 
 def _settled(record: Record, layer: int) -> bool:
-    """Whether the set of a layer follows from attention that no dropped row has changed."""
+    """Return whether attention that no dropped row has changed decides the set of a layer."""
     selection = record.selection
     if selection is None or selection.layer is None or layer <= selection.layer + 1:
         return True  # the layer behind the selection layer is the last one with recorded inputs

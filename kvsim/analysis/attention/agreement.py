@@ -1,4 +1,4 @@
-"""How well one score of some entries stands in for another: ranks, the best few, what is lost.
+"""Agreement of two scores of some entries: ranks, the best few, mass lost.
 
 Scores are [..., n], one number per entry; of equal ones the lower position comes first, as where a
 policy chooses.

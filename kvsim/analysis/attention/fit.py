@@ -1,4 +1,4 @@
-"""How far samples are from the normal distribution that fits them: effect sizes, no p-values.
+"""Distance of samples from the normal distribution that fits them: effect sizes, no p-values.
 
 A test rejects any model at thousands of samples, and neighbouring tokens are not independent; what
 matters is how large a difference is. Samples are [..., n], float64; moments divide by n.
@@ -27,9 +27,6 @@ import numpy as np
 import torch
 from scipy.stats import kurtosis, skew
 from torch import Tensor
-
-#: Bimodality coefficient of a uniform distribution.
-UNIFORM_BIMODALITY = 5 / 9
 
 #: Samples that the bias corrections need.
 LEAST_SAMPLES = 4

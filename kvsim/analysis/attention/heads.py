@@ -1,4 +1,4 @@
-"""What each query head of a layer does with its attention, in a few numbers."""
+"""Attention of each query head of a layer, in a few numbers."""
 
 from __future__ import annotations
 

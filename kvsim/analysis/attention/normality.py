@@ -3,12 +3,10 @@
 Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9: Expected Attention takes queries
 before RoPE to be normal, as linear images of hidden states that are. Effect sizes (`fit`) of every
 dimension, over the rows behind the sinks (skip=4) or all of them (skip=0): the first tokens are
-outliers in most models. What the method needs of it is in `projections`.
+outliers in most models. Every number is `exact`.
 
 States of the residual stream are those that enter each decoder layer, before the norm in front of
-the attention; there are none unless the trace was recorded with `--residual`.
-
-Recorded activations are the model's own: every number is `exact`.
+the attention, if the trace was recorded with `--residual`.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ def state_normality(
 
 
 def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
-    """One row per trace, state, first row, layer, query head and dimension; `NORMALITY_COLUMNS`.
+    """Return a row per trace, state, first row, layer, query head, dimension; `NORMALITY_COLUMNS`.
 
     head and qhead are null for the residual stream.
     """

@@ -1,4 +1,4 @@
-"""What Expected Attention needs of the normal distribution: the mean exponential of projections.
+"""The mean exponential of projections, which Expected Attention takes from a normal distribution.
 
 Its score of a key is the mean of exp(x) over queries, x = s q.k, which is exp(mean + variance / 2)
 for normal x. How far recorded queries are from that is the gap of each key,
@@ -163,6 +163,6 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
 
 
 def projection_table(found: Sequence[Projections]) -> pl.DataFrame:
-    """One row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
+    """Return a row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
     parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in found)
     return wide(parts, PROJECTION_COLUMNS)

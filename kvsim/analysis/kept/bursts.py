@@ -67,8 +67,7 @@ class Bursts:
     def shares_chance(self) -> Floats:
         """Expected `shares` of random sets of the same size; [lengths, H, E]."""
         kept = self.total - self.dropped
-        found = [chance.share_in_runs(length, self.total, kept) for length in self.lengths]
-        return np.stack(found) if found else np.zeros(self.inside.shape)
+        return np.stack([chance.share_in_runs(x, self.total, kept) for x in self.lengths])
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def dropped_bursts(
         count,
         _ranked(runs, count),
         _ranked(runs, -(-19 * count // 20)),
-        np.stack(inside) if inside else np.zeros((0, *count.shape), np.int64),
+        np.stack(inside),
     )
 
 

@@ -1,4 +1,4 @@
-"""What is in the entries that a policy keeps: the length of values, the likeness of keys."""
+"""Contents of the entries that a policy keeps: the length of values, the likeness of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kept entries lie in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
+"""Places of the kept entries in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
 
 Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Every function
 takes one layer's `evicted_at` [H, T] and answers for all heads and events at once, in time linear
@@ -99,7 +99,7 @@ def _kept_below(cut: Fraction, evicted_at: EvictedAt, rows: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class RetainedPositions:
-    """Where the entries lie that a layer holds after its last event.
+    """Places of the entries that a layer holds after its last event.
 
     row: the row of that event. head, relative [n]: head and x in (0, 1) of each entry, by head and
     position. mean [H]: mean x, 1/2 for uniform sets, NaN for an empty head. tail [H]: share of the

@@ -1,4 +1,4 @@
-"""What stays and what is wiped out: reductions of `evicted_at`, nothing recomputed.
+"""Kept entries and wiped-out regions: reductions of `evicted_at`, nothing recomputed.
 
 Region wipe-out rate, retained-set IoU and sizes, by absolute position (docs/metrics.md).
 Every function takes one layer's `evicted_at` [H, T] and answers for all heads and events at once,
@@ -77,7 +77,7 @@ class Wipeout:
 
     @property
     def cumulative_chance(self) -> Floats:
-        """What a random choice of the same size gives at the first event of a head; [H, E].
+        """Expected `cumulative` of a random set of the size at the first event of a head; [H, E].
 
         NaN at later ones: what was wiped out before them depends on every choice until then.
         """
@@ -217,13 +217,10 @@ class RetainedIoU:
 
 
 def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) -> RetainedIoU:
-    """How much of each retained set is still there after the next event that acts."""
+    """Return how much of each retained set is still there after the next event that acts."""
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
     n_events = len(rows)
-    if n_events < 2:
-        none = np.zeros((heads, 0))
-        return RetainedIoU(rows[:0], none, none, none, none, none)
     shape = heads, n_events + 1
     died = np.searchsorted(rows, evicted_at)
     held = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
@@ -283,7 +280,7 @@ class RetentionRatio:
 
 
 def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> RetentionRatio:
-    """How much of the full cache a layer uses in the end and on the way."""
+    """Return the share of the full cache that a layer uses in the end and on the way."""
     heads, total = evicted_at.shape
     final = (evicted_at >= total).mean(-1)
     if total == prompt_len:

@@ -1,4 +1,4 @@
-"""How the events of AMS cut the cache of a head: its entries in order, and what each segment keeps.
+"""The segments into which events of AMS cut the cache of a head, and what each of them keeps.
 
 What figures and the dashboard show of "Adaptive Mass-Segmented KV Compression for Long-Form
 Reasoning" (arXiv 2605.23200, Fig. 3). The numbers are those that the events noted.
@@ -45,7 +45,7 @@ class Segmented:
 
     @property
     def boundaries(self) -> Ints:
-        """Where a segment begins but the first, whose begin is no decision; [S - 1]."""
+        """`starts` without the first, which is no decision; [S - 1]."""
         return self.starts[1:]
 
     def curve(self, name: str, most: int) -> tuple[Ints, Floats]:

@@ -110,7 +110,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Noted:
-    """What the events that acted on a layer noted under one name.
+    """Notes of one name of the events that acted on a layer.
 
     rows [E]; values: for each event [H] or [H, S].
     """
@@ -125,7 +125,7 @@ class Noted:
 
 
 def noted(record: Record, layer: int, name: str) -> Noted | None:
-    """What was noted under `name` at the events of a layer (index in the trace), by row.
+    """Return the notes called `name` of the events of a layer (index in the trace), by row.
 
     None where nothing is: the policy notes no such thing, nothing left the layer, or the record
     has no internals (`replay(..., internals=True)`).
@@ -258,7 +258,7 @@ def proxy_segments(evicted_at: EvictedAt) -> Segments:
 
 
 class _Runs:
-    """Where the nearest boundary is, for positions that are none at an event.
+    """The nearest boundaries of positions that are none at an event.
 
     died [H, T]: events at which entries leave; before [H, T]: the last one of all before an entry.
     """

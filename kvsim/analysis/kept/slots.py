@@ -1,9 +1,8 @@
 """Regions wiped out in the cache itself: consecutive slots instead of positions of the text.
 
-A slot is the place of an entry among those of its head that are live before an event. What is far
-apart in the text can share a region of slots, so an event that keeps something of every stretch of
-the cache may still wipe out much of the text, and the other way round. All slots are alive before
-an event: there is a hazard and no cumulative rate.
+A slot is the place of an entry among those of its head that are live before an event. An event that
+keeps something of every stretch of the cache may still wipe out much of the text, and the other way
+round. All slots are alive before an event: there is a hazard and no cumulative rate.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SlotWipeout:
 
 @dataclass(frozen=True)
 class LeavingSlots:
-    """What leaves one layer, by slot.
+    """The entries that leave one layer, by slot.
 
     rows [E]; live, dropped int [H, E]: entries before each event, and those of them that it drops;
     head, event, slot [n] of every entry that leaves.
@@ -59,7 +58,7 @@ class LeavingSlots:
 
     @classmethod
     def of(cls, evicted_at: EvictedAt) -> LeavingSlots:
-        """Of `evicted_at` [H, T]. Time H T log(T) log(E)."""
+        """Return those of `evicted_at` [H, T]. Time H T log(T) log(E)."""
         rows = event_rows(evicted_at)
         died = np.searchsorted(rows, evicted_at).astype(np.int64)
         dropped = histogram(died, (len(died), len(rows) + 1))[:, :-1]

@@ -1,4 +1,4 @@
-"""What the events leave of one head: states of its positions, and its course in numbers."""
+"""One head after its events: states of its positions, and its course in numbers."""
 
 from __future__ import annotations
 

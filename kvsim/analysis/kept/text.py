@@ -1,4 +1,4 @@
-"""What recorded text says: how much it repeats itself, and which of its tokens a policy keeps."""
+"""Recorded text: how much it repeats itself, and which of its tokens a policy keeps."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _wilson(hits: Floats, n: Ints) -> tuple[Floats, Floats]:
 
 
 def is_punctuation(text: Iterable[str]) -> Bools:
-    """Which of the strings are punctuation and nothing else (Unicode P*), spaces aside."""
+    """Return which strings are punctuation and nothing else (Unicode P*), spaces aside."""
     kinds = ([unicodedata.category(c)[0] for c in one.strip()] for one in text)
     return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
 

@@ -1,4 +1,4 @@
-"""How far the attention output moves when rows see only what a Record leaves them.
+"""The error of the attention output of rows that see only what a Record leaves them.
 
 For a row, with the full attention over everything before it split into what is seen and what was
 evicted, `o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the missing mass times the

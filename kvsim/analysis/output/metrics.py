@@ -75,7 +75,7 @@ def _layer_error_absolute(subject: Subject) -> Iterator[Cells]:
 
 
 def _moved(subject: Subject) -> tuple[Floats, Floats]:
-    """How far the output of all heads moves, and the length of the full one; [layer, row] each."""
+    """Distance of the output of all heads, and length of the full one; [layer, row] each."""
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
     moved: Floats = np.sqrt(((subject.output().error[:, :, subject.rows] * lengths) ** 2).sum(1))
     return moved, np.sqrt((lengths**2).sum(1))

@@ -1,9 +1,8 @@
-"""What rows attend to in full, and how much of it was gone: mass on wiped regions, top-k recall.
+"""Attention of rows on entries that were gone: mass on wiped-out regions, top-k recall.
 
-Both need the whole attention of every row after the prompt, entry by entry, which the output error
-does without (it attends over what is seen alone, in a fused kernel). So this is a walk of its own,
-once for all records. It goes from the last row to the first: what later rows
-attend to is then a running sum, and a block of rows is all that stands in memory.
+Both need the whole attention of every row after the prompt, entry by entry. The walk goes from the
+last row to the first, once for all records: what later rows attend to is then a running sum, and a
+block of rows is all that stands in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ROWS, _WEIGHTS = 64, 1 << 24
 
 @dataclass(frozen=True)
 class Attended:
-    """Of one record; rows are those after the prompt.
+    """Recall and wiped-out mass of one record; rows are those after the prompt.
 
     recall: share of the `top` entries with the most full attention (of equal ones the lower
     positions; fewer in a row that has fewer) that the row still sees; float32 [layer, qhead, row].
@@ -124,10 +123,7 @@ def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 class _Walk:
-    """One layer of one record: what is known of its rows so far, from the last one up.
-
-    gone: the rows [H, T] after which entries are gone.
-    """
+    """One layer of one record, filled from its last row up; gone [H, T]: its `gone_after`."""
 
     def __init__(
         self,

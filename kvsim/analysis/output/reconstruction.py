@@ -1,20 +1,13 @@
-"""How far the attention output of a layer moves with the share of the cache that is evicted.
+"""The error of a layer's attention output by the share of the cache that is evicted.
 
 After Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 6. The sequence is cut: at the cut a policy
 evicts once, a share of the entries so far (`ratio`), and rows from the cut on see what is left and
 everything newer. Whatever the trace's prompt is, rows before the cut are the prompt here.
 
 The paper's error is that of the residual stream, which a recorded run does not tell. Here it is
-that of the attention's output before the projection, of all heads as one vector, in the trace's
-own units:
-
-    head_error            |o_full - o_seen|, mean over rows from the cut on: the metric
-                          `layer_error_absolute`
-    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows: `layer_error`
-
-The metric `output_error` is the mean of such ratios over single heads, in which a head of short
-outputs counts as much as one of long ones; in the vector it does not. Absolute errors of different
-layers have different units of length; compare them within a layer.
+that of the attention's output before the projection, of all heads as one vector: `head_error` is
+the metric `layer_error_absolute`, in units of the trace that differ between layers, and
+`relative_head_error` the metric `layer_error`. Means are over the rows from the cut on.
 
 Open loop, but for the first layer; as the error where that layer alone evicts, exact in all.
 """
@@ -66,7 +59,7 @@ def reconstruction_table(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> pl.DataFrame:
-    """The error of every policy at every ratio, per layer; `RECONSTRUCTION_COLUMNS`.
+    """Return the error of every policy at every ratio, per layer; `RECONSTRUCTION_COLUMNS`.
 
     cut: rows before the eviction, four fifths of the trace by default. ratios: at least 0 and below
     1; the budget is what they leave of `cut` entries per head, rounded down, at least 1. A policy's

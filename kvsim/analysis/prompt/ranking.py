@@ -1,4 +1,4 @@
-"""How the layers rank the tokens of a prompt: one pass over a trace, then every question from it.
+"""Ranks of the tokens of a prompt in each layer, from one pass over a trace.
 
 The pooled scores p and the ranks are those of ASL (`kvsim.policies.asl`, where the formulas are),
 of every layer of the prefill with full attention: as if no layer had selected. Up to the selection
@@ -69,10 +69,9 @@ class Curve:
             return self.first_layer + int(settled.argmax())
         return self.n_layers - 1 if self.rule.restarts else None
 
-    def verdict(self, tau: float | None = None) -> str:
+    def verdict(self) -> str:
         """The outcome in words."""
-        tau = self.rule.tau if tau is None else tau
-        at, first, tested = self.selected(tau), self.first_layer, self.tested
+        tau, at, first, tested = self.rule.tau, self.selected(), self.first_layer, self.tested
         if self.fits:
             return f"nothing to select: the prompt of {self.prompt_len} tokens fits the budget"
         if not tested:
@@ -167,24 +166,23 @@ class Ranking:
         budget: int,
         first_layers: Sequence[int] | None = None,
         look_backs: Sequence[int] | None = None,
-        rule: Selecting | None = None,
     ) -> Grid:
         """Selection layers over first layers and look-backs.
 
         By default from layer 1 to the last but one and from 2 to 16 layers: one layer alone has no
         variance, so that ASL selects at once, and behind the last layer there is nothing to drop.
         """
-        rule, total = self._checked(rule), self.n_layers
+        total = self.n_layers
         firsts = tuple(first_layers or range(1, total - 1) or range(total))
         backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
         curves = [
-            self.curve(budget, replace(rule, first_layer=first, look_back=back))
+            self.curve(budget, replace(self.rule, first_layer=first, look_back=back))
             for first, back in product(firsts, backs)
         ]
         selected = [NEVER_SELECTS if (at := x.selected()) is None else at for x in curves]
         shape = len(firsts), len(backs)
         layers, used = np.reshape(selected, shape), np.reshape([x.look_back for x in curves], shape)
-        return Grid(budget, curves[0].k, rule.tau, total, firsts, backs, layers, used)
+        return Grid(budget, curves[0].k, self.rule.tau, total, firsts, backs, layers, used)
 
     def variance(self, look_back: int, k: int) -> Floats:
         """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""

@@ -234,7 +234,7 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
 
 
 def distribution(selections: pl.DataFrame) -> pl.DataFrame:
-    """How often each layer is selected, of a `selection_table`.
+    """Return how often each layer is selected, of a `selection_table`.
 
     One row per task, budget as it was asked for, and selection layer, null for never; traces: how
     many select there; of: all traces of the task; mean_layer: over those that select.
