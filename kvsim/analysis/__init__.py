@@ -1,16 +1,17 @@
 """Every number about a trace or a record.
 
+arrays      types of arrays, and reductions of them
 definition  a metric: its entry, and the Cells that it returns
-subject     what metrics read: an Analysis of a trace, a Subject of a record
+subject     an Analysis of a trace and a Subject of a record, which metrics read
 kept        kept sets
 output      the attention output that is left
 attention   full attention of a trace
-prompt      how layers rank the tokens of a prompt
+prompt      ranks of the tokens of a prompt in each layer
 registry    all metrics by name; each room has its entries in `metrics`
 table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
-results     which results a Table holds
-summaries   means over prompts, their intervals, paired differences
+results     the results of a Table, and their labels
+summaries   means over prompts, their intervals, paired differences, Pareto fronts
 tiles       large arrays as pictures
 """
 
