@@ -184,7 +184,7 @@ class Subject:
     """A trace, and a record of it with its output error.
 
     walk: the result for this record of a walk over the trace that all records share. oracle: the
-    output error of the record that the mass oracle gives under the same conditions.
+    output error of the mass oracle's record under the same conditions.
     """
 
     trace: Trace

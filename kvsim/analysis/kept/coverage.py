@@ -1,8 +1,7 @@
 """Places of the kept entries in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
 
-Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Every function
-takes one layer's `evicted_at` [H, T] and answers for all heads and events at once, in time linear
-in H x T x edges of bins.
+Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Functions take
+one layer's `evicted_at` [H, T]; time is linear in H x T x edges of bins.
 """
 
 from __future__ import annotations

@@ -180,12 +180,11 @@ _ENDS = tuple(".;!?\u3002\uff1b\uff01\uff1f")
 
 
 def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
-    """Steps of a text from the `texts` of its tokens; [R, 2] start and stop of each, ascending.
+    """Return start and stop of the steps of a text from the `texts` of its tokens; [R, 2].
 
     A step ends after a token that holds a newline or, where the response holds none, after one that
-    ends in . ; ! or ?. Steps of fewer than `least` tokens are joined with what follows, so that
-    blank lines and numbered points are no regions of their own. What follows the last end is no
-    step.
+    ends in . ; ! or ?. Steps of fewer than `least` tokens, such as blank lines and numbered points,
+    are joined with what follows. What follows the last end is no step.
     """
     ends = ["\n" in text for text in texts]
     if not any(ends[prompt_len:]):
@@ -199,13 +198,13 @@ def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
 
 @dataclass(frozen=True)
 class RetainedIoU:
-    """Consecutive retained sets of one layer; rows [E - 1] are those of the first event of a pair.
+    """Consecutive retained sets K, K' of one layer; rows [E - 1]: the first event of each pair.
 
-    iou, survival, chance [H, E - 1]: |K and K'| / |K or K'|; |K and K'| / |K|; the IoU of a random
-    choice of the same size that shares as many entries as expected from K and the entries that came
-    since. survival is the IoU over the positions there at the first event, where K' is part of K;
-    middle [H, E - 1] that over positions [sink, N - recent), N those at the first event, NaN where
-    nothing is kept there. survival_chance [H, E - 1]: what random choice gives for both.
+    [H, E - 1]: iou, |K and K'| / |K or K'|; chance, the IoU of a random choice of the size that
+    shares as many entries as expected from K and the entries that came since. survival,
+    |K and K'| / |K|, is the IoU over the positions there at the first event; middle that over
+    positions [sink, N - recent), N those at the first event, NaN where nothing is kept there;
+    survival_chance that of random choice for both.
     """
 
     rows: Ints

@@ -63,11 +63,7 @@ class Segments:
 
     @property
     def pooled_length(self) -> Floats:
-        """Mean length of all segments of all events; [H].
-
-        At a constant number of entries no more than the mean of `length`: a mean of reciprocals is
-        not below the reciprocal of a mean (Jensen).
-        """
+        """Mean length of all segments of all events; [H]. By Jensen no more than mean `length`."""
         return share(self.entries.sum(-1), self.count.sum(-1))
 
     @property
@@ -82,8 +78,8 @@ class Segments:
     def f1(self) -> Floats:
         """Harmonic mean of precision and recall of boundaries within `NEAR` positions; [H, E - 1].
 
-        Precision: share of those of the second event with one of the first nearby; recall: the
-        other way round. NaN where neither event has any, 0 where one has none.
+        Precision is of the second event's boundaries, recall of the first's. NaN where neither
+        event has any, 0 where one has none.
         """
         precision = np.nan_to_num(share(self.later_near, self.later))
         recall = np.nan_to_num(share(self.earlier_near, self.earlier))

@@ -23,10 +23,7 @@ PERIOD = 64
 
 
 def repetition(tokens: Ints, n: int) -> float:
-    """1 - distinct / all n-grams of the tokens [T]; NaN for fewer than n tokens, never 0 for that.
-
-    The n-gram repetition rate that AMS (arXiv 2605.23200) reports without an n.
-    """
+    """Return 1 - distinct / all n-grams of the tokens [T], as AMS does; NaN for fewer than n."""
     if len(tokens) < n:
         return np.nan
     grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
@@ -34,10 +31,9 @@ def repetition(tokens: Ints, n: int) -> float:
 
 
 def max_loop(tokens: Ints, period: int = PERIOD) -> float:
-    """Length in tokens of the longest ending that repeats a period of at most `period` tokens.
+    """Return the length in tokens of the longest ending that repeats at most `period` tokens.
 
-    Two whole periods at least; 0 where the text does not end in a loop, NaN for fewer than two
-    tokens.
+    Two whole periods at least; 0 without a loop, NaN for fewer than two tokens.
     """
     total = len(tokens)
     if total < 2:

@@ -223,9 +223,9 @@ Seen = Iterator[tuple[int, int, Tensor, Tensor]]
 def _by_prefix(layer: Layer, last: Tensor) -> Seen:
     """(start, stop, out [H, G, w, d], lse [H, G, w]) of blocks of rows after the first event.
 
-    Between two events the entries that rows see only grow: the retained ones, then the new. Blocks
-    of rows go against that growing prefix without a mask, and their own triangle is merged in.
-    Where events are close together, or heads hold different numbers, `_by_mask` answers.
+    Between two events the visible entries only grow: the retained ones, then the new. Blocks of
+    rows attend to that growing prefix without a mask, and their own triangle is merged in. Where
+    events are close together, or heads hold different numbers, `_by_mask` does.
     """
     events = [int(e) for e in last.unique() if e != NEVER]
     pending = 0  # first row of a run of intervals that go by mask, 0 for none

@@ -100,10 +100,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Grid:
-    """Selection layers by first layer and look-back; `NEVER_SELECTS` where there is none.
+    """Selection layers [first layer, look-back]; `NEVER_SELECTS` where there is none.
 
-    layers [first layer, look-back]. used [first layer, look-back]: the look-back that there were
-    layers for.
+    used [first layer, look-back]: the look-back that there were layers for.
     """
 
     budget: int
