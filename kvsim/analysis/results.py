@@ -34,12 +34,13 @@ def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError where two traces have one name: a Table could not tell them apart."""
     by_name: dict[str, Trace] = {}
     for trace in traces:
-        if (other := by_name.setdefault(trace.name, trace)) is not trace:
+        if trace.name in by_name:
             raise TraceError(
-                f"{_where(other)} and {_where(trace)} are both called {trace.name!r}, "
+                f"{_where(by_name[trace.name])} and {_where(trace)} are both called {trace.name!r}, "
                 "and results are told apart by the names of traces; give them one by one, or "
                 "record one again under another id"
             )
+        by_name[trace.name] = trace
 
 
 def _where(trace: Trace) -> str:
