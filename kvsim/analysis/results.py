@@ -36,8 +36,8 @@ def check_distinct(traces: Sequence[Trace]) -> None:
     for trace in traces:
         if trace.name in by_name:
             raise TraceError(
-                f"{_where(by_name[trace.name])} and {_where(trace)} are both called {trace.name!r}, "
-                "and results are told apart by the names of traces; give them one by one, or "
+                f"{_where(by_name[trace.name])} and {_where(trace)} are both called "
+                f"{trace.name!r}, and results are told apart by the names of traces; give them one by one, or "
                 "record one again under another id"
             )
         by_name[trace.name] = trace
