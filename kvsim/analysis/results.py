@@ -37,8 +37,8 @@ def check_distinct(traces: Sequence[Trace]) -> None:
         if trace.name in by_name:
             raise TraceError(
                 f"{_where(by_name[trace.name])} and {_where(trace)} are both called "
-                f"{trace.name!r}, and results are told apart by the names of traces; give them one by one, or "
-                "record one again under another id"
+                f"{trace.name!r}, and results are told apart by the names of traces; give them one "
+                "by one, or record one again under another id"
             )
         by_name[trace.name] = trace
 
