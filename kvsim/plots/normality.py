@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.arrays import mean_known
@@ -32,8 +31,6 @@ from kvsim.plots.style import (
     single_panel,
     whole_ticks,
 )
-
-Floats = NDArray[np.float64]
 
 #: Dimensions shown by default, as in the paper.
 DIMENSIONS: Final = 32
