@@ -13,7 +13,7 @@ import streamlit as st
 from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
-from kvsim.analysis.kept.course import REGION
+from kvsim.analysis.kept.states import REGION
 from kvsim.analysis.tiles import Tile
 
 #: Each level of fidelity in one sentence.

@@ -186,7 +186,7 @@ def against_entries(
 ) -> None:
     """Show a panel per metric: its mean against the entries that rows see; filled: on the front.
 
-    panels: by label, of `kvsim.analysis.fronts.against_entries`. logarithmic: labels of the panels
+    panels: by label, of `summaries.against_entries`. logarithmic: labels of the panels
     with a logarithmic scale.
     """
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)

@@ -1,16 +1,17 @@
 """Every number about a trace or a record.
 
+arrays      types of arrays, and reductions of them
 definition  a metric: its entry, and the Cells that it returns
-subject     what metrics read: an Analysis of a trace, a Subject of a record
+subject     an Analysis of a trace and a Subject of a record, which metrics read
 kept        kept sets
 output      the attention output that is left
 attention   full attention of a trace
-prompt      how layers rank the tokens of a prompt
+prompt      ranks of the tokens of a prompt in each layer
 registry    all metrics by name; each room has its entries in `metrics`
 table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
-results     which results a Table holds
-summaries   means over prompts, their intervals, paired differences
+results     the results of a Table, and their labels
+summaries   means over prompts, their intervals, paired differences, Pareto fronts
 tiles       large arrays as pictures
 """
 
@@ -33,9 +34,14 @@ from kvsim.analysis.attention.normality import (
     state_normality,
     states,
 )
-from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.attention.overlap import overlap_table, window_overlap
 from kvsim.analysis.attention.projections import Projections, key_projections, projection_table
-from kvsim.analysis.attention.sparsity import Sparsity, attention_sparsity, compressed_sparsity
+from kvsim.analysis.attention.sparsity import (
+    Sparsity,
+    attention_sparsity,
+    compressed_sparsity,
+    sparsity_table,
+)
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
 from kvsim.analysis.kept.contents import (
@@ -65,8 +71,15 @@ from kvsim.analysis.output.error import OutputError, output_error
 from kvsim.analysis.output.recall import Attended, attended
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
-from kvsim.analysis.prompt.layers import RankPattern, overlap_table, rank_pattern, sparsity_table
-from kvsim.analysis.prompt.ranking import Curve, Grid, Ranking, ranking, window_attention
+from kvsim.analysis.prompt.ranking import (
+    Curve,
+    Grid,
+    Ranking,
+    RankPattern,
+    rank_pattern,
+    ranking,
+    window_attention,
+)
 from kvsim.analysis.prompt.tables import (
     Diagnosis,
     diagnose,
@@ -79,101 +92,37 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS, fidelity, measure, selection_fidelity
 
-#: Names of the last release, see `kvsim.analysis.former`.
-_FORMER = ("FINDINGS", "Finding", "expectation_table", "findings", "loss_table")
-
-__all__ = [
-    "COLUMNS",
-    "METRICS",
-    "Analysis",
-    "Attended",
-    "Bursts",
-    "Coverage",
-    "Curve",
-    "Diagnosis",
-    "Expectation",
-    "Gaps",
-    "Grid",
-    "Histogram",
-    "KeySimilarity",
-    "LeavingSlots",
-    "Metric",
-    "NormOverlap",
-    "NormalFit",
-    "Normality",
-    "OutputError",
-    "Projections",
-    "RankPattern",
-    "Ranking",
-    "RetainedPositions",
-    "RetentionRatio",
-    "Segments",
-    "SlotWipeout",
-    "Sparsity",
-    "ams_segments",
-    "answer_facts",
-    "attended",
-    "attention_gaps",
-    "attention_sparsity",
-    "check_positions",
-    "compressed_sparsity",
-    "dense_share",
-    "diagnose",
-    "distribution",
-    "dropped_bursts",
-    "entries_seen",
-    "expected_and_observed",
-    "fidelity",
-    "find_text",
-    "fit_normal",
-    "histogram",
-    "kept_coverage",
-    "key_projections",
-    "key_similarity",
-    "key_table",
-    "layer_table",
-    "max_loop",
-    "measure",
-    "metric",
-    "normality_table",
-    "noted",
-    "output_error",
-    "overlap_table",
-    "projection_table",
-    "proxy_segments",
-    "punctuation_lift",
-    "quantiles",
-    "rank_pattern",
-    "ranking",
-    "reconstruction_table",
-    "repetition",
-    "retained_iou",
-    "retained_positions",
-    "retention_lift",
-    "retention_ratio",
-    "selection_fidelity",
-    "selection_table",
-    "sparsity_table",
-    "state_normality",
-    "states",
-    "steps",
-    "task_of",
-    "value_norm_overlap",
-    "window_attention",
-    "window_overlap",
-    "wipeout",
-]
+__all__ = ["COLUMNS", "METRICS", "Analysis", "Metric", "fidelity", "measure", "metric"]
+__all__ += ["selection_fidelity"]
+# kept sets
+__all__ += ["Bursts", "Coverage", "KeySimilarity", "LeavingSlots", "NormOverlap"]
+__all__ += ["RetainedPositions", "RetentionRatio", "Segments", "SlotWipeout", "ams_segments"]
+__all__ += ["dense_share", "dropped_bursts", "entries_seen", "kept_coverage", "key_similarity"]
+__all__ += ["max_loop", "noted", "proxy_segments", "punctuation_lift", "repetition"]
+__all__ += ["retained_iou", "retained_positions", "retention_lift", "retention_ratio", "steps"]
+__all__ += ["value_norm_overlap", "wipeout"]
+# the output that is left
+__all__ += ["Attended", "OutputError", "attended", "output_error", "reconstruction_table"]
+# full attention
+__all__ += ["Expectation", "Gaps", "Histogram", "NormalFit", "Normality", "Projections", "Sparsity"]
+__all__ += ["attention_gaps", "attention_sparsity", "compressed_sparsity", "expected_and_observed"]
+__all__ += ["fit_normal", "histogram", "key_projections", "key_table", "normality_table"]
+__all__ += ["projection_table", "quantiles", "state_normality", "states", "window_overlap"]
+# how layers rank a prompt
+__all__ += ["Curve", "Diagnosis", "Grid", "RankPattern", "Ranking", "answer_facts"]
+__all__ += ["check_positions", "diagnose", "distribution", "find_text", "layer_table"]
+__all__ += ["overlap_table", "rank_pattern", "ranking", "selection_table", "sparsity_table"]
+__all__ += ["task_of", "window_attention"]
 
 
 def __getattr__(name: str) -> object:
     """A name of the last release, with a warning (PEP 562)."""
-    if name not in _FORMER:
-        raise AttributeError(f"module 'kvsim.analysis' has no attribute {name!r}")
     former = import_module("kvsim.analysis.former")
+    if name not in former.INSTEAD:
+        raise AttributeError(f"module 'kvsim.analysis' has no attribute {name!r}")
     warnings.warn(
         f"kvsim.analysis.{name} goes with the next release; use {former.INSTEAD[name]}",
         DeprecationWarning,
         stacklevel=2,
     )
-    value: object = getattr(former, name)
-    return value
+    return getattr(former, name)

@@ -1,4 +1,4 @@
-"""What a metric is: an entry of the registry, and the Cells that its function returns."""
+"""A metric: an entry of the registry, and the Cells that its function returns."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvsim.analysis.kept.retention import share
+from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.subject import Analysis, Subject
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class Cells:
     heads: Literal["head", "qhead"] | None = None
     variant: str = ""
     chance: Floats | None = None
-    events: NDArray[np.int64] | None = None
+    events: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,3 @@ class Metric:
     default: bool = True
     beside_oracle: bool = False
     notes: frozenset[str] = frozenset()
-
-
-def mean_known(values: Floats) -> Floats:
-    """Mean over the last axis of what is not NaN; NaN where nothing is."""
-    known = ~np.isnan(values)
-    return share(np.where(known, values, 0.0).sum(-1), known.sum(-1))

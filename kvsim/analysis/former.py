@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.registry import METRICS
@@ -58,42 +59,37 @@ def findings(
 def expectation_table(found: Sequence[Expectation]) -> pl.DataFrame:
     """Return agreement with observed attention, one row per trace, step and query head."""
     recalls = {f"recall_{100 * share:.0f}": share for share in TOP}
-
-    def parts() -> Iterator[dict[str, Any]]:
-        for one in found:
-            values = {"spearman": one.spearman, "log_pearson": one.log_pearson}
-            values |= {name: one.recall(share) for name, share in recalls.items()}
-            yield _places(one, one.spearman.shape, "step", STEPS) | values
-
-    return wide(parts(), _columns("step", STEPS, "spearman", "log_pearson", *recalls))
+    values = [
+        {"spearman": x.spearman, "log_pearson": x.log_pearson}
+        | {name: x.recall(share) for name, share in recalls.items()}
+        for x in found
+    ]
+    return _table(found, values, "step", STEPS, ("spearman", "log_pearson", *recalls))
 
 
 def loss_table(found: Sequence[Expectation], removed: Sequence[float] = REMOVED) -> pl.DataFrame:
     """Return attention lost, one row per trace, order, query head and share of keys removed."""
-
-    def parts() -> Iterator[dict[str, Any]]:
-        for one in found:
-            loss = one.loss(removed)
-            shares = np.broadcast_to(np.asarray(removed), loss.shape)
-            yield _places(one, loss.shape, "order", ORDERS) | {"loss": loss, "removed": shares}
-
-    return wide(parts(), _columns("order", ORDERS, "removed", "loss"))
+    losses = [x.loss(removed) for x in found]
+    values = [{"removed": np.broadcast_to(removed, loss.shape), "loss": loss} for loss in losses]
+    return _table(found, values, "order", ORDERS, ("removed", "loss"))
 
 
-_OF_TRACE = ("trace", "task", "cut", "rows", "keys")
-
-
-def _columns(first: str, names: Sequence[str], *values: str) -> dict[str, Any]:
-    columns: dict[str, Any] = dict.fromkeys(_OF_TRACE[:2], pl.String)
-    columns |= dict.fromkeys((*_OF_TRACE[2:], "layer", "head", "qhead"), pl.Int64)
-    columns |= {first: pl.Enum(names)} | dict.fromkeys(values, pl.Float64)
-    return columns | {"fidelity": pl.Enum(FIDELITY)}
-
-
-def _places(
-    one: Expectation, shape: tuple[int, ...], first: str, names: Sequence[str]
-) -> dict[str, Any]:
-    at = np.indices(shape)  # [name, layer, qhead, ...]
-    places = {first: np.asarray(names)[at[0]], "layer": at[1], "qhead": at[2]}
-    of_trace = {name: getattr(one, name) for name in _OF_TRACE}
-    return of_trace | places | {"head": at[2] // one.group, "fidelity": "exact"}
+def _table(
+    found: Sequence[Expectation],
+    values: Sequence[Mapping[str, Floats]],
+    first: str,
+    names: Sequence[str],
+    numbers: Sequence[str],
+) -> pl.DataFrame:
+    """Return the values, arrays [name, layer, qhead, ...] of each expectation, in columns."""
+    of_trace = ("trace", "task", "cut", "rows", "keys")
+    columns: dict[str, Any] = dict.fromkeys(of_trace[:2], pl.String)
+    columns |= dict.fromkeys((*of_trace[2:], "layer", "head", "qhead"), pl.Int64)
+    columns |= {first: pl.Enum(names)} | dict.fromkeys(numbers, pl.Float64)
+    parts: list[dict[str, Any]] = []
+    for x, arrays in zip(found, values, strict=True):
+        name, layer, qhead, *_ = np.indices(arrays[numbers[-1]].shape)
+        places = {first: np.asarray(names)[name], "layer": layer, "qhead": qhead}
+        part = {column: getattr(x, column) for column in of_trace} | places | {**arrays}
+        parts.append(part | {"head": qhead // x.group, "fidelity": "exact"})
+    return wide(parts, columns | {"fidelity": pl.Enum(FIDELITY)})

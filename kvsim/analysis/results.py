@@ -1,7 +1,7 @@
-"""Which results a Table holds, and what they are called where one policy has several.
+"""The results of a Table, policies with their parameters and schedules, and their labels.
 
-A result is a policy with its parameters and its schedule. Names alone do not tell an ablation from
-what it ablates, so a result of the same policy is called by the parameters in which it differs.
+Names alone do not distinguish an ablation from what it ablates, so labels of results of one policy
+have the parameters in which they differ.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Params = Mapping[str, Any]
 
 def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError where two traces have one name: a Table could not tell them apart."""
-    seen: dict[str, Trace] = {}
+    by_name: dict[str, Trace] = {}
     for trace in traces:
-        if trace.name in seen:
+        if trace.name in by_name:
             raise TraceError(
-                f"{_where(seen[trace.name])} and {_where(trace)} are both called {trace.name!r}, "
-                "and results are told apart by the names of traces; give them one by one, or "
-                "record one again under another id"
+                f"{_where(by_name[trace.name])} and {_where(trace)} are both called "
+                f"{trace.name!r}, and results are told apart by the names of traces; give them one "
+                "by one, or record one again under another id"
             )
-        seen[trace.name] = trace
+        by_name[trace.name] = trace
 
 
 def _where(trace: Trace) -> str:
@@ -72,27 +72,24 @@ class Result:
 
 
 def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
-    """The results of a Table, by what stands in `COLUMNS`, in the order of the Table.
+    """The results of a Table, by the values of `COLUMNS`, in the order of the Table.
 
     Raises PolicyError where parameters are no JSON object.
     """
-    known = table.filter(pl.col("policy").is_not_null()).select(COLUMNS)
-    return {
-        (name, params, *terms): Result(name, _canonical(name, params), *terms)
-        for name, params, *terms in known.unique(maintain_order=True).iter_rows()
-    }
-
-
-def _canonical(name: str, params: str | None) -> str:
-    try:
-        known = json.loads(params or "")
-    except ValueError:
-        known = None
-    if not isinstance(known, dict):
-        raise PolicyError(
-            f"the parameters of {name} are {params!r}; expected a JSON object, as kvsim writes it"
-        )
-    return json.dumps(known, sort_keys=True)
+    rows = table.filter(pl.col("policy").is_not_null()).select(COLUMNS).unique(maintain_order=True)
+    out = {}
+    for name, params, *terms in rows.iter_rows():
+        try:
+            parameters = json.loads(params or "")
+        except ValueError:
+            parameters = None
+        if not isinstance(parameters, dict):
+            raise PolicyError(
+                f"the parameters of {name} are {params!r}; expected a JSON object, as kvsim "
+                "writes it"
+            )
+        out[name, params, *terms] = Result(name, json.dumps(parameters, sort_keys=True), *terms)
+    return out
 
 
 def differing(one: Result, other: Result) -> frozenset[str]:
@@ -102,16 +99,16 @@ def differing(one: Result, other: Result) -> frozenset[str]:
 
 
 def main(results: Sequence[Result]) -> Result:
-    """Of results of one policy, the one that the others are variants of.
+    """Return of results of one policy the one that the others are variants of.
 
-    The one from which most others differ in a single parameter; of several, that with the fewest
-    parameters that are not the policy's defaults; then the first.
+    Most others differ from it in a single parameter; of several, that with the fewest parameters
+    that are not the policy's defaults; then the first.
     """
 
-    def rank(one: Result) -> tuple[int, int]:
-        near = sum(len(differing(one, other)) == 1 for other in results)
-        default = _defaults(one.policy)
-        changed = sum(default.get(name) != value for name, value in one.parameters.items())
+    def rank(result: Result) -> tuple[int, int]:
+        near = sum(len(differing(result, other)) == 1 for other in results)
+        default = _defaults(result.policy)
+        changed = sum(default.get(name) != value for name, value in result.parameters.items())
         return -near, changed
 
     return min(results, key=rank)
@@ -135,30 +132,30 @@ def in_words(params: Params) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, dict):
-        known = sorted((name, one) for name, one in value.items() if one)
-        return " ".join(f"{name} {_value(one)}" for name, one in known) or "none"
+        parts = (f"{name} {_value(part)}" for name, part in sorted(value.items()) if part)
+        return " ".join(parts) or "none"
     return str(value)
 
 
 def labels(results: Sequence[Result]) -> dict[Result, str]:
-    """What each result is called: the policy, and where it has several what tells them apart.
+    """Return the label of each result: the policy, and where it has several how they differ.
 
     `ams` is the main one and `ams (credit=False)` one that differs from it; where only schedules
-    tell results apart, they are named too: `tova (after: every 16 rows)`.
-
-    Raises PolicyError where two results would be called the same.
+    differ, they are named too: `tova (after: every 16 rows)`. Raises PolicyError where two results
+    would be called the same.
     """
     by_policy: dict[str, list[Result]] = {}
-    for one in results:
-        by_policy.setdefault(one.policy, []).append(one)
-    schedules = Counter((one.policy, one.params) for one in results)
+    for result in results:
+        by_policy.setdefault(result.policy, []).append(result)
+    schedules = Counter((result.policy, result.params) for result in results)
     taken: dict[str, Result] = {}
     for name, of_policy in by_policy.items():
-        base = main(list({one.params: one for one in of_policy}.values()))
-        for one in of_policy:
-            remarks = [in_words({x: one.parameters.get(x) for x in sorted(differing(one, base))})]
-            if schedules[name, one.params] > 1:
-                remarks.append(f"after: {schedule(one.interval, prefill=bool(one.prefill))}")
+        base = main(list({result.params: result for result in of_policy}.values()))
+        for result in of_policy:
+            differ = sorted(differing(result, base))
+            remarks = [in_words({x: result.parameters.get(x) for x in differ})]
+            if schedules[name, result.params] > 1:
+                remarks.append(f"after: {schedule(result.interval, prefill=bool(result.prefill))}")
             remark = "; ".join(filter(None, remarks))
             label = f"{name} ({remark})" if remark else name
             if label in taken:
@@ -166,19 +163,16 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
                     f"two results would be called {label}: policies {taken[label].policy} and "
                     f"{name}; report them one by one"
                 )
-            taken[label] = one
-    return {one: label for label, one in taken.items()}
+            taken[label] = result
+    return {result: label for label, result in taken.items()}
 
 
 def labelled(table: pl.DataFrame) -> pl.DataFrame:
-    """The Table with labels of results (see `labels`) in the place of the names of policies.
-
-    Raises PolicyError where results cannot be told apart.
-    """
-    known = results(table)
-    called = labels(list(dict.fromkeys(known.values())))
-    rows = [(*row, called[one]) for row, one in known.items()]
+    """The Table with labels of results (see `labels`) in the place of the names of policies."""
+    by_row = results(table)
+    names = labels(list(dict.fromkeys(by_row.values())))
+    rows = [(*row, names[result]) for row, result in by_row.items()]
     schema = {name: table.schema[name] for name in COLUMNS} | {"label": pl.String}
-    names = pl.DataFrame(rows, schema=schema, orient="row")
-    joined = table.join(names, on=COLUMNS, how="left", nulls_equal=True, maintain_order="left")
+    labels_of = pl.DataFrame(rows, schema=schema, orient="row")
+    joined = table.join(labels_of, on=COLUMNS, how="left", nulls_equal=True, maintain_order="left")
     return joined.with_columns(policy="label").drop("label")

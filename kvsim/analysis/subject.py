@@ -1,4 +1,4 @@
-"""What metrics read: the analyses of a trace, or a trace and a record of it.
+"""The analyses of a trace, or a trace and a record of it, which metrics read.
 
 Each analysis is computed when a metric first reads it, and kept for the others.
 """
@@ -12,12 +12,10 @@ from functools import cached_property
 from itertools import product
 from typing import Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvsim.analysis.arrays import EvictedAt
 from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
-from kvsim.analysis.attention.intermittence import Gaps, attention_gaps, default_width
+from kvsim.analysis.attention.intermittence import GapsAndChance, attention_gaps, default_windows
 from kvsim.analysis.attention.normality import Normality, state_normality
 from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
@@ -122,12 +120,12 @@ class Analysis:
 
     @cached_property
     def normality(self) -> Normality | None:
-        """How queries before RoPE are distributed behind the sinks."""
+        """Effect sizes of the distribution of queries before RoPE, behind the sinks."""
         return None if "normality" in self.left_out else state_normality(self.trace, skip=SINK)
 
     @cached_property
     def ranking(self) -> Ranking | None:
-        """How the layers rank the prompt; None too where layers are missing from the trace."""
+        """Ranks of the prompt in each layer; None too where layers are missing from the trace."""
         if "ranking" in self.left_out:
             return None
         return ranking(self.trace, self.rule, device=self.device)
@@ -144,11 +142,10 @@ class Analysis:
         }
 
     @cached_property
-    def gaps(self) -> Mapping[int, Gaps]:
+    def gaps(self) -> Mapping[int, GapsAndChance]:
         """Gaps of attention by layer, nothing where the trace is too short."""
-        if not default_width(self.trace):
-            return {}
-        return {layer: attention_gaps(self.trace, layer) for layer in self.layers}
+        layers = self.layers if default_windows(self.trace)[1] else ()
+        return {layer: attention_gaps(self.trace, layer) for layer in layers}
 
 
 def budget_label(k: int | str) -> str:
@@ -179,8 +176,7 @@ class Walks(Protocol):
     """Returns what a walk computes for one record; the walk is done once for all of them."""
 
     def __call__(self, walk: Walk[T]) -> T:
-        """What `walk` computes for the record."""
-        ...
+        """Return what `walk` computes for the record."""
 
 
 @dataclass
@@ -188,7 +184,7 @@ class Subject:
     """A trace, and a record of it with its output error.
 
     walk: the result for this record of a walk over the trace that all records share. oracle: the
-    output error of the record that the mass oracle gives under the same conditions.
+    output error of the mass oracle's record under the same conditions.
     """
 
     trace: Trace
@@ -245,6 +241,6 @@ class Subject:
         """(layer, runs of all that is dropped) of the record."""
         return [(layer, dropped_bursts(evicted_at)) for layer, evicted_at in self.layers()]
 
-    def layers(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    def layers(self) -> Iterator[tuple[int, EvictedAt]]:
         """(layer, the rows [H, T] after which entries are gone) of the record."""
         return zip(self.record.layers, self.record.gone_after, strict=True)

@@ -1,4 +1,4 @@
-"""From a Table to what it says about policies: means over prompts, intervals, paired differences.
+"""Summaries of a Table: means over prompts, intervals, paired differences, Pareto fronts.
 
 Prompts are the unit. Values are averaged over layers, heads and events within a trace first, so
 that a long trace counts as much as a short one (macro average), and intervals say how far the mean
@@ -18,13 +18,12 @@ from itertools import combinations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
+from kvsim.analysis.arrays import Floats
+from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered
-
-Floats = NDArray[np.float64]
 
 RESAMPLES = 4000
 
@@ -58,17 +57,15 @@ class Interval:
         prompts alone (Efron 1979, Ann. Statist. 7:1). One prompt has a mean and no interval.
         """
         present = [values[~np.isnan(values)] for values in rows]
-        by_size: dict[int, list[int]] = {}
-        for place, values in enumerate(present):
-            by_size.setdefault(len(values), []).append(place)
+        sizes = np.array([len(values) for values in present], np.int64)
         out = [cls(np.nan, np.nan, np.nan, 0)] * len(present)
-        for size, places in by_size.items():
-            for first in range(0, len(places) if size else 0, _TOGETHER):
-                some = places[first : first + _TOGETHER]
+        for size in np.unique(sizes[sizes > 0]).tolist():
+            places = np.flatnonzero(sizes == size)
+            for some in np.split(places, range(_TOGETHER, len(places), _TOGETHER)):
                 values = np.stack([present[place] for place in some])
-                mean, (low, high) = values.mean(1), _bootstrap(values)
-                for row, place in enumerate(some):
-                    out[place] = cls(float(mean[row]), float(low[row]), float(high[row]), size)
+                numbers = np.stack([values.mean(1), *_bootstrap(values)], axis=1)
+                for place, (mean, low, high) in zip(some, numbers.tolist(), strict=True):
+                    out[place] = cls(mean, low, high, size)
         return out
 
     def text(self, form: str) -> str:
@@ -84,15 +81,12 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
     if values.shape[1] < 2:
         nan = np.full(len(values), np.nan)
         return nan, nan
-    interval = bootstrap(
-        (values,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        axis=1,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return np.asarray(interval.low), np.asarray(interval.high)
+    rng = np.random.default_rng(0)
+    resampled = bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, axis=1, method="percentile", rng=rng
+    )
+    low, high = resampled.confidence_interval
+    return np.asarray(low), np.asarray(high)
 
 
 def stage_of(layer: int, n_layers: int) -> str:
@@ -113,9 +107,9 @@ def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
     total = pl.col("layer").max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
     counted = table.with_columns(total=total.cast(pl.Int64))
     on = ["layer", "total"]
-    known = counted.select(on).drop_nulls().unique().filter(pl.col("layer") < pl.col("total"))
-    names = [stage_of(layer, count) for layer, count in known.iter_rows()]
-    named = known.with_columns(stage=pl.Series(names, dtype=pl.Enum(STAGES)))
+    layers = counted.select(on).drop_nulls().unique().filter(pl.col("layer") < pl.col("total"))
+    names = [stage_of(layer, count) for layer, count in layers.iter_rows()]
+    named = layers.with_columns(stage=pl.Series(names, dtype=pl.Enum(STAGES)))
     return counted.join(named, on=on, how="left", maintain_order="left").drop("total")
 
 
@@ -150,8 +144,8 @@ def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     # what belongs to no policy was asked of every trace
     traces = pl.col("trace").n_unique()
     every = traces.over(*by) if by else traces
-    own = traces.over(*by, *KEYS[:5])
-    values = values.with_columns(of=pl.when(pl.col("policy").is_null()).then(every).otherwise(own))
+    of = pl.when(pl.col("policy").is_null()).then(every).otherwise(traces.over(*by, *KEYS[:5]))
+    values = values.with_columns(of=of)
     more = [pl.col("of").first().cast(pl.Int64), pl.col("chance").mean(), _WEAKEST]
     return _with_intervals(values, [*by, *KEYS], "value", more)
 
@@ -161,15 +155,10 @@ def _with_intervals(
 ) -> pl.DataFrame:
     """A row per result: `keys`, then mean, low, high and n of a column over prompts, then more."""
     grouped = values.group_by(keys, maintain_order=True).agg(*more, _values=pl.col(column))
-    rows = [_floats(one) for one in grouped["_values"]]
-    numbers = pl.DataFrame([vars(one) for one in Interval.of_each(rows)], schema=_NUMBERS)
-    return pl.concat(
-        [
-            grouped.select(keys),
-            numbers.with_columns(pl.selectors.float().fill_nan(None)),
-            grouped.drop(*keys, "_values"),
-        ],
-        how="horizontal",
+    rows = [x.to_numpy().astype(np.float64) for x in grouped["_values"]]  # NaN for null
+    numbers = pl.DataFrame([vars(x) for x in Interval.of_each(rows)], schema=_NUMBERS)
+    return grouped.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None))).select(
+        *keys, *_NUMBERS, pl.exclude(*keys, *_NUMBERS, "_values")
     )
 
 
@@ -181,38 +170,38 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
     policy has more, ties half. PolicyError where the Table has no policy `base`, or several.
     """
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
-    known = values["policy"].unique(maintain_order=True).to_list()
-    if base not in known:
+    policies = values["policy"].unique(maintain_order=True).to_list()
+    if base not in policies:
         raise PolicyError(
-            f"no policy {base!r}{suggest(base, known)} to compare with; the table has "
-            f"{', '.join(known)}"
+            f"no policy {base!r}{suggest(base, policies)} to compare with; the table has "
+            f"{', '.join(policies)}"
         )
     on = [*by, "asked", "metric", "variant", "unit", "trace"]
-    own = values.filter(pl.col("policy") == base).select(*on, other="value")
-    if own.select(on).is_duplicated().any():
+    of_base = values.filter(policy=base).select(*on, other="value")
+    if of_base.select(on).is_duplicated().any():
         raise PolicyError(
             f"{base} has several parameters or schedules in the table; leave all but one of them "
             "out to compare with it"
         )
     paired = values.filter(pl.col("policy") != base).join(
-        own, on=on, how="left", nulls_equal=True, maintain_order="left"
+        of_base, on=on, how="left", nulls_equal=True, maintain_order="left"
     )
-    keys = [*by, "policy", "params", "asked", "metric", "variant", "unit"]
     gap = pl.col("value") - pl.col("other")
     paired = paired.with_columns(gap=gap, base=pl.lit(base))
     above = ((gap.sign() + 1).mean() / 2).alias("above")
     of = pl.len().cast(pl.Int64).alias("of")
-    return _with_intervals(paired, [*keys, "base"], "gap", [of, above])
+    keys = [*by, "policy", "params", "asked", "metric", "variant", "unit", "base"]
+    return _with_intervals(paired, keys, "gap", [of, above])
 
 
 def level_shares(table: pl.DataFrame, by: Sequence[str] = ("metric",)) -> pl.DataFrame:
-    """How many of a Table's values have which fidelity, null values left out.
+    """Return the number of a Table's values at each level of fidelity, null values left out.
 
     `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
     """
     _check_columns(table, by)
-    known = table.filter(pl.col("value").is_not_null())
-    counted = known.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
+    values = table.filter(pl.col("value").is_not_null())
+    counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
     of = pl.col("values").sum()
     return (
         counted.with_columns(of=of.over(*by) if by else of)
@@ -238,61 +227,49 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """The same values at two levels of fidelity: a stronger level minus a weaker one.
 
     Values are paired one by one, with the same trace, policy, parameters, budget in entries,
-    schedule, metric, layer, head and event; what only one level has is left out, and so is what
-    one level says twice where no other one says anything. The levels may be of one run, or of
-    several one below the other.
+    schedule, metric, layer, head and event; what only one level has is left out. The levels may be
+    of one run, or of several one below the other.
 
     `by`, `KEYS`, then `stronger` and `weaker` (levels), `at_stronger` and `at_weaker` (means over
     prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
     PolicyError for two different values of one level next to another level.
     """
     _check_columns(table, by)
-    known = table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
-    known = known.select(
-        *_PLACE,
-        *(name for name in by if name not in _PLACE),
-        "share",
-        "value",
-        level=pl.col("fidelity").cast(pl.String),
+    columns = [*_PLACE, *(name for name in by if name not in _PLACE), "share", "value"]
+    values = (
+        table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
+        .select(*columns, level=pl.col("fidelity").cast(pl.String))
+        .unique(subset=[*_PLACE, "level", "value"], maintain_order=True)
+        .filter(pl.col("level").n_unique().over(*_PLACE) > 1)
     )
-    known = known.unique(subset=[*_PLACE, "level", "value"], maintain_order=True)
-    known = known.filter(pl.col("level").n_unique().over(*_PLACE) > 1)
-    if known.select(*_PLACE, "level").is_duplicated().any():
+    if values.select(*_PLACE, "level").is_duplicated().any():
         raise PolicyError(
             "two values of one policy, metric and place have the same level of fidelity and "
             "differ; expected runs of the same traces: compare others one by one"
         )
-    keys = [*by, *KEYS]
     frames = [
-        known.filter(level=stronger).join(
-            known.filter(level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
+        values.filter(level=stronger).join(
+            values.filter(level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
         )
         for stronger, weaker in combinations(_STRENGTH.categories, 2)
     ]
-    paired = pl.concat(frames).with_columns(
-        asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
-        gap=pl.col("value") - pl.col("value_right"),
-    )
-    levels = [pl.col("level").cast(_LABEL), pl.col("level_right").cast(_LABEL)]
-    keys = [*keys, "stronger", "weaker"]
+    keys = [*by, *KEYS, "stronger", "weaker"]
     within = (
-        paired.with_columns(stronger=levels[0], weaker=levels[1])
+        pl.concat(frames)
+        .rename({"value": "at_stronger", "value_right": "at_weaker"})
+        .with_columns(
+            asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
+            gap=pl.col("at_stronger") - pl.col("at_weaker"),
+            stronger=pl.col("level").cast(_LABEL),
+            weaker=pl.col("level_right").cast(_LABEL),
+        )
         .group_by(*keys, "trace", maintain_order=True)
-        .agg(pl.col("value", "value_right", "gap").mean(), values=pl.len())
+        .agg(pl.col("at_stronger", "at_weaker", "gap").mean(), values=pl.len())
     )
-    means = [
-        pl.col("value").mean().alias("at_stronger"),
-        pl.col("value_right").mean().alias("at_weaker"),
-    ]
-    number = pl.col("values").sum().cast(pl.Int64)
-    return _with_intervals(within, keys, "gap", [*means, number]).select(
+    more = [pl.col("at_stronger", "at_weaker").mean(), pl.col("values").sum().cast(pl.Int64)]
+    return _with_intervals(within, keys, "gap", more).select(
         *keys, "at_stronger", "at_weaker", *_NUMBERS, "values"
     )
-
-
-def _floats(values: pl.Series) -> Floats:
-    """Values as floats, NaN for null."""
-    return values.to_numpy().astype(np.float64)
 
 
 def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:
@@ -307,29 +284,60 @@ def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:
 
 def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
     """The layers of which a Table has values of policies, ascending, by trace."""
-    known = table.filter(pl.col("policy").is_not_null(), pl.col("layer").is_not_null())
-    of_trace = known.group_by("trace", maintain_order=True).agg(pl.col("layer").unique().sort())
+    values = table.filter(pl.col("policy").is_not_null(), pl.col("layer").is_not_null())
+    of_trace = values.group_by("trace", maintain_order=True).agg(pl.col("layer").unique().sort())
     return dict(of_trace.iter_rows())
 
 
 def uneven(layers: Mapping[str, Sequence[int]]) -> str:
-    """What to know of means over traces whose layers, by trace, differ; empty where they do not.
+    """A remark on means over traces whose layers, by trace, differ; empty where they do not.
 
     A trace has fewer where its text is longer than the sliding window of some.
     """
     alike: dict[tuple[int, ...], list[str]] = {}
-    for trace, known in layers.items():
-        alike.setdefault(tuple(known), []).append(trace)
+    for trace, numbers in layers.items():
+        alike.setdefault(tuple(numbers), []).append(trace)
     if len(alike) < 2:
         return ""
-    said = (f"{numbered(known)} of {first_of(traces)}" for known, traces in alike.items())
-    return f"means over layers are over different ones: {'; '.join(said)}"
+    parts = (f"{numbered(numbers)} of {first_of(traces)}" for numbers, traces in alike.items())
+    return f"means over layers are over different ones: {'; '.join(parts)}"
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def against_entries(means: pl.DataFrame, name: str) -> pl.DataFrame:
+    """Return the means of one metric with the entries that their rows see, and their front.
+
+    Args:
+        means: of `averages`, with the metric and with `entries_seen`.
+        name: of the metric.
+
+    Returns:
+        The rows of the metric that have an `entries_seen`, with `seen`, its mean, and `best`,
+        whether the result is on the front; never of a metric without a better direction.
+    """
+    keys = [key for key in KEYS[:5] if key in means.columns]  # those of the result
+    sizes = means.filter(metric="entries_seen").select(*keys, seen="mean")
+    points = means.filter(metric=name).join(sizes, on=keys, nulls_equal=True, maintain_order="left")
+    better = METRICS[name].better
+    best = front(points, higher=better == "higher") & (better is not None)
+    return points.with_columns(best=best)
+
+
+def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
+    """Return which points (`seen`, `mean`) no other point beats in one and matches in the other.
+
+    higher: a larger mean is better.
+    """
+    seen = points["seen"].to_numpy()
+    loss = points["mean"].to_numpy() * (-1 if higher else 1)
+    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
+    better = (seen[:, None] < seen) | (loss[:, None] < loss)
+    return pl.Series(~(as_good & better).any(0))
 
 
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.arrays import Floats, Ints, mean_known
+from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import Analysis, Subject, Walk, Walks
+from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY, LABELS
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Columns of a Table and their types; one row is one value.
 COLUMNS: dict[str, Any] = {
@@ -132,7 +128,7 @@ def choose(
 def _subjects(
     trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
 ) -> list[Analysis | Subject]:
-    """What metrics read of each record; records share walks over the trace and output errors."""
+    """Return a Subject of each record; they share walks over the trace and output errors."""
     best = [None] * len(records) if oracles is None else list(oracles)
     replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
     for record in replayed:
@@ -147,39 +143,34 @@ def _subjects(
     def results(walk: Walk[Any]) -> dict[int, Any]:
         return dict(zip(map(id, different), walk(trace, different, device), strict=True))
 
-    def output(record: Record) -> Callable[[], OutputError]:
-        return lambda: outputs()[id(record)]
-
-    def walks(record: Record) -> Walks:
-        return lambda walk: results(walk)[id(record)]
-
-    return [
-        Subject(
-            *(trace, record, output(record), walks(record)),
-            oracle=None if oracle is None else output(oracle),
+    def subject(record: Record, oracle: Record | None) -> Subject:
+        return Subject(
+            *(trace, record, lambda: outputs()[id(record)], lambda walk: results(walk)[id(record)]),
+            oracle=None if oracle is None else lambda: outputs()[id(oracle)],
         )
-        for record, oracle in zip(records, best, strict=True)
-    ]
+
+    return [subject(*pair) for pair in zip(records, best, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Rows [n] that share most of their columns; -1 where a row has no such index."""
+#: The columns about a record, null for what belongs to the trace.
+_OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
+#: The columns in which the rows of a block differ.
+_OF_ROW = ("value", "chance", "head", "qhead", "event")
 
-    shared: dict[str, Any]
-    value: Floats
-    chance: Floats
-    head: Ints
-    qhead: Ints
-    event: Ints
+#: The columns that rows share, and those `_OF_ROW`, arrays [n]; -1 where a row has no such index.
+_Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
 def _blocks(
     subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
 ) -> Iterator[_Block]:
     """The rows of one metric of a trace or of a record."""
-    record = subject.record if isinstance(subject, Subject) else None
-    shared = _origin(subject.trace, record) | {"metric": name, "unit": entry.unit}
+    trace, record = subject.trace, subject.record if isinstance(subject, Subject) else None
+    shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
+    shared |= {x: str(label) for x in LABELS if (label := trace.labels.get(x)) is not None}
+    if record is not None:
+        shared |= {column: getattr(record, column) for column in _OF_RECORD}
+        shared["params"] = json.dumps(dict(record.params))
     # an entry of kind "trace" reads an Analysis, the others a Subject
     compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
     for cells in compute(subject):
@@ -194,16 +185,14 @@ def _blocks(
         none = np.full(len(index), -1)
         axis, level = cells.heads, "exact"
         if record is not None:
-            level = fidelity(subject.trace, record, entry.kind, cells.layer)
+            level = fidelity(trace, record, entry.kind, cells.layer)
             if record.per_query_head and axis == "head":
                 axis = "qhead"  # its head axis counts query heads
-        yield _Block(
+        heads = index if axis == "head" else none, index if axis == "qhead" else none
+        event = none if rows is None else np.tile(rows, len(values))
+        yield (
             shared | {"variant": cells.variant, "layer": cells.layer, "fidelity": level},
-            values.ravel(),
-            chance.ravel(),
-            index if axis == "head" else none,
-            index if axis == "qhead" else none,
-            none if rows is None else np.tile(rows, len(values)),
+            (values.ravel(), chance.ravel(), *heads, event),
         )
 
 
@@ -211,36 +200,22 @@ def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
     """One frame of all blocks: one for each would take longer than what it holds."""
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)
-    same = {name: kind for name, kind in COLUMNS.items() if name not in _OWN}
-    block = np.repeat(np.arange(len(blocks)), [len(one.value) for one in blocks])
-    own = {name: np.concatenate([getattr(one, name) for one in blocks]) for name in _OWN}
-    shared = pl.DataFrame([one.shared for one in blocks], schema=same)
+    labels, arrays = zip(*blocks, strict=True)
+    schema = {name: kind for name, kind in COLUMNS.items() if name not in _OF_ROW}
+    shared = pl.DataFrame(labels, schema=schema)
+    rows = map(np.concatenate, zip(*arrays, strict=True))
+    block = np.repeat(np.arange(len(blocks)), [len(of_row[0]) for of_row in arrays])
     index, number = pl.col("head", "qhead", "event"), pl.col("value", "chance")
     return (
-        pl.concat([shared[block], pl.DataFrame(own)], how="horizontal")
+        shared[block]
+        .with_columns(**dict(zip(_OF_ROW, map(pl.Series, rows), strict=True)))
         .with_columns(pl.when(index >= 0).then(index), number.fill_nan(None))
         .select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
     )
 
 
-#: The columns in which the rows of a block differ.
-_OWN = ("value", "chance", "head", "qhead", "event")
-#: The columns about a record, null for what belongs to the trace.
-_OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
-
-
-def _origin(trace: Trace, record: Record | None) -> dict[str, Any]:
-    """The columns that say which trace and record a value is of."""
-    origin: dict[str, Any] = {"trace": trace.name} | dict.fromkeys(LABELS)
-    origin |= {name: str(x) for name in LABELS if (x := trace.labels.get(name)) is not None}
-    if record is None:
-        return origin | dict.fromkeys(_OF_RECORD)
-    of_record = {name: getattr(record, name) for name in _OF_RECORD}
-    return origin | of_record | {"params": json.dumps(dict(record.params))}
-
-
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
-    """Whether a live run that is fed the recorded tokens would show the value: "exact" if so.
+    """Return "exact" where a live run that is fed the recorded tokens would show the value.
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
@@ -256,14 +231,11 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
     if kind == "trace" or layer is None or alone or trace.layer_ids[layer] == 0:
         return "exact"
-    once = record.events == [record.prompt_len - 1]
     if not record.events:
         return "exact"
-    if kind != "sets" or not once:
+    if kind != "sets" or record.events != [record.prompt_len - 1]:
         return "open"
-    if _settled(record, layer):
-        return "exact"
-    return "semi" if record.recomputed else "open"
+    return "exact" if _settled(record, layer) else "semi" if record.recomputed else "open"
 
 
 def selection_fidelity(record: Record) -> str:
@@ -275,14 +247,10 @@ def selection_fidelity(record: Record) -> str:
 
 
 def _settled(record: Record, layer: int) -> bool:
-    """Whether the set of a layer follows from attention that no dropped row has changed."""
+    """Return whether attention that no dropped row has changed decides the set of a layer."""
     selection = record.selection
-    if selection is None or selection.layer is None:
-        return True
-    exact = selection.layer + 1  # the last layer whose inputs are the recorded ones
-    if layer <= exact:
-        return True
+    if selection is None or selection.layer is None or layer <= selection.layer + 1:
+        return True  # the layer behind the selection layer is the last one with recorded inputs
     above = [at for at in selection.dropped if at < layer]  # decide which rows the layer has
-    last = record.evicted_at[record.layers.index(layer)]
-    cut = (last == record.prompt_len - 1).any()
-    return above[-1] <= exact and not cut
+    cut = (record.evicted_at[record.layers.index(layer)] == record.prompt_len - 1).any()
+    return above[-1] <= selection.layer + 1 and not cut

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
 from kvsim.core.attention import sees
 from kvsim.core.record import Record
@@ -34,13 +35,14 @@ class Tile:
     """
 
     values: NDArray[np.float32] | NDArray[np.uint8]
-    rows: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    rows: Ints
+    positions: Ints
 
     @property
     def pooled(self) -> bool:
         """Whether a cell covers more than one row or position."""
-        return self.values.shape != (len(_span(self.rows)), len(_span(self.positions)))
+        spans = (int(edges[-1] - edges[0]) for edges in (self.rows, self.positions))
+        return self.values.shape != (*spans,)
 
 
 def attention_tile(
@@ -48,16 +50,8 @@ def attention_tile(
 ) -> Tile:
     """Return full attention of one query head, the maximum in each cell; float32.
 
-    Args:
-        trace: any.
-        layer: index in the trace.
-        qhead: query head.
-        rows: a window of rows, without gaps.
-        positions: a window of positions, without gaps.
-        side: cells to a side, at most.
-
-    Raises:
-        IndexError: a window is empty or reaches out of the trace.
+    rows, positions: windows without gaps, IndexError for one that is empty or reaches out of the
+    trace. side: cells to a side, at most.
     """
     for name, window in (("rows", rows), ("positions", positions)):
         if not window or window.start < 0 or window.stop > trace.n_pos:
@@ -68,7 +62,8 @@ def attention_tile(
     only, head = slice(layer, layer + 1), qhead // trace.group
     formula = trace.formulas[layer]
     keys = trace.read("k", only, slice(positions.start, positions.stop))[0, head].float()
-    lse = _lse(trace, only)[qhead, rows.start : rows.stop].float()
+    lse = (trace.read("lse", only) if trace.has("lse") else trace.full(only)[1])[0, qhead]
+    lse = lse[rows.start : rows.stop].float()
     down, across = (math.ceil(len(window) / side) for window in (rows, positions))
     pos = torch.arange(positions.start, positions.stop)
     cells = []
@@ -85,9 +80,9 @@ def attention_tile(
 
 #: States of an entry in a tile of retention; the order of the codes.
 STATES = ("not yet there", "retained", "dropped", "in a region of which nothing is left")
-_FUTURE, _HELD, _DROPPED, _WIPED = range(4)
+_FUTURE, _RETAINED, _DROPPED, _WIPED = range(4)
 # Which code stands for several, ascending: an entry that stays must not vanish among dropped ones.
-_STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _HELD], dtype=np.uint8)
+_STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _RETAINED], dtype=np.uint8)
 
 
 def retention_tile(
@@ -95,38 +90,26 @@ def retention_tile(
 ) -> Tile:
     """Return the state of every position in a head after each event; uint8 codes of `STATES`.
 
-    Args:
-        record: of any policy.
-        layer: index among the record's layers.
-        head: on the record's head axis.
-        region: positions of a region, counted as in the metric `wipeout`.
-        side: cells to a side, at most. Of events that share a row of cells, the last is shown.
-
-    `rows` of the tile are events, the rows after which something leaves the layer, without an end.
+    layer, head: on the record's axes. region: positions of a region, counted as in the metric
+    `wipeout`. side: cells to a side, at most; of events that share a row of cells, the last is
+    shown. `rows` of the tile are events, the rows after which something leaves the layer, without
+    an end.
     """
     gone = record.gone_after[layer]
     events = event_rows(gone)
-    down = max(1, math.ceil(len(events) / side))
+    down, across = (max(1, math.ceil(n / side)) for n in (len(events), record.n_pos))
     shown = events[::-1][::down][::-1]
     codes = np.full((len(shown), record.n_pos), _FUTURE, dtype=np.uint8)
     first = -(-SINK // region) * region
     for place, row in enumerate(shown):
-        held = gone[head] > row
-        codes[place, : row + 1] = np.where(held[: row + 1], _HELD, _DROPPED)
+        kept = gone[head] > row
+        codes[place, : row + 1] = np.where(kept[: row + 1], _RETAINED, _DROPPED)
         stop = max(first, (row + 1 - RECENT) // region * region)
-        empty = ~held[first:stop].reshape(-1, region).any(1)
+        empty = ~kept[first:stop].reshape(-1, region).any(1)
         codes[place, first:stop][np.repeat(empty, region)] = _WIPED
-    across = math.ceil(record.n_pos / side)
     ranked = torch.from_numpy(np.argsort(_STRENGTH).astype(np.uint8)[codes])
     pooled = _STRENGTH[_pool(ranked, 1, across).numpy()] if len(shown) else codes[:, ::across]
     return Tile(pooled, shown, _edges(range(record.n_pos), across))
-
-
-def _lse(trace: Trace, layer: slice) -> torch.Tensor:
-    """Return the log-sum-exp [qhead, pos] of full attention."""
-    if trace.has("lse"):
-        return trace.read("lse", layer)[0]
-    return trace.full(layer)[1][0]
 
 
 def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:
@@ -140,9 +123,5 @@ def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:
     return most
 
 
-def _edges(window: range, by: int) -> NDArray[np.int64]:
+def _edges(window: range, by: int) -> Ints:
     return np.append(np.arange(window.start, window.stop, by), window.stop)
-
-
-def _span(edges: NDArray[np.int64]) -> range:
-    return range(int(edges[0]), int(edges[-1]))

@@ -30,6 +30,7 @@ def wide(parts: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> pl.D
 
 
 def places(shape: tuple[int, ...], group: int, last: str, first: int = 0) -> dict[str, Any]:
-    """Columns of indices of [layer, qhead, last], the last from `first` on, and the KV head."""
+    """Return columns of indices of [layer, qhead, last], of full attention; `last` from `first`."""
     layer, qhead, place = np.indices(shape)
-    return {"layer": layer, "head": qhead // group, "qhead": qhead, last: first + place}
+    heads = {"head": qhead // group, "qhead": qhead}
+    return {"layer": layer, **heads, last: first + place, "fidelity": "exact"}

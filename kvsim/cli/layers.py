@@ -21,8 +21,8 @@ from kvsim.schema import plural
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.analysis.prompt.gold import Ints
-    from kvsim.analysis.prompt.tables import Diagnosis, Floats
+    from kvsim.analysis.arrays import Floats, Ints
+    from kvsim.analysis.prompt.tables import Diagnosis
     from kvsim.core.trace import Trace
     from kvsim.policies.asl import ASL
 

@@ -10,8 +10,8 @@ import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.overlap import default_window, window_overlap
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
@@ -26,8 +26,6 @@ from kvsim.plots.style import (
     plain,
     series,
 )
-
-Floats = NDArray[np.float64]
 
 #: Shares of top keys at which overlap is shown.
 TOPS = tuple(place / 20 for place in range(1, 21))

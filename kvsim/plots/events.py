@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.kept.segmentation import Segmented, segmented
 from kvsim.analysis.kept.states import STRIP_STATES, Strip, strips_after
 from kvsim.analysis.output.error import check_record
@@ -23,8 +24,6 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.style import CELLS, COLOURS, caption, legend_of, name_axes, plain, short_text
 from kvsim.schema import plural
-
-Ints = NDArray[np.int64]
 
 # Of each of STRIP_STATES: dark, pale, between, so that they differ in print too.
 _COLOURS = ("#0b4f7d", "#efebe3", "#e8a33d")

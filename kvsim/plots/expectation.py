@@ -16,10 +16,9 @@ import polars as pl
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
-from kvsim.analysis.definition import mean_known
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
@@ -35,8 +34,6 @@ from kvsim.plots.style import (
     trace_label,
     whole_ticks,
 )
-
-Floats = NDArray[np.float64]
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
 FLOOR: Final = 1e-12

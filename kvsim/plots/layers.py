@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from kvsim.analysis.prompt.layers import rank_pattern as pooled_ranks
 from kvsim.analysis.prompt.ranking import Grid, window_attention
+from kvsim.analysis.prompt.ranking import rank_pattern as pooled_ranks
 from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.core.trace import Trace
 from kvsim.plots.style import (

@@ -11,13 +11,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.attention.fit import LEAST_SAMPLES, fit_normal, normal_ks
 from kvsim.analysis.attention.normality import Normality, States, histogram, quantiles, states
 from kvsim.analysis.attention.projections import Projections, check_rows
-from kvsim.analysis.definition import mean_known
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
@@ -32,8 +31,6 @@ from kvsim.plots.style import (
     single_panel,
     whole_ticks,
 )
-
-Floats = NDArray[np.float64]
 
 #: Dimensions shown by default, as in the paper.
 DIMENSIONS: Final = 32

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 from scipy.ndimage import maximum_filter
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, token_states
 from kvsim.analysis.kept.text import retention_lift
@@ -33,8 +34,6 @@ from kvsim.plots.style import (
     series,
     short_text,
 )
-
-Floats = NDArray[np.float64]
 
 KEPT, GONE, MISSED = "#7a9cc6", "#f0ede6", "#c8102e"
 

@@ -17,11 +17,9 @@ from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.summaries import Interval
-
-Floats = NDArray[np.float64]
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
 #: without the pale yellow. Black is for means and references.

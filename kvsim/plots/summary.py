@@ -11,12 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from kvsim.analysis.definition import mean_known
-from kvsim.analysis.fronts import against_entries
+from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.summaries import averages, stages
+from kvsim.analysis.summaries import against_entries, averages, stages
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -33,7 +32,6 @@ from kvsim.plots.style import (
     short_text,
 )
 
-Floats = NDArray[np.float64]
 _Ints = NDArray[np.int32]
 #: Draws arrays of each prompt, by policy, in a panel; with the names of all policies.
 Draw = Callable[[Axes, Mapping[str, Sequence[Floats]], Sequence[str]], None]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.course import head_course, held, longest_gaps
+from kvsim.analysis.kept.states import head_course, kept_positions, longest_gaps
 
 
 def made(seed=0, n=110):
@@ -45,7 +45,7 @@ def test_numbers_are_those_of_the_table(policy, interval):
             assert course[name].cast(float).to_list() == told["value"].to_list()
         for row in course.to_dicts():
             kept = np.flatnonzero(record.retained(row["event"])[0, head]).tolist()
-            assert held(record, 1, head, row["event"]).tolist() == kept
+            assert kept_positions(record, 1, head, row["event"]).tolist() == kept
             assert row["kept"] == len(kept)
             assert row["share"] == pytest.approx(len(kept) / (row["event"] + 1))
 

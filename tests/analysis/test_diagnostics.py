@@ -18,6 +18,7 @@ import kvsim
 from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
 from kvsim.analysis.prompt.ranking import NEVER_SELECTS, Ranking, ranking, window_attention
 from kvsim.analysis.prompt.tables import (
+    Diagnosis,
     diagnose,
     distribution,
     layer_table,
@@ -180,8 +181,8 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
     one = made(scores)
     tops = [{i for i, rank in enumerate(row) if rank <= k} for row in naive_ranks(scores)]
 
-    jaccard, entropy = one.jaccard(k), one.entropy()
-    recall = one.recall(k, sorted(gold))
+    diagnosis = Diagnosis(one, one.curve(k + 4), gold=np.array(sorted(gold)))
+    jaccard, entropy, recall = diagnosis.jaccard, diagnosis.entropy, diagnosis.recall
 
     assert np.isnan(jaccard[0])
     for layer in range(layers):
@@ -217,11 +218,10 @@ def test_entropy_of_equal_scores_is_the_logarithm():
 def test_jaccard_by_chance_is_what_random_sets_give():
     """The value beside the index, against many pairs of random sets."""
     rng = np.random.default_rng(0)
-    found = made(rng.random((400, 60))).jaccard(20)
+    ranking = made(rng.random((400, 60)))
+    diagnosis = Diagnosis(ranking, ranking.curve(24))
 
-    assert np.nanmean(found) == pytest.approx(
-        made(rng.random((2, 60))).jaccard_chance(20), abs=0.01
-    )
+    assert np.nanmean(diagnosis.jaccard) == pytest.approx(diagnosis.jaccard_chance, abs=0.01)
 
 
 @given(cases(min_n=6, max_n=24), st.data())

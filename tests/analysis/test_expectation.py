@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.agreement import best, lost, pearson, recall, spearman
+from kvsim.analysis.attention.agreement import lost, pearson, places, recall, spearman
 from kvsim.analysis.attention.expectation import (
     ORDERS,
     STEPS,
@@ -191,7 +191,7 @@ def test_agreement_equals_loops(pairs, data):
 
     k = data.draw(st.integers(1, n))
     tops = [set(sorted(range(n), key=lambda i, x=x: (-x[i], i))[:k]) for x in (a, b)]
-    assert set(np.flatnonzero(best(a, k))) == tops[0]
+    assert set(np.flatnonzero(places(a) < k)) == tops[0]
     assert recall(a, b, k) == len(tops[0] & tops[1]) / k
 
     mass = np.arange(1.0, n + 1)

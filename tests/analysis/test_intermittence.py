@@ -86,8 +86,8 @@ def test_chance_is_the_mean_over_every_order(case, count):
     for head, windows in enumerate(tops(case, 0, start, width, 0.3)):
         every = [gaps(order, start) for order in permutations(windows)]
         counts = np.mean([one[0] for one in every], axis=0)
-        np.testing.assert_allclose(found.chance_gaps[head], counts)
-        assert found.chance_back[head] == pytest.approx(np.mean([one[2] for one in every]))
+        np.testing.assert_allclose(found.chance.gaps[head], counts)
+        assert found.chance.back[head] == pytest.approx(np.mean([one[2] for one in every]))
 
 
 def test_chance_has_closed_forms():
@@ -119,7 +119,7 @@ def test_a_key_wanted_in_every_other_window():
     assert found.mean_gap == pytest.approx([1.0])
     assert found.after_gap == pytest.approx([1.0])
     assert found.keys_back == pytest.approx([1.0])
-    assert found.chance_mean_gap == pytest.approx([(8 - 4) / 5])
+    assert found.chance.mean_gap == pytest.approx([(8 - 4) / 5])
 
 
 def test_steady_attention_has_no_gap():
@@ -130,7 +130,7 @@ def test_steady_attention_has_no_gap():
     found = attention_gaps(case.trace(), 0)
 
     assert found.mean_gap == pytest.approx([0.0])
-    assert found.chance_mean_gap == pytest.approx([0.0])
+    assert found.chance.mean_gap == pytest.approx([0.0])
     assert found.keys_back == pytest.approx([0.0])
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.prompt.layers import overlap_table, rank_pattern, sparsity_table
-from kvsim.analysis.prompt.ranking import ranking
+from kvsim.analysis.attention.overlap import overlap_table
+from kvsim.analysis.attention.sparsity import sparsity_table
+from kvsim.analysis.prompt.ranking import rank_pattern, ranking
 from kvsim.policies.asl import ASL
 
 

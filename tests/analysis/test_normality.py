@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.fit import EFFECTS, UNIFORM_BIMODALITY, fit_normal, kernel_density
+from kvsim.analysis.attention.fit import EFFECTS, fit_normal, kernel_density
 from kvsim.analysis.attention.normality import (
     histogram,
     normality_table,
@@ -139,7 +139,7 @@ def test_perfectly_normal_numbers_have_no_effect_and_uniform_ones_their_known_si
     assert float(normal.bimodality) == pytest.approx(1 / 3, abs=1e-3)
     assert int(normal.modes) == 1
     assert float(uniform.kurtosis) == pytest.approx(-1.2, abs=1e-3)
-    assert float(uniform.bimodality) == pytest.approx(UNIFORM_BIMODALITY, abs=1e-3)
+    assert float(uniform.bimodality) == pytest.approx(5 / 9, abs=1e-3)
     # sup of |u - P(sqrt(12) (u - 1/2))|, where the densities are equal
     peak = math.sqrt(2 * math.log(math.sqrt(12) / math.sqrt(2 * math.pi)))
     assert float(uniform.ks) == pytest.approx(

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.nearest import above, tops
+from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
 from kvsim.analysis.kept.segments import NEAR, ams_segments, proxy_segments
 from kvsim.analysis.registry import METRICS

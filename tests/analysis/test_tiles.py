@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim import Rope, Trace
-from kvsim.analysis.attention.heads import head_profile, head_table
+from kvsim.analysis.attention.heads import head_table
 from kvsim.analysis.kept.retention import wipeout
 from kvsim.analysis.tiles import STATES, attention_tile, retention_tile
 
@@ -96,7 +96,7 @@ def test_profiles_of_heads_are_means_over_rows():
     trace = made()
     weights = trace.attention(1, slice(0, 70)).double().numpy()
 
-    found = head_profile(trace, 1, sink=4, local=6, least=0.05)
+    table = head_table(trace, 1, sink=4, local=6, least=0.05)
 
     for head in range(4):
         sums = np.zeros(4)
@@ -109,24 +109,23 @@ def test_profiles_of_heads_are_means_over_rows():
                 sum(x < 0.05 * max(a) for x in a) / len(a),
             ]
         want = sums / 50
-        got = [getattr(found, name)[head] for name in ("sink", "local", "entropy", "sparsity")]
-        assert got == pytest.approx(want, rel=1e-5)
+        assert table.row(head)[2:] == pytest.approx(want, rel=1e-5)
 
 
 def test_the_table_of_heads_has_a_row_for_each_query_head():
-    """With its KV head, and the means of the profile."""
+    """With its KV head; by default 4 first positions, 32 recent ones, and 1 % of the maximum."""
     trace = made()
-    table, profile = head_table(trace, 1), head_profile(trace, 1)
+    table = head_table(trace, 1)
 
     assert table["qhead"].to_list() == [0, 1, 2, 3]
     assert table["head"].to_list() == [0, 0, 1, 1]
-    for name in ("sink", "local", "entropy", "sparsity"):
-        np.testing.assert_array_equal(table[name], getattr(profile, name))
+    assert table.columns[2:] == ["sink", "local", "entropy", "sparsity"]
+    assert table.equals(head_table(trace, 1, sink=4, local=32, least=0.01))
 
 
 def test_profiles_of_a_prompt_alone_are_over_its_rows():
     """Nothing comes after it, so its own rows are what there is."""
-    found = head_profile(made(20, prompt_len=20), 0)
+    table = head_table(made(20, prompt_len=20), 0)
 
-    assert np.isfinite(found.entropy).all()
-    assert (found.local > 0).all()
+    assert table["entropy"].is_finite().all()
+    assert (table["local"] > 0).all()

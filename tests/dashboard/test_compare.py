@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import averages, compare, stages
+from kvsim.analysis.summaries import averages, compare, front, stages
 from kvsim.report import read_run
 from kvsim.sweeps.run import sweep
 

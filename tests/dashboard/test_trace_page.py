@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.analysis.attention.heads import head_profile
+from kvsim.analysis.attention.heads import head_table
 from kvsim.store.index import find_runs, find_traces
 from kvsim.tiny.sample import sample_trace
 
@@ -52,10 +52,10 @@ def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
     trace = kvsim.open_trace(sample_trace())
 
     shown = app.dataframe[0].value
-    found = head_profile(trace, 1)
+    table = head_table(trace, 1)
 
     for name in ("sink", "local", "entropy", "sparsity"):
-        np.testing.assert_allclose(shown[name].to_numpy(), getattr(found, name))
+        np.testing.assert_allclose(shown[name].to_numpy(), table[name])
     assert shown["KV head"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import polars as pl
 import streamlit as st
 
-from kvsim.analysis.fronts import against_entries
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import against_entries
 from kvsim.errors import PolicyError
 from kvsim.plots.summary import metric_label
 from kvsim.schema import LABELS

@@ -10,8 +10,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.kept.course import REGION
-from kvsim.analysis.kept.states import token_states
+from kvsim.analysis.kept.states import REGION, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError

@@ -12,9 +12,9 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.kept.course import head_course, held
 from kvsim.analysis.kept.segmentation import Segmented, cut_table, segmented
 from kvsim.analysis.kept.segments import NEAR
+from kvsim.analysis.kept.states import head_course, kept_positions
 from kvsim.analysis.table import fidelity
 from kvsim.analysis.tiles import SIDE
 from kvsim.errors import KvsimError, PolicyError
@@ -123,7 +123,7 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
             event_charts.segments(
                 event,
                 before,
-                held(replays.alone, layer, replays.head_alone, row),
+                kept_positions(replays.alone, layer, replays.head_alone, row),
                 ("ams", replays.scorer),
                 trace.token_text,
             ),

@@ -1,4 +1,4 @@
-"""How well one score of some entries stands in for another: ranks, the best few, what is lost.
+"""Agreement of two scores of some entries: ranks, the best few, mass lost.
 
 Scores are [..., n], one number per entry; of equal ones the lower position comes first, as where a
 policy chooses.
@@ -7,12 +7,9 @@ policy chooses.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import pearsonr, rankdata
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from kvsim.analysis.arrays import Floats, Ints
 
 
 def pearson(a: Floats, b: Floats) -> Floats:
@@ -34,14 +31,9 @@ def places(scores: Floats) -> Ints:
     return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
 
 
-def best(scores: Floats, k: int) -> Bools:
-    """The k entries of the highest scores; [..., n]."""
-    return places(scores) < k
-
-
 def recall(scores: Floats, wanted: Floats, k: int) -> Floats:
     """Share of the k best by `wanted` among the k best by `scores`; k / n by chance."""
-    share: Floats = (best(scores, k) & best(wanted, k)).sum(-1) / k
+    share: Floats = ((places(scores) < k) & (places(wanted) < k)).sum(-1) / k
     return share
 
 
@@ -54,5 +46,4 @@ def lost(scores: Floats, mass: Floats, removed: Ints) -> Floats:
     ordered = np.take_along_axis(np.broadcast_to(mass, scores.shape), order, -1)[..., ::-1]
     gone = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1))
     ordered.cumsum(-1, out=gone[..., 1:])
-    out: Floats = gone[..., removed] / gone[..., -1:]
-    return out
+    return gone[..., removed] / gone[..., -1:]

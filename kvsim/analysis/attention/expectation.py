@@ -1,10 +1,10 @@
-"""Expected against observed attention, and the four steps in which the two part.
+"""Expected against observed attention, and the four steps between the two.
 
-Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10. The sequence is cut: rows before the cut are
-the past, those from it on the future. Observed is the mean attention of the future's rows on each
-key of the past behind the sinks; expected is what Expected Attention says of these keys, a softmax
-over them. All of it per query head, before the policy averages over the group, and without the size
-of the value and epsilon. From observed to expected, one assumption more in each step:
+Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10. Rows before a cut are the past, those from it
+on the future. Observed is the mean attention of the future's rows on each key of the past behind
+the sinks; expected is Expected Attention's softmax over these keys, per query head, before the
+policy averages over the group, without the size of the value and epsilon. Each step adds one
+assumption:
 
     ratio_of_means  mean over the future's queries of exp(s q.k), normalised once: attention is the
                     mean of ratios, this is the ratio of means
@@ -16,10 +16,7 @@ The first step is the mean of the observed rows, weighted by each row's sum of e
 
 `loss` is the "attention loss curve": the share of observed mass that goes when keys are pruned in
 the order of a score, next to key norm (small norms stay, as `knorm`), chance and the observed mass
-itself (`oracle`), which no order undercuts.
-
-Attention is that of the recorded run up to its end, and the policy would choose right behind the
-last row of the past: every number is `exact`.
+itself (`oracle`), which no order undercuts. Every number is `exact`.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
 from kvsim.analysis.attention.projections import logit_blocks, unrotated
 from kvsim.analysis.prompt.tables import task_of
@@ -46,8 +43,6 @@ from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
 from kvsim.policies.expected_attention import expected_logits, moments
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
 
 #: From observed to expected attention; the last is Expected Attention.
 STEPS = ("ratio_of_means", "normal", "mean_rotation", "past")
@@ -77,9 +72,9 @@ KEY_COLUMNS: dict[str, Any] = {
 class Expectation:
     """Attention on the keys of positions sink..cut-1, in logarithms.
 
-    observed [layer, qhead, key]: mean over the `rows` rows from `cut` on; its sum is what these
-    rows give to the past behind the sinks. expected [step, layer, qhead, key]: sums to 1 over the
-    keys. key_norm [layer, qhead, key]: the key's length, itself. group: query heads of a KV head.
+    observed [layer, qhead, key]: mean over the `rows` rows from `cut` on. expected [step, layer,
+    qhead, key]: sums to 1 over the keys. key_norm [layer, qhead, key]: the key's length, itself.
+    group: query heads of a KV head.
     """
 
     trace: str
@@ -110,8 +105,7 @@ class Expectation:
     def recall(self, share: float) -> Floats:
         """Share of the top keys of observed attention among those of each step.
 
-        [step, layer, qhead]; the top is `share` of the keys, rounded up, and chance is its size
-        divided by the number of keys.
+        [step, layer, qhead]; the top is `share` of the keys, rounded up.
         """
         return recall(self.expected, self.observed, math.ceil(share * self.keys - 1e-9))
 
@@ -165,21 +159,17 @@ def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor,
     back = source.rope.rotate_mean(keys, 1 - end, end - cut)
     observed, means = _recorded(source, keys, cut)
     logits = [means]
-    for at, read, start, stop in (
-        (keys, source.queries, cut, end),
-        (back, before, cut, end),
-        (back, before, sink, cut),
+    for at, rows in (
+        (keys, row_blocks(source.queries, cut, end)),
+        (back, row_blocks(before, cut, end)),
+        (back, row_blocks(before, sink, cut)),
     ):
-        _, mu, sigma = moments(row_blocks(read, start, stop))
+        _, mu, sigma = moments(rows)
         logits.append(expected_logits(at, mu, sigma, scale).double())
     expected = torch.stack(logits)[:, 0].log_softmax(-1)
     length = torch.linalg.vector_norm(keys[0], dim=-1).double()
-    group = observed.shape[2]
-    return (
-        observed[0].flatten(0, 1),
-        expected.flatten(1, 2),
-        length.repeat_interleave(group, 0),
-    )
+    lengths = length.repeat_interleave(observed.shape[2], 0)
+    return observed[0].flatten(0, 1), expected.flatten(1, 2), lengths
 
 
 def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tensor]:
@@ -196,21 +186,10 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
 
 
 def key_table(found: Sequence[Expectation]) -> pl.DataFrame:
-    """One row per trace, query head and key, attention itself: what scatters are drawn from.
-
-    `KEY_COLUMNS`: observed mean attention, and expected attention of each step.
-    """
-    return wide(map(_columns, found), KEY_COLUMNS)
-
-
-def _columns(expectation: Expectation) -> dict[str, Any]:
-    """The columns of one trace."""
-    names = ("trace", "task", "cut", "rows", "keys")
-    steps = zip(STEPS, expectation.expected, strict=True)
-    return {
-        **{name: getattr(expectation, name) for name in names},
-        **places(expectation.observed.shape, expectation.group, "pos", expectation.sink),
-        "observed": np.exp(expectation.observed),
-        **{step: np.exp(logs) for step, logs in steps},
-        "fidelity": "exact",
-    }
+    """Return a row per trace, query head and key: attention itself, `KEY_COLUMNS`."""
+    parts = (
+        {**vars(x), **places(x.observed.shape, x.group, "pos", x.sink), "keys": x.keys}
+        | dict(zip(("observed", *STEPS), np.exp([x.observed, *x.expected]), strict=True))
+        for x in found
+    )
+    return wide(parts, KEY_COLUMNS)

@@ -1,4 +1,4 @@
-"""How far samples are from the normal distribution that fits them: effect sizes, no p-values.
+"""Distance of samples from the normal distribution that fits them: effect sizes, no p-values.
 
 A test rejects any model at thousands of samples, and neighbouring tokens are not independent; what
 matters is how large a difference is. Samples are [..., n], float64; moments divide by n.
@@ -27,9 +27,6 @@ import numpy as np
 import torch
 from scipy.stats import kurtosis, skew
 from torch import Tensor
-
-#: Bimodality coefficient of a uniform distribution.
-UNIFORM_BIMODALITY = 5 / 9
 
 #: Samples that the bias corrections need.
 LEAST_SAMPLES = 4
@@ -61,7 +58,7 @@ class NormalFit:
 
 
 #: What a fit says, in order.
-EFFECTS = tuple(one.name for one in fields(NormalFit))
+EFFECTS = tuple(effect.name for effect in fields(NormalFit))
 
 
 def fit_normal(samples: Tensor) -> NormalFit:
@@ -72,6 +69,8 @@ def fit_normal(samples: Tensor) -> NormalFit:
     varied = ascending[..., 0] < ascending[..., -1]
     deviation = ascending.std(-1, correction=0).where(varied, 0.0)
     z = (ascending - mean.unsqueeze(-1)) / deviation.where(varied, torch.nan).unsqueeze(-1)
+    n = z.shape[-1]
+    third, fourth = (_moment(of, z, bias=False) for of in (skew, kurtosis))
     return NormalFit(
         mean=mean,
         deviation=deviation,
@@ -80,7 +79,7 @@ def fit_normal(samples: Tensor) -> NormalFit:
         ks=_ks(z),
         qq=_qq(z),
         wasserstein=_wasserstein(z),
-        bimodality=_bimodality(z),
+        bimodality=(third**2 + 1) / (fourth + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3))),
         modes=_modes(z),
     )
 
@@ -106,8 +105,7 @@ def _ks(z: Tensor) -> Tensor:
     n = z.shape[-1]
     at = torch.arange(n, dtype=z.dtype, device=z.device)
     below = torch.special.ndtr(z)
-    distance: Tensor = torch.maximum((at + 1) / n - below, below - at / n).amax(-1)
-    return distance
+    return torch.maximum((at + 1) / n - below, below - at / n).amax(-1)
 
 
 def _qq(z: Tensor) -> Tensor:
@@ -140,12 +138,6 @@ def _wasserstein(z: Tensor) -> Tensor:
 def _moment(of: Callable[..., Any], z: Tensor, *, bias: bool = True) -> Tensor:
     """A standardised moment of scipy's, `bias=False` for the corrected one; [...]."""
     return torch.from_numpy(np.asarray(of(z.cpu().numpy(), axis=-1, bias=bias))).to(z.device)
-
-
-def _bimodality(z: Tensor) -> Tensor:
-    n = z.shape[-1]
-    third, fourth = (_moment(of, z, bias=False) for of in (skew, kurtosis))
-    return (third**2 + 1) / (fourth + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
 
 
 def _modes(z: Tensor) -> Tensor:

@@ -20,15 +20,11 @@ from dataclasses import dataclass
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
-from kvsim.analysis.kept.retention import share
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Share of the keys that is a window's top.
 SHARE = 0.1
@@ -39,25 +35,17 @@ class Gaps:
     """Gaps of one layer; W windows. All counts are per KV head.
 
     gaps [H, W - 1]: returns after g = 0, 1, ... windows without the key. keys [H]: keys in at least
-    one top. back [H]: those that returned after a gap of at least one window. chance_gaps,
-    chance_back: their means over all orders of the windows.
+    one top. back [H]: those that returned after a gap of at least one window.
     """
 
-    gaps: Ints
+    gaps: Ints | Floats
     keys: Ints
-    back: Ints
-    chance_gaps: Floats
-    chance_back: Floats
+    back: Ints | Floats
 
     @property
     def mean_gap(self) -> Floats:
         """Windows without the key before it returns, mean over returns; [H], NaN without one."""
-        return _mean_gap(self.gaps)
-
-    @property
-    def chance_mean_gap(self) -> Floats:
-        """The same with the windows in random order."""
-        return _mean_gap(self.chance_gaps)
+        return share((self.gaps * np.arange(self.gaps.shape[-1])).sum(-1), self.gaps.sum(-1))
 
     @property
     def after_gap(self) -> Floats:
@@ -65,29 +53,26 @@ class Gaps:
         return share(self.gaps[:, 1:].sum(-1), self.gaps.sum(-1))
 
     @property
-    def chance_after_gap(self) -> Floats:
-        """The same with the windows in random order."""
-        return share(self.chance_gaps[:, 1:].sum(-1), self.chance_gaps.sum(-1))
-
-    @property
     def keys_back(self) -> Floats:
         """Share of the keys in any top that came back after a gap; [H]."""
         return share(self.back, self.keys)
 
-    @property
-    def chance_keys_back(self) -> Floats:
-        """The same with the windows in random order."""
-        return share(self.chance_back, self.keys)
+
+@dataclass(frozen=True)
+class GapsAndChance(Gaps):
+    """Gaps, next to the means of the counts over all orders of the windows."""
+
+    chance: Gaps
 
 
-def default_start(trace: Trace) -> int:
-    """The end of the prompt, or the middle of a trace whose prompt is shorter than half of it."""
-    return max(trace.prompt_len, trace.n_pos // 2)
+def default_windows(trace: Trace) -> tuple[int, int]:
+    """Return the row from which windows are taken, and their width; 0 if the trace is too short.
 
-
-def default_width(trace: Trace) -> int:
-    """16 rows, G-KV's window, or an eighth of the rows from `default_start` on; 0 if too short."""
-    return min(WINDOW, (trace.n_pos - default_start(trace)) // 8)
+    From the end of the prompt, or from the middle of a trace whose prompt is shorter than half of
+    it; 16 rows, G-KV's window, or an eighth of the rows from there on.
+    """
+    start = max(trace.prompt_len, trace.n_pos // 2)
+    return start, min(WINDOW, (trace.n_pos - start) // 8)
 
 
 def attention_gaps(
@@ -98,13 +83,13 @@ def attention_gaps(
     window: int | None = None,
     share: float = SHARE,
     device: str = "cpu",
-) -> Gaps:
+) -> GapsAndChance:
     """Gaps of the keys before row `start` over whole windows from there on.
 
     Raises TraceError where there are no keys or not two windows.
     """
-    keys = default_start(trace) if start is None else start
-    width = default_width(trace) if window is None else window
+    keys, width = default_windows(trace)
+    keys, width = keys if start is None else start, width if window is None else window
     count = (trace.n_pos - keys) // width if width > 0 else 0
     if keys < 1 or count < 2:
         raise TraceError(
@@ -130,7 +115,9 @@ def attention_gaps(
         last[head, best] = at
     expected, broken = _orders(count)
     numbers = np.stack([(tops == m).sum(-1) for m in range(count + 1)], axis=-1)  # [H, W + 1]
-    return Gaps(gaps, (tops > 0).sum(-1), apart.sum(-1), numbers @ expected, numbers @ broken)
+    keys_in_top = (tops > 0).sum(-1)
+    chance = Gaps(numbers @ expected, keys_in_top, numbers @ broken)
+    return GapsAndChance(gaps, keys_in_top, apart.sum(-1), chance)
 
 
 def _orders(count: int) -> tuple[Floats, Floats]:
@@ -147,7 +134,3 @@ def _orders(count: int) -> tuple[Floats, Floats]:
             returns[m, gap] = (count - gap - 1) * comb(count - gap - 2, m - 2) / ways
         broken[m] = 1 - (count - m + 1) / ways
     return returns, broken
-
-
-def _mean_gap(gaps: Ints | Floats) -> Floats:
-    return share((gaps * np.arange(gaps.shape[-1])).sum(-1), gaps.sum(-1))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
 from kvsim.analysis.attention.fit import normal_ks
@@ -15,11 +15,9 @@ from kvsim.analysis.attention.intermittence import SHARE
 from kvsim.analysis.attention.overlap import default_window, window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
-from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
-
-Floats = NDArray[np.float64]
 
 # ---------------------------------------------------------------------------------- windows of rows
 
@@ -53,13 +51,13 @@ def _sparsity(analysis: Analysis) -> Iterator[Cells]:
 
 def _gap(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
-        yield Cells(layer, gaps.mean_gap, "head", _SHARE, chance=gaps.chance_mean_gap)
+        yield Cells(layer, gaps.mean_gap, "head", _SHARE, gaps.chance.mean_gap)
 
 
 def _return(analysis: Analysis) -> Iterator[Cells]:
     for layer, gaps in analysis.gaps.items():
-        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance_after_gap)
-        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", gaps.chance_keys_back)
+        yield Cells(layer, gaps.after_gap, "head", f"{_SHARE},returns", gaps.chance.after_gap)
+        yield Cells(layer, gaps.keys_back, "head", f"{_SHARE},keys", gaps.chance.keys_back)
 
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:

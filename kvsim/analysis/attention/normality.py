@@ -3,12 +3,10 @@
 Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9: Expected Attention takes queries
 before RoPE to be normal, as linear images of hidden states that are. Effect sizes (`fit`) of every
 dimension, over the rows behind the sinks (skip=4) or all of them (skip=0): the first tokens are
-outliers in most models. What the method needs of it is in `projections`.
+outliers in most models. Every number is `exact`.
 
 States of the residual stream are those that enter each decoder layer, before the norm in front of
-the attention; there are none unless the trace was recorded with `--residual`.
-
-Recorded activations are the model's own: every number is `exact`.
+the attention, if the trace was recorded with `--residual`.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 from kvsim.analysis.attention.projections import check_rows
 from kvsim.analysis.prompt.tables import task_of
@@ -30,8 +28,6 @@ from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
 
 #: What is sampled: queries before or after RoPE, or the input of each layer.
 States = Literal["query", "rotated_query", "residual"]
@@ -106,19 +102,18 @@ def state_normality(
 
 
 def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
-    """One row per trace, state, first row, layer, query head and dimension; `NORMALITY_COLUMNS`.
+    """Return a row per trace, state, first row, layer, query head, dimension; `NORMALITY_COLUMNS`.
 
     head and qhead are null for the residual stream.
     """
-    return wide(map(_columns, found), NORMALITY_COLUMNS)
-
-
-def _columns(normality: Normality) -> dict[str, Any]:
-    """The columns of one trace."""
-    at = places(normality.effects["mean"].shape, normality.group, "dim")
-    if normality.of == "residual":
-        at |= {"head": None, "qhead": None}
-    return vars(normality) | at | normality.effects | {"fidelity": "exact"}
+    parts = (
+        vars(x)
+        | places(x.effects["mean"].shape, x.group, "dim")
+        | ({"head": None, "qhead": None} if x.of == "residual" else {})
+        | x.effects
+        for x in found
+    )
+    return wide(parts, NORMALITY_COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import places
 from kvsim.analysis.attention.windows import row_blocks, window_scores
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 
-Floats = NDArray[np.float64]
-
 #: G-KV names the smallest and, for the union of earlier windows, 55 %.
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.55)
+
+#: Shares of the keys that count as top.
+TOPS = tuple(place / 20 for place in range(1, 21))
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,18 @@ def window_overlap(
         chance=top / domain,
         equal_budget=(last & (merged[..., None] < top)).sum(1).mean(0) / top,
     )
+
+
+def overlap_table(
+    trace: Trace, layer: int, *, window: int | None = None, shares: Sequence[float] = TOPS
+) -> pl.DataFrame:
+    """Return the numbers of `window_overlap`, a row for each share.
+
+    share, then means over heads: `oldest`, `second`, `third` window, `union` of the three,
+    `equal_budget` (as many keys as one set has), `chance` of one set and `chance_union`.
+    """
+    overlap = window_overlap(trace, layer, window=window, shares=shares)
+    oldest, second, third = overlap.before
+    windows = {"share": overlap.shares, "oldest": oldest, "second": second, "third": third}
+    names = ("union", "equal_budget", "chance", "chance_union")
+    return pl.DataFrame(windows | {name: getattr(overlap, name) for name in names})

@@ -1,4 +1,4 @@
-"""What Expected Attention needs of the normal distribution: the mean exponential of projections.
+"""The mean exponential of projections, which Expected Attention takes from a normal distribution.
 
 Its score of a key is the mean of exp(x) over queries, x = s q.k, which is exp(mean + variance / 2)
 for normal x. How far recorded queries are from that is the gap of each key,
@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.attention import Formula
@@ -36,8 +36,6 @@ from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
 from kvsim.policies.expected_attention import expected_logits, moments
 from kvsim.schema import FIDELITY
-
-Floats = NDArray[np.float64]
 
 #: Reads queries of rows start..stop-1; [1, H, G, w, d].
 Read = Callable[[int, int], Tensor]
@@ -101,34 +99,20 @@ def key_projections(
             if not rotated:
                 keys = source.rope.rotate_mean(keys, 1 - stop - n_future, n_future)
             _, mu, sigma = moments(row_blocks(read, skip, stop))
-            middle = expected_logits(keys, mu, None, source.formula.scale).double()
             scale = source.formula.scale
+            middle = expected_logits(keys, mu, None, scale).double()
             half = expected_logits(keys, torch.zeros_like(mu), sigma, scale).double()
-            exact = _log_mean_exp(read, skip, stop, keys, source.formula)
+            exact = torch.tensor(-torch.inf, dtype=torch.float64, device=keys.device)
+            for _, z in logit_blocks(read, skip, stop, keys, source.formula):
+                exact = torch.logaddexp(exact, z.logsumexp(3))
+            exact = exact - math.log(stop - skip)  # the mean over queries of exp(scale q.k)
             parts = middle, 2 * half, exact - middle - half
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
-    samples = stop - skip
     return Projections(
-        trace=trace.name,
-        task=task_of(trace),
-        rotated=rotated,
-        skip=skip,
-        samples=samples,
-        group=trace.group,
-        mean=mean,
-        variance=variance,
-        gap=gap,
-        normal_gap=normal_gap(variance, samples),
+        *(trace.name, task_of(trace), rotated, skip, stop - skip, trace.group),
+        *(mean, variance, gap, normal_gap(variance, stop - skip)),
     )
-
-
-def _log_mean_exp(read: Read, start: int, stop: int, keys: Tensor, formula: Formula) -> Tensor:
-    """log mean exp(scale q.k) over the queries of rows start..stop-1; [1, H, G, n]."""
-    total = torch.tensor(-torch.inf, dtype=torch.float64, device=keys.device)
-    for _, z in logit_blocks(read, start, stop, keys, formula):
-        total = torch.logaddexp(total, z.logsumexp(3))
-    return total - math.log(stop - start)
 
 
 def logit_blocks(
@@ -179,11 +163,6 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
 
 
 def projection_table(found: Sequence[Projections]) -> pl.DataFrame:
-    """One row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
-    return wide(map(_columns, found), PROJECTION_COLUMNS)
-
-
-def _columns(projections: Projections) -> dict[str, Any]:
-    """The columns of one trace."""
-    at = places(projections.gap.shape, projections.group, "pos", projections.skip)
-    return vars(projections) | at | {"fidelity": "exact"}
+    """Return a row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
+    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in found)
+    return wide(parts, PROJECTION_COLUMNS)

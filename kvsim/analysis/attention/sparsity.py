@@ -1,8 +1,8 @@
 """Attention sparsity: how many keys get next to nothing, next to the largest score.
 
-G-KV, arXiv 2512.00504, Fig. 9: the share of keys with a score below p times the maximum, over the
-last 512 tokens of the full cache and over a compressed cache, in a window of the last 16 rows. The
-score of a key is G-KV's (eq. 2): maximum over the group and mean over the rows of the window.
+G-KV, arXiv 2512.00504, Fig. 9: the share of keys with a score (eq. 2) below p times the maximum,
+over the last 512 tokens of the full cache and over a compressed cache, in a window of the last 16
+rows.
 
 The paper leaves open over which keys the maximum is taken. It says "maximum in a sequence", where
 the first positions (the sink) usually hold it, which all but guarantees a high sparsity; so the
@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Bools, Floats, mean_known, share
 from kvsim.analysis.attention.windows import (
     WINDOW,
     log_attention,
@@ -27,13 +28,11 @@ from kvsim.analysis.attention.windows import (
     row_blocks,
     window_scores,
 )
-from kvsim.analysis.kept.retention import SINK, share
+from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.walk import by_layer
+from kvsim.analysis.wide import wide
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 #: p, the shares of the maximum; the paper names 0.01 and 0.05.
 SHARES = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5)
@@ -71,7 +70,7 @@ def attention_sparsity(
     domain: int = DOMAIN,
     sink: int = SINK,
 ) -> Sparsity:
-    """Of full attention: the last `window` rows and the `domain` keys before them, fewer if short.
+    """Sparsity of full attention: the last `window` rows and at most `domain` keys before them.
 
     NaN where the trace is not longer than the window.
     """
@@ -94,11 +93,10 @@ def compressed_sparsity(
 ) -> list[list[Sparsity]]:
     """For each record and each of its layers, the sparsity of attention over what rows see.
 
-    The last `window` rows again, those after the prompt alone, each with its attention over the
-    entries that it sees, which sums to 1. The domain, and all that a maximum is taken over, is what
-    the last row still sees of the keys before them: the compressed cache. Scores of the full cache
-    and of all records come from the same rows, so that they can stand side by side; the paper's own
-    window ends at an event.
+    The last `window` rows after the prompt, each with its attention over its visible entries, which
+    sums to 1. The domain, and all that a maximum is taken over, is what the last row still sees of
+    the keys before them: the compressed cache. The rows are those of the full cache, so that both
+    can be compared; the paper's own window ends at an event.
 
     NaN for records whose keys were rotated to slots: their attention is another one. The attention
     of each layer is computed once for all records.
@@ -132,7 +130,7 @@ def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
 def _sparsity(
     scores: Floats, known: Bools, counted: Bools, shares: Sequence[float], sink: int
 ) -> Sparsity:
-    """Of scores [H, n]; maxima over the keys known [H, n], shares of the keys counted [H, n]."""
+    """Sparsity of scores [H, n]; maxima over the keys `known`, shares of those `counted`."""
     least = np.asarray(shares)
     behind = np.arange(scores.shape[-1]) >= sink
 
@@ -144,3 +142,18 @@ def _sparsity(
 
     sequence, domain = below(known, counted), below(counted, counted)
     return Sparsity(least, sequence, below(known & behind, counted & behind), domain)
+
+
+def sparsity_table(trace: Trace) -> pl.DataFrame:
+    """Return the means over heads of `attention_sparsity` of every layer, at the paper's p.
+
+    layer, p, then by the keys that the maximum is taken over: `sequence`, `behind_sink` and
+    `domain`; null where a trace is too short.
+    """
+    maxima = ("sequence", "behind_sink", "domain")
+    parts = []
+    for layer in range(trace.n_layers):
+        sparsity = attention_sparsity(trace, layer, shares=(0.01, 0.05))
+        means = {name: mean_known(getattr(sparsity, name)) for name in maxima}
+        parts.append({"layer": layer, "p": sparsity.shares} | means)
+    return wide(parts, {"layer": pl.Int64} | dict.fromkeys(("p", *maxima), pl.Float64))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.core.attention import sees
 from kvsim.core.trace import Trace
-
-Floats = NDArray[np.float64]
 
 #: Rows of G-KV's observation window.
 WINDOW = 16
@@ -77,5 +74,4 @@ def window_scores(
 
 def mean_of_rows(attention: Tensor) -> Floats:
     """Maximum over the group and mean over the rows of attention [H, G, w, n]; [H, n]."""
-    score: Floats = attention.amax(1).double().mean(1).cpu().numpy()
-    return score
+    return attention.amax(1).double().mean(1).cpu().numpy()

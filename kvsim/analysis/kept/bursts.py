@@ -12,17 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.ndimage import rank_filter
 
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.nearest import above, tops
-from kvsim.analysis.kept.retention import event_rows, histogram, share
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-#: Lengths from which a run counts as a burst.
-LENGTHS = (16, 32, 64, 128)
+from kvsim.analysis.kept.retention import LENGTHS, event_rows
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,7 @@ class Bursts:
     def shares_chance(self) -> Floats:
         """Expected `shares` of random sets of the same size; [lengths, H, E]."""
         kept = self.total - self.dropped
-        found = [chance.share_in_runs(length, self.total, kept) for length in self.lengths]
-        return np.stack(found) if found else np.zeros(self.inside.shape)
+        return np.stack([chance.share_in_runs(x, self.total, kept) for x in self.lengths])
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class _Runs:
 
 
 def dropped_bursts(
-    evicted_at: NDArray[np.int32],
+    evicted_at: EvictedAt,
     kind: Literal["cumulative", "round"] = "cumulative",
     lengths: Sequence[int] = LENGTHS,
 ) -> Bursts:
@@ -119,7 +112,7 @@ def dropped_bursts(
         count,
         _ranked(runs, count),
         _ranked(runs, -(-19 * count // 20)),
-        np.stack(inside) if inside else np.zeros((0, *count.shape), np.int64),
+        np.stack(inside),
     )
 
 
@@ -179,7 +172,7 @@ def _ranked(runs: _Runs, rank: Ints) -> Ints:
     return np.where(rank > 0, found, 0)
 
 
-def dense_share(evicted_at: NDArray[np.int32], window: int = 64, density: float = 0.95) -> Floats:
+def dense_share(evicted_at: EvictedAt, window: int = 64, density: float = 0.95) -> Floats:
     """Share of the positions that lie in a dense window, at each event; [H, E].
 
     Windows are all `window` consecutive positions of the N there at the event; one is dense from
@@ -190,42 +183,48 @@ def dense_share(evicted_at: NDArray[np.int32], window: int = 64, density: float 
     n_events = len(rows)
     if total < window:
         return np.zeros((heads, n_events))
-    died = np.searchsorted(rows, evicted_at).astype(np.int32)
-    there = np.searchsorted(rows, np.arange(window - 1, total)).astype(np.int32)
+    died = np.searchsorted(rows, evicted_at)
+    there = np.searchsorted(rows, np.arange(window - 1, total))
     # the event that drops the window's last entry but spare - 1: the spare-th latest of its events
     spare = window - int(np.ceil(density * window - 1e-9)) + 1
     since = np.maximum(_latest(died, window, spare), there)
-    never = np.full((heads, window - 1), n_events, np.int32)
-    around = np.concatenate([never, since, never], axis=1)
+    around = np.pad(since, ((0, 0), (window - 1, window - 1)), constant_values=n_events)
     covered = -_latest(-around, window, 1)  # the first of the windows around a position
     shape = heads, n_events + 1
-    counts: Ints = histogram(covered.astype(np.int64), shape).cumsum(-1)[:, :-1]
+    counts: Ints = histogram(covered, shape).cumsum(-1)[:, :-1]
     return counts / (rows + 1)
 
 
-def _latest(values: NDArray[np.int32], window: int, nth: int) -> NDArray[np.int32]:
-    """The nth largest of each `window` consecutive values [H, T]; [H, T - window + 1].
+def _latest(values: Ints, window: int, nth: int) -> Ints:
+    """The nth largest of each `window` consecutive values [H, T]; [H, T - window + 1]."""
+    # scipy is faster on single lines
+    ranked = np.stack([rank_filter(line, -nth, size=window) for line in values])
+    first = window // 2
+    return ranked[:, first : first + values.shape[1] - window + 1]
 
-    The nth largest of a window come from those of two parts; the parts double in length.
+
+# ------------------------------------------- the nearest place on a line with a value above a bound
+
+
+def tops(line: Ints) -> list[Ints]:
+    """The largest of each 1, 2, 4, ... consecutive values of a line [n]: [k][i] of 2**k from i."""
+    out = [line]
+    while len(out[-1]) > 1 << (len(out) - 1):
+        half = 1 << (len(out) - 1)
+        out.append(np.maximum(out[-1][:-half], out[-1][half:]))
+    return out
+
+
+def above(highest: Sequence[Ints], at: Ints, bound: Ints, step: int) -> Ints:
+    """From each place `at` [m] the nearest one behind (step 1) or before it (-1) above `bound` [m].
+
+    highest: the `tops` of the line. Where there is none, the place after or before the line. Time
+    m log(n).
     """
-    tops: dict[int, NDArray[np.int32]] = {1: values[..., None]}
-    wide = 1
-    while 2 * wide <= window:
-        tops[2 * wide] = _merge(tops[wide], tops[wide], wide, nth)
-        wide *= 2
-    # the binary digits of the window, from the longest part on
-    found, done = tops[wide], wide
-    for part in sorted(tops, reverse=True)[1:]:
-        if window & part:
-            found = _merge(found, tops[part], done, nth)
-            done += part
-    return found[:, :, -nth]
-
-
-def _merge(
-    first: NDArray[np.int32], second: NDArray[np.int32], offset: int, nth: int
-) -> NDArray[np.int32]:
-    """The nth largest, ascending, of windows [H, m, k] and of those `offset` behind them."""
-    behind = second[:, offset:]
-    joined = np.concatenate([first[:, : behind.shape[1]], behind], axis=-1)
-    return np.sort(joined, axis=-1)[..., -nth:]
+    here = at  # nothing from `at` up to and with `here` is above the bound, `at` itself left aside
+    for level, top in reversed(list(enumerate(highest))):
+        first = here + 1 if step > 0 else here - (1 << level)
+        inside = (first >= 0) & (first < len(top))
+        low = inside & (top[np.clip(first, 0, len(top) - 1)] <= bound)
+        here = np.where(low, here + (step << level), here)
+    return here + step

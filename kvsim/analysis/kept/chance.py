@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import binom
 from scipy.stats import hypergeom
 
-Floats = NDArray[np.float64]
+from kvsim.analysis.arrays import Floats
 
 
 def at_most(most: int, marked: Any, total: Any, kept: Any) -> Floats:

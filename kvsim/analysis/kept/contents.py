@@ -1,20 +1,18 @@
-"""What is in the entries that a policy keeps: the length of values, the likeness of keys."""
+"""Contents of the entries that a policy keeps: the length of values, the likeness of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import SINK, event_rows, share
-from kvsim.analysis.walk import by_layer
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, share
+from kvsim.analysis.kept.retention import SINK, last_event
+from kvsim.analysis.walk import T, by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,7 @@ class NormOverlap:
     chance: Floats
 
 
-def value_norm_overlap(
-    evicted_at: NDArray[np.int32], norms: Floats, sink: int = SINK
-) -> NormOverlap:
+def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> NormOverlap:
     """Share of what each head keeps behind the sinks that the largest values would keep too.
 
     With c entries kept at positions from `sink` on, after the last event at which the layer evicted
@@ -39,13 +35,12 @@ def value_norm_overlap(
     evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
     behind the sinks, or keeps nothing there.
     """
-    rows = event_rows(evicted_at)
-    last = int(rows[-1]) if len(rows) else -1  # without an event no head has lost anything
-    held = evicted_at[:, sink : last + 1] > last
-    count, n = held.sum(-1), held.shape[-1]
+    last = last_event(evicted_at)
+    kept = evicted_at[:, sink : last + 1] > last
+    count, n = kept.sum(-1), kept.shape[-1]
     order = np.argsort(-norms[:, sink : last + 1], axis=-1, kind="stable")
     largest = np.arange(n) < count[:, None]
-    both = (np.take_along_axis(held, order, -1) & largest).sum(-1)
+    both = (np.take_along_axis(kept, order, -1) & largest).sum(-1)
     chosen = (count > 0) & (count < n)
     chance = np.where(chosen, count / max(1, n), np.nan)
     return NormOverlap(share(both, np.where(chosen, count, 0)), chance)
@@ -61,11 +56,7 @@ def value_norm_overlaps(
         length: Floats = values.norm(dim=-1).cpu().numpy()
         return length
 
-    def overlap(record: Record, at: int, norms: Floats) -> NormOverlap:
-        gone = record.gone_after[at]
-        return value_norm_overlap(gone, norms.repeat(len(gone) // len(norms), axis=0))
-
-    return by_layer(records, norms, overlap)
+    return _by_layer(records, norms, value_norm_overlap)
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class KeySimilarity:
     chance: Floats
 
 
-def key_similarity(evicted_at: NDArray[np.int32], keys: Floats) -> KeySimilarity:
+def key_similarity(evicted_at: EvictedAt, keys: Floats) -> KeySimilarity:
     """Mean cosine of two different keys that a head holds after the layer's last event.
 
     G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
@@ -86,18 +77,14 @@ def key_similarity(evicted_at: NDArray[np.int32], keys: Floats) -> KeySimilarity
     evicted_at [H, T]; keys [H, T, d]. NaN where nothing has been evicted and for less than two
     keys.
     """
-    rows = event_rows(evicted_at)
-    if not len(rows):
-        none = np.full(len(evicted_at), np.nan)
-        return KeySimilarity(none, none)
-    last = int(rows[-1])
-    held = evicted_at[:, : last + 1] > last
+    last = last_event(evicted_at)
+    kept = evicted_at[:, : last + 1] > last
     length = np.linalg.norm(keys[:, : last + 1], axis=-1, keepdims=True)
     unit = keys[:, : last + 1] / np.where(length > 0, length, 1.0)
-    return KeySimilarity(_mean_cosine(unit, held), _mean_cosine(unit, np.ones_like(held)))
+    return KeySimilarity(_mean_cosine(unit, kept), _mean_cosine(unit, np.ones_like(kept)))
 
 
-def _mean_cosine(unit: Floats, chosen: NDArray[np.bool_]) -> Floats:
+def _mean_cosine(unit: Floats, chosen: Bools) -> Floats:
     """Mean over the pairs of the chosen [H, n] of unit vectors [H, n, d]; [H]."""
     # the square of their sum has every pair twice, and each vector with itself
     weight = chosen.astype(np.float64)
@@ -116,8 +103,16 @@ def key_similarities(
         read = trace.read("k", slice(layer, layer + 1))[0]
         return read.to(device, torch.float64).cpu().numpy()
 
-    def similarity(record: Record, at: int, keys: Floats) -> KeySimilarity:
-        gone = record.gone_after[at]
-        return key_similarity(gone, keys.repeat(len(gone) // len(keys), axis=0))
+    return _by_layer(records, keys, key_similarity)
 
-    return by_layer(records, keys, similarity)
+
+def _by_layer(
+    records: Sequence[Record], read: Callable[[int], Floats], of: Callable[[EvictedAt, Floats], T]
+) -> list[list[T]]:
+    """Return what `of` computes from `evicted_at` and what is read, both of the record's heads."""
+
+    def compute(record: Record, at: int, array: Floats) -> T:
+        gone = record.gone_after[at]
+        return of(gone, array.repeat(len(gone) // len(array), axis=0))
+
+    return by_layer(records, read, compute)

@@ -1,8 +1,7 @@
-"""Where the kept entries lie in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
+"""Places of the kept entries in the text: AMS, Fig. 4 (a), and G-KV, arXiv 2512.00504, Fig. 7.
 
-Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Every function
-takes one layer's `evicted_at` [H, T] and answers for all heads and events at once, in time linear
-in H x T x edges of bins.
+Positions are relative to the N positions there at an event, x(p) = (p + 1/2) / N. Functions take
+one layer's `evicted_at` [H, T]; time is linear in H x T x edges of bins.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import event_rows, histogram, share
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.kept.retention import event_rows, last_event
 
 #: Bins of the curve, and the part of the text that counts as its middle.
 BINS = 20
@@ -66,15 +62,17 @@ class Coverage:
 
 
 def kept_coverage(
-    evicted_at: NDArray[np.int32], bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
+    evicted_at: EvictedAt, bins: int = BINS, middle: tuple[Fraction, Fraction] = MIDDLE
 ) -> Coverage:
-    """How much of each part of the text a layer keeps: `bins` equal bins, and middle[0] <= x < [1].
+    """Return how much of each part of the text a layer keeps; middle[0] <= x < middle[1].
 
     Bins are cut exactly, by whole numbers.
     """
     rows = event_rows(evicted_at)
     cuts = [*(Fraction(i, bins) for i in range(1, bins + 1)), *middle]
-    positions = np.stack([_positions_below(cut, rows) for cut in cuts])
+    # positions with x < cut: 2 p + 1 is at most (2 N * numerator - 1) // denominator
+    below = [(2 * (rows + 1) * cut.numerator - 1) // cut.denominator for cut in cuts]
+    positions = (np.stack(below) + 1) // 2
     kept = np.stack([_kept_below(cut, evicted_at, rows) for cut in cuts], axis=1)
     return Coverage(
         rows,
@@ -85,13 +83,7 @@ def kept_coverage(
     )
 
 
-def _positions_below(cut: Fraction, rows: Ints) -> Ints:
-    """Positions with x < cut at each event; [E]."""
-    odd: Ints = (2 * (rows + 1) * cut.numerator - 1) // cut.denominator  # the largest 2 p + 1
-    return (odd + 1) // 2
-
-
-def _kept_below(cut: Fraction, evicted_at: NDArray[np.int32], rows: Ints) -> Ints:
+def _kept_below(cut: Fraction, evicted_at: EvictedAt, rows: Ints) -> Ints:
     """Kept entries with x < cut at each event; [H, E].
 
     As the text grows, an entry passes the cut once: it counts from there until it leaves.
@@ -106,7 +98,7 @@ def _kept_below(cut: Fraction, evicted_at: NDArray[np.int32], rows: Ints) -> Int
 
 @dataclass(frozen=True)
 class RetainedPositions:
-    """Where the entries lie that a layer holds after its last event.
+    """Places of the entries that a layer holds after its last event.
 
     row: the row of that event. head, relative [n]: head and x in (0, 1) of each entry, by head and
     position. mean [H]: mean x, 1/2 for uniform sets, NaN for an empty head. tail [H]: share of the
@@ -136,17 +128,15 @@ class RetainedPositions:
         return share(sums * total, held * max(1, old))
 
 
-def retained_positions(evicted_at: NDArray[np.int32]) -> RetainedPositions | None:
+def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
     """The relative positions of what is held after the last event; None without an event.
 
     G-KV divides by the length of the whole text; here the length is that at the event, so that
     uniform sets have mean 1/2 however long the tail is.
     """
-    rows = event_rows(evicted_at)
-    if not len(rows):
+    row, (heads, total) = last_event(evicted_at), evicted_at.shape
+    if row < 0:
         return None
-    heads, total = evicted_at.shape
-    row = int(rows[-1])
     head, pos = np.nonzero(evicted_at[:, : row + 1] > row)
     relative = (pos + 0.5) / (row + 1)
     held = np.bincount(head, minlength=heads)

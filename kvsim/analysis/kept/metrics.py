@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
@@ -156,8 +156,7 @@ PLACES: Mapping[str, Metric] = {
     ),
     "wipeout_hazard": Metric(
         "share of the regions still alive that an event wipes out",
-        "sets", "share", "lower", "as wipeout", _wipeout("hazard"),
-        main="length=32,threshold=0",
+        "sets", "share", "lower", "as wipeout", _wipeout("hazard"), main="length=32,threshold=0",
     ),
     "retained_iou": Metric(
         "intersection over union of the sets kept after consecutive events, next to chance",
@@ -185,33 +184,31 @@ PLACES: Mapping[str, Metric] = {
     ),
     "segment_count": Metric(
         "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
-        "sets", "segments", None, "AMS, Table 14", _segment_count,
-        main=AMS, notes=SEGMENT_NOTES,
+        "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES,
     ),
     "segment_length": Metric(
         "entries of such a segment: mean over events, and over all segments",
-        "sets", "entries", None, "AMS, Table 14", _segment_length,
-        main=f"{AMS},mean", notes=SEGMENT_NOTES,
+        "sets", "entries", None, "AMS, Table 14", _segment_length, main=f"{AMS},mean",
+        notes=SEGMENT_NOTES,
     ),
     "boundary_shift": Metric(
         "positions from a segment's start to the nearest one of the event before",
-        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"),
-        main=AMS, notes=SEGMENT_NOTES,
+        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"), main=AMS,
+        notes=SEGMENT_NOTES,
     ),
     "boundary_f1": Metric(
         "agreement of consecutive events in where segments start, within 8 positions",
-        "sets", "share", None, "as boundary_shift", _boundaries("f1"),
-        main=AMS, notes=SEGMENT_NOTES,
+        "sets", "share", None, "as boundary_shift", _boundaries("f1"), main=AMS,
+        notes=SEGMENT_NOTES,
     ),
     "quota_share": Metric(
         "share of the budget that segments get by their mass, as a minimum, by rounding",
-        "sets", "share", None, "kvsim, of AMS", _quota_share,
-        main="mass", notes=frozenset(QUOTA_NOTES),
+        "sets", "share", None, "kvsim, of AMS", _quota_share, main="mass",
+        notes=frozenset(QUOTA_NOTES),
     ),
     "suffix_mass": Metric(
         "share of the mass, by which segments are cut, that lies on the window's own entries",
-        "sets", "share", None, "kvsim, of AMS", _suffix_mass,
-        notes=frozenset({"suffix_mass"}),
+        "sets", "share", None, "kvsim, of AMS", _suffix_mass, notes=frozenset({"suffix_mass"}),
     ),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
@@ -239,20 +236,20 @@ def _max_loop(analysis: Analysis) -> Iterator[Cells]:
         yield Cells(None, np.array([max_loop(tokens)]))
 
 
-def _response(trace: Trace) -> list[NDArray[np.int64]]:
+def _response(trace: Trace) -> list[Ints]:
     """The token ids after the prompt, nothing where they are not known."""
     return [] if trace.tokens is None else [trace.tokens[trace.prompt_len :].numpy()]
 
 
 def _norms(subject: Subject) -> Iterator[Cells]:
-    each = zip(subject.record.layers, subject.walk(value_norm_overlaps), strict=True)
-    for layer, norms in each:
+    overlaps = subject.walk(value_norm_overlaps)
+    for layer, norms in zip(subject.record.layers, overlaps, strict=True):
         yield Cells(layer, norms.overlap, "head", chance=norms.chance)
 
 
 def _similarity(subject: Subject) -> Iterator[Cells]:
-    each = zip(subject.record.layers, subject.walk(key_similarities), strict=True)
-    for layer, keys in each:
+    similarities = subject.walk(key_similarities)
+    for layer, keys in zip(subject.record.layers, similarities, strict=True):
         yield Cells(layer, keys.mean, "head", chance=keys.chance)
 
 

@@ -1,4 +1,4 @@
-"""What stays and what is wiped out: reductions of `evicted_at`, nothing recomputed.
+"""Kept entries and wiped-out regions: reductions of `evicted_at`, nothing recomputed.
 
 Region wipe-out rate, retained-set IoU and sizes, by absolute position (docs/metrics.md).
 Every function takes one layer's `evicted_at` [H, T] and answers for all heads and events at once,
@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
 from kvsim.schema import NEVER
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: First and last positions left out of every region, the same for all policies.
 SINK, RECENT = 4, 32
@@ -27,10 +24,27 @@ LENGTHS = (16, 32, 64, 128)
 THRESHOLDS = (0.0, 0.1)
 
 
-def event_rows(evicted_at: NDArray[np.int32]) -> Ints:
+def event_rows(evicted_at: EvictedAt) -> Ints:
     """Rows after which at least one entry of the layer left, ascending; [E]."""
-    rows: Ints = np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
-    return rows
+    return np.unique(evicted_at[evicted_at != NEVER]).astype(np.int64)
+
+
+def last_event(evicted_at: EvictedAt) -> int:
+    """Return the row of the layer's last event, -1 without one."""
+    return int(evicted_at.max(initial=-1, where=evicted_at != NEVER))
+
+
+def event_row(evicted_at: EvictedAt, row: int | None) -> int:
+    """Return `row`, by default that of the layer's last event or, without an event, the last row.
+
+    IndexError for a row that the trace does not have.
+    """
+    n = evicted_at.shape[-1]
+    if row is None:
+        row = last_event(evicted_at) % n
+    if not 0 <= row < n:
+        raise IndexError(f"row is {row}; expected 0..{n - 1}")
+    return row
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Wipeout:
     alive: Ints
     now: Ints
     expected: Floats
-    first: NDArray[np.bool_]
+    first: Bools
 
     @property
     def cumulative(self) -> Floats:
@@ -63,7 +77,7 @@ class Wipeout:
 
     @property
     def cumulative_chance(self) -> Floats:
-        """What a random choice of the same size gives at the first event of a head; [H, E].
+        """Expected `cumulative` of a random set of the size at the first event of a head; [H, E].
 
         NaN at later ones: what was wiped out before them depends on every choice until then.
         """
@@ -76,7 +90,7 @@ class Wipeout:
 
 
 def wipeout(
-    evicted_at: NDArray[np.int32],
+    evicted_at: EvictedAt,
     length: int = 32,
     threshold: float = 0.0,
     sink: int = SINK,
@@ -166,12 +180,11 @@ _ENDS = tuple(".;!?\u3002\uff1b\uff01\uff1f")
 
 
 def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
-    """Steps of a text from the `texts` of its tokens; [R, 2] start and stop of each, ascending.
+    """Return start and stop of the steps of a text from the `texts` of its tokens; [R, 2].
 
     A step ends after a token that holds a newline or, where the response holds none, after one that
-    ends in . ; ! or ?. Steps of fewer than `least` tokens are joined with what follows, so that
-    blank lines and numbered points are no regions of their own. What follows the last end is no
-    step.
+    ends in . ; ! or ?. Steps of fewer than `least` tokens, such as blank lines and numbered points,
+    are joined with what follows. What follows the last end is no step.
     """
     ends = ["\n" in text for text in texts]
     if not any(ends[prompt_len:]):
@@ -185,13 +198,13 @@ def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
 
 @dataclass(frozen=True)
 class RetainedIoU:
-    """Consecutive retained sets of one layer; rows [E - 1] are those of the first event of a pair.
+    """Consecutive retained sets K, K' of one layer; rows [E - 1]: the first event of each pair.
 
-    iou, survival, chance [H, E - 1]: |K and K'| / |K or K'|; |K and K'| / |K|; the IoU of a random
-    choice of the same size that shares as many entries as expected from K and the entries that came
-    since. survival is the IoU over the positions there at the first event, where K' is part of K;
-    middle [H, E - 1] that over positions [sink, N - recent), N those at the first event, NaN where
-    nothing is kept there. survival_chance [H, E - 1]: what random choice gives for both.
+    [H, E - 1]: iou, |K and K'| / |K or K'|; chance, the IoU of a random choice of the size that
+    shares as many entries as expected from K and the entries that came since. survival,
+    |K and K'| / |K|, is the IoU over the positions there at the first event; middle that over
+    positions [sink, N - recent), N those at the first event, NaN where nothing is kept there;
+    survival_chance that of random choice for both.
     """
 
     rows: Ints
@@ -202,16 +215,11 @@ class RetainedIoU:
     survival_chance: Floats
 
 
-def retained_iou(
-    evicted_at: NDArray[np.int32], sink: int = SINK, recent: int = RECENT
-) -> RetainedIoU:
-    """How much of each retained set is still there after the next event that acts."""
+def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) -> RetainedIoU:
+    """Return how much of each retained set is still there after the next event that acts."""
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
     n_events = len(rows)
-    if n_events < 2:
-        none = np.zeros((heads, 0))
-        return RetainedIoU(rows[:0], none, none, none, none, none)
     shape = heads, n_events + 1
     died = np.searchsorted(rows, evicted_at)
     held = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
@@ -246,7 +254,7 @@ def _left_of(died: Ints, since: Ints, shape: tuple[int, int]) -> Ints:
     return counts[:, 1:-1]
 
 
-def entries_seen(evicted_at: NDArray[np.int32], prompt_len: int) -> Floats:
+def entries_seen(evicted_at: EvictedAt, prompt_len: int) -> Floats:
     """Entries that a row after the prompt sees, mean over those rows; [H], NaN without rows."""
     heads, total = evicted_at.shape
     rows = total - prompt_len
@@ -270,8 +278,8 @@ class RetentionRatio:
     rows: Floats
 
 
-def retention_ratio(evicted_at: NDArray[np.int32], prompt_len: int) -> RetentionRatio:
-    """How much of the full cache a layer uses in the end and on the way."""
+def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> RetentionRatio:
+    """Return the share of the full cache that a layer uses in the end and on the way."""
     heads, total = evicted_at.shape
     final = (evicted_at >= total).mean(-1)
     if total == prompt_len:
@@ -282,17 +290,3 @@ def retention_ratio(evicted_at: NDArray[np.int32], prompt_len: int) -> Retention
     stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, first)
     seen = (reciprocals[stop] - reciprocals[first]).sum(-1)
     return RetentionRatio(final, seen / (total - prompt_len))
-
-
-def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
-    """Counts [H, n] of index [H, m]; shape is (H, n)."""
-    flat = index + np.arange(shape[0])[:, None] * shape[1]
-    counts: Ints = np.bincount(flat.ravel(), minlength=shape[0] * shape[1])
-    return counts.reshape(shape)
-
-
-def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
-    """part / whole, broadcast; NaN where whole is 0."""
-    out = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
-    np.divide(part, whole, out=out, where=whole != 0)
-    return out

@@ -1,4 +1,4 @@
-"""How the events of AMS cut the cache of a head: its entries in order, and what each segment keeps.
+"""The segments into which events of AMS cut the cache of a head, and what each of them keeps.
 
 What figures and the dashboard show of "Adaptive Mass-Segmented KV Compression for Long-Form
 Reasoning" (arXiv 2605.23200, Fig. 3). The numbers are those that the events noted.
@@ -10,16 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints
 from kvsim.analysis.kept.segments import ams_segments, noted
-from kvsim.core.record import Plans, Record
+from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -45,13 +41,11 @@ class Segmented:
     @property
     def starts(self) -> Ints:
         """The first position of each segment, ascending; [S]."""
-        _, first = np.unique(self.segment, return_index=True)
-        out: Ints = self.pos[first]
-        return out
+        return self.pos[np.unique(self.segment, return_index=True)[1]]
 
     @property
     def boundaries(self) -> Ints:
-        """Where a segment begins but the first, whose begin is no decision; [S - 1]."""
+        """`starts` without the first, which is no decision; [S - 1]."""
         return self.starts[1:]
 
     def curve(self, name: str, most: int) -> tuple[Ints, Floats]:
@@ -92,55 +86,43 @@ class Segmented:
 
     def table(self) -> pl.DataFrame:
         """A row for each segment: where it lies, its share of the masses, quota and entries."""
-        starts = self.starts
-        last = np.append(starts[1:], self.row + 1) - 1
         size = len(self.quota)
-        masses = {
-            name: np.bincount(self.segment, getattr(self, name), size)
-            for name in ("observed", "credit", "mass")
+        columns = {
+            "event": np.full(size, self.row),
+            "segment": np.arange(size),
+            "first": self.starts,
+            "last": np.append(self.boundaries, self.row + 1) - 1,
+            "entries": self.counts(),
         }
-        return pl.DataFrame(
-            {
-                "event": np.full(size, self.row),
-                "segment": np.arange(size),
-                "first": starts,
-                "last": last,
-                "entries": self.counts(),
-                **masses,
-                "quota": self.quota,
-                "kept": self.counts(self.kept),
-                "protected": self.counts(self.protected),
-            }
-        )
+        for name in ("observed", "credit", "mass"):
+            columns[name] = np.bincount(self.segment, getattr(self, name), size)
+        columns["quota"] = self.quota
+        columns |= {name: self.counts(getattr(self, name)) for name in ("kept", "protected")}
+        return pl.DataFrame(columns)
 
 
 def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
-    """A row for each event at which AMS cut a head's cache: segments, boundaries, masses.
+    """Return a row for each event at which AMS cut a head's cache (see `segmented`).
 
     event: its row; segments: how many; length: their mean length in entries; shift, f1: distance of
     the boundaries from those of the event before, and how many of them it had (`boundary_shift`,
     `boundary_f1`), null at the first event; credit: the sum of the credit that entries carry;
     suffix: the share of the mass on the window's own rows.
-
-    Args:
-        record: of `ams`, replayed with `internals=True`.
-        layer: index in the trace.
-        head: KV head.
     """
     events = segmented(record, layer, head)
     segments, suffix = ams_segments(record, layer), noted(record, layer, "suffix_mass")
     if segments is None or suffix is None:
         raise PolicyError(f"the record of {record.policy} notes no segments of layer {layer}")
-    at = np.searchsorted(segments.rows, [one.row for one in events])
-    none = np.full(1, np.nan)  # nothing is before the first event
+    at = np.searchsorted(segments.rows, [x.row for x in events])
     return pl.DataFrame(
         {
-            "event": [one.row for one in events],
+            "event": [x.row for x in events],
             "segments": segments.count[head, at],
             "length": segments.length[head, at],
-            "shift": np.concatenate([none, segments.shift[head]])[at],
-            "f1": np.concatenate([none, segments.f1[head]])[at],
-            "credit": [float(one.credit.sum()) for one in events],
+            # nothing is before the first event
+            "shift": np.append(np.nan, segments.shift[head])[at],
+            "f1": np.append(np.nan, segments.f1[head])[at],
+            "credit": [float(x.credit.sum()) for x in events],
             "suffix": suffix.by_event[head, at],
         }
     ).with_columns(pl.col("shift", "f1").fill_nan(None))
@@ -148,53 +130,43 @@ def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
 
 def thinned(positions: Ints, total: int, most: int) -> Ints:
     """The first of ascending positions in each of at most `most` equal cells of 0 to `total`."""
-    _, first = np.unique(positions // -(-total // most), return_index=True)
-    out: Ints = positions[first]
-    return out
+    return positions[np.unique(positions // -(-total // most), return_index=True)[1]]
 
 
 def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
-    """The events at which a head of a layer was cut into segments of attention mass, ascending.
+    """Return the events at which a head was cut into segments of attention mass, ascending.
 
-    Args:
-        record: of `ams`, replayed with `internals=True`.
-        layer: index in the trace.
-        head: KV head.
-
-    Raises:
-        PolicyError: the record has no masses of the layer, because it is not of `ams`, because
-            `replay` was not asked for internals, or because no event acted there.
+    record: of `ams`, replayed with `internals=True`. layer: index in the trace. head: KV head.
+    Raises PolicyError where the record has no masses of the layer, because it is not of `ams`,
+    because `replay` was not asked for internals, or because no event acted there.
     """
     gone = record.evicted_at[record.layers.index(layer), head]
-    found = []
-    for plans in sorted(record.internals, key=lambda one: one.row):
-        if layer not in plans.layers or "mass" not in plans.notes:
+    events = []
+    for plans in sorted(record.internals, key=lambda plans: plans.row):
+        if layer not in plans.layers or "mass" not in plans.notes or plans.row not in gone:
             continue
         at = plans.layers.index(layer), head
         live = plans.pos[at] >= 0
         pos = plans.pos[at][live]
-        if not (gone == plans.row).any():
-            continue
-        quotas, groups = _segments(plans)
+        # the release's way of choosing notes its segments, since its last cut is by head
+        quotas, groups = plans.quotas, plans.groups
+        if groups is None:
+            quotas, groups = plans.notes["quota"], plans.notes["segment"]
         segment = groups[at][live]
         quota = quotas[at][: segment.max() + 1]  # other heads may have more segments
-        by_entry = {
-            name: plans.notes[name][at][live]
-            for name in ("observed", "credit", "mass", "protected")
-        }
-        kept = gone[pos] > plans.row
-        found.append(
-            Segmented(row=plans.row, pos=pos, kept=kept, segment=segment, quota=quota, **by_entry)
-        )
-    if not found:
+        names = ("observed", "credit", "mass", "protected")
+        by_entry = {name: plans.notes[name][at][live] for name in names}
+        by_entry |= {"pos": pos, "kept": gone[pos] > plans.row, "segment": segment}
+        events.append(Segmented(row=plans.row, quota=quota, **by_entry))
+    if not events:
         raise PolicyError(
             f"the record of {record.policy} has no segments of layer {layer}, head {head}: "
             f"{_why_none(record, gone)}"
         )
-    return found
+    return events
 
 
-def _why_none(record: Record, gone: NDArray[np.int32]) -> str:
+def _why_none(record: Record, gone: EvictedAt) -> str:
     """Why a head was never cut into segments, and what to do; gone [T]: its `evicted_at`."""
     if (gone == NEVER).all():
         return (
@@ -204,13 +176,3 @@ def _why_none(record: Record, gone: NDArray[np.int32]) -> str:
     if record.internals:
         return "it does not cut by attention mass; expected ams, alone or around another policy"
     return "what was decided was not kept; replay it with internals=True"
-
-
-def _segments(plans: Plans) -> tuple[Ints, Ints]:
-    """Quotas [L, H, S], and the segment of each entry [L, H, n].
-
-    The release's way of choosing leaves them among the notes, since its last cut is by head.
-    """
-    if plans.groups is None:
-        return plans.notes["quota"], plans.notes["segment"]
-    return plans.quotas, plans.groups

@@ -21,14 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.nearest import above, tops
-from kvsim.analysis.kept.retention import event_rows, histogram, share
+from kvsim.analysis.kept.bursts import above, tops
+from kvsim.analysis.kept.retention import event_rows
 from kvsim.core.record import Record
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 AMS, PROXY = "ams", "proxy_run"
 
@@ -66,11 +63,7 @@ class Segments:
 
     @property
     def pooled_length(self) -> Floats:
-        """Mean length of all segments of all events; [H].
-
-        At a constant number of entries no more than the mean of `length`: a mean of reciprocals is
-        not below the reciprocal of a mean (Jensen).
-        """
+        """Mean length of all segments of all events; [H]. By Jensen no more than mean `length`."""
         return share(self.entries.sum(-1), self.count.sum(-1))
 
     @property
@@ -85,16 +78,13 @@ class Segments:
     def f1(self) -> Floats:
         """Harmonic mean of precision and recall of boundaries within `NEAR` positions; [H, E - 1].
 
-        Precision: share of those of the second event with one of the first nearby; recall: the
-        other way round. NaN where neither event has any, 0 where one has none.
+        Precision is of the second event's boundaries, recall of the first's. NaN where neither
+        event has any, 0 where one has none.
         """
-        precision, recall = (
-            np.nan_to_num(share(near, known))
-            for near, known in ((self.later_near, self.later), (self.earlier_near, self.earlier))
-        )
-        both = precision + recall
-        out = np.divide(2 * precision * recall, both, out=np.zeros(both.shape), where=both > 0)
-        return np.where(self.later + self.earlier > 0, out, np.nan)
+        precision = np.nan_to_num(share(self.later_near, self.later))
+        recall = np.nan_to_num(share(self.earlier_near, self.earlier))
+        mean = np.nan_to_num(share(2 * precision * recall, precision + recall))
+        return np.where(self.later + self.earlier > 0, mean, np.nan)
 
     @property
     def count_chance(self) -> Floats | None:
@@ -116,7 +106,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Noted:
-    """What the events that acted on a layer noted under one name.
+    """Notes of one name of the events that acted on a layer.
 
     rows [E]; values: for each event [H] or [H, S].
     """
@@ -131,41 +121,35 @@ class Noted:
 
 
 def noted(record: Record, layer: int, name: str) -> Noted | None:
-    """What was noted under `name` at the events of a layer (index in the trace), by row.
+    """Return the notes called `name` of the events of a layer (index in the trace), by row.
 
     None where nothing is: the policy notes no such thing, nothing left the layer, or the record
     has no internals (`replay(..., internals=True)`).
     """
     left = event_rows(record.evicted_at[record.layers.index(layer)])
-    acted = sorted(
-        (
-            one
-            for one in record.internals
-            if layer in one.layers and one.row in left and name in one.notes
-        ),
-        key=lambda one: one.row,
-    )
-    if not acted:
-        return None
-    values = [one.notes[name][one.layers.index(layer)] for one in acted]
-    return Noted(np.array([one.row for one in acted], np.int64), values)
+    values = {
+        plans.row: plans.notes[name][plans.layers.index(layer)]
+        for plans in sorted(record.internals, key=lambda plans: plans.row)
+        if layer in plans.layers and plans.row in left and name in plans.notes
+    }
+    return Noted(np.array([*values], np.int64), [*values.values()]) if values else None
 
 
 def ams_segments(record: Record, layer: int) -> Segments | None:
     """The segments that a policy made in a layer, None where it noted none (see `noted`)."""
-    found = noted(record, layer, "segment_length")
-    if found is None:
+    notes = noted(record, layer, "segment_length")
+    if notes is None:
         return None
     evicted_at = record.evicted_at[record.layers.index(layer)]
-    lengths = [np.asarray(one, np.int64) for one in found.values]  # each [H, S]
-    count = np.stack([(one > 0).sum(-1) for one in lengths], axis=-1)
-    entries = np.stack([one.sum(-1) for one in lengths], axis=-1)
-    each = zip(found.rows.tolist(), lengths, strict=True)
-    cuts = [_boundaries(evicted_at, row, one) for row, one in each]
-    return Segments(found.rows, count, entries, *_moves(cuts, found.rows, evicted_at.shape))
+    lengths = [np.asarray(x, np.int64) for x in notes.values]  # [H, S] of each event
+    count = np.stack([(x > 0).sum(-1) for x in lengths], axis=-1)
+    entries = np.stack([x.sum(-1) for x in lengths], axis=-1)
+    events = zip(notes.rows.tolist(), lengths, strict=True)
+    cuts = [_boundaries(evicted_at, row, length) for row, length in events]
+    return Segments(notes.rows, count, entries, *_moves(cuts, notes.rows, evicted_at.shape))
 
 
-def _boundaries(evicted_at: NDArray[np.int32], row: int, length: Ints) -> tuple[Ints, Ints]:
+def _boundaries(evicted_at: EvictedAt, row: int, length: Ints) -> tuple[Ints, Ints]:
     """(head, position) [n] of the boundaries after row `row` of segments of `length` [H, S].
 
     Segments follow each other in the entries live before the event, which the Record has.
@@ -187,11 +171,11 @@ def _moves(
     apart = 2 * total + NEAR
 
     def line(events: list[tuple[Ints, Ints]]) -> Ints:
-        known = [
+        places = [
             (pair * heads + head[pos <= row]) * apart + pos[pos <= row]
             for pair, ((head, pos), row) in enumerate(zip(events, rows[:-1], strict=True))
         ]
-        return np.concatenate(known) if known else np.zeros(0, np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *places])
 
     first, second = line(cuts[:-1]), line(cuts[1:])
     to_first, to_second = _distance(second, first), _distance(first, second)
@@ -223,7 +207,7 @@ def _distance(these: Ints, those: Ints) -> Ints:
 # -------------------------------------------------------------- runs of positions that are retained
 
 
-def proxy_segments(evicted_at: NDArray[np.int32]) -> Segments:
+def proxy_segments(evicted_at: EvictedAt) -> Segments:
     """Maximal runs of consecutive positions of a layer, `evicted_at` [H, T], that events leave.
 
     Each position is a boundary from one event until another, once: from when it is there and the
@@ -264,21 +248,13 @@ def proxy_segments(evicted_at: NDArray[np.int32]) -> Segments:
         for found, weight in ((moved, away), (far, away > NEAR)):
             sums = np.bincount(head * shape[1] + at - 1, weight, heads * shape[1])
             found.append(sums.astype(np.int64).reshape(shape)[:, pairs])
-    return Segments(
-        rows,
-        count,
-        entries,
-        later,
-        earlier,
-        moved[0] * (earlier > 0),
-        later - far[0],
-        earlier - far[1],
-        rows + 1,
-    )
+    near = later - far[0], earlier - far[1]
+    distance = moved[0] * (earlier > 0)
+    return Segments(rows, count, entries, later, earlier, distance, *near, positions=rows + 1)
 
 
 class _Runs:
-    """Where the nearest boundary is, for positions that are none at an event.
+    """The nearest boundaries of positions that are none at an event.
 
     died [H, T]: events at which entries leave; before [H, T]: the last one of all before an entry.
     """

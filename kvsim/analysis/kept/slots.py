@@ -1,9 +1,8 @@
 """Regions wiped out in the cache itself: consecutive slots instead of positions of the text.
 
-A slot is the place of an entry among those of its head that are live before an event. What is far
-apart in the text can share a region of slots, so an event that keeps something of every stretch of
-the cache may still wipe out much of the text, and the other way round. All slots are alive before
-an event: there is a hazard and no cumulative rate.
+A slot is the place of an entry among those of its head that are live before an event. An event that
+keeps something of every stretch of the cache may still wipe out much of the text, and the other way
+round. All slots are alive before an event: there is a hazard and no cumulative rate.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows, histogram, share
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class SlotWipeout:
 
 @dataclass(frozen=True)
 class LeavingSlots:
-    """What leaves one layer, by slot.
+    """The entries that leave one layer, by slot.
 
     rows [E]; live, dropped int [H, E]: entries before each event, and those of them that it drops;
     head, event, slot [n] of every entry that leaves.
@@ -61,8 +57,8 @@ class LeavingSlots:
     slot: Ints
 
     @classmethod
-    def of(cls, evicted_at: NDArray[np.int32]) -> LeavingSlots:
-        """Of `evicted_at` [H, T]. Time H T log(T) log(E)."""
+    def of(cls, evicted_at: EvictedAt) -> LeavingSlots:
+        """Return those of `evicted_at` [H, T]. Time H T log(T) log(E)."""
         rows = event_rows(evicted_at)
         died = np.searchsorted(rows, evicted_at).astype(np.int64)
         dropped = histogram(died, (len(died), len(rows) + 1))[:, :-1]

@@ -1,4 +1,4 @@
-"""States of the positions of one head after an event: kept, dropped, or not yet scored."""
+"""One head after its events: states of its positions, and its course in numbers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
-from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.arrays import EvictedAt, Ints
+from kvsim.analysis.kept.bursts import dropped_bursts
+from kvsim.analysis.kept.coverage import kept_coverage
+from kvsim.analysis.kept.retention import event_row, last_event, wipeout
 from kvsim.analysis.output.error import check_record
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError
 
-Ints = NDArray[np.int64]
-
 #: States of tokens; the order of the codes of `token_states`.
 TOKEN_STATES: Final = ("dropped", "retained", "not yet scored")
 #: States of positions; the order of the codes of `Strip.codes`.
 STRIP_STATES: Final = ("kept", "dropped before", "dropped at the event")
+#: Positions of a region, of those that `wipeout` and a tile of retention count.
+REGION = 32
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,34 @@ class TokenStates:
 
     def counts(self, start: int = 0, stop: int | None = None) -> dict[str, int]:
         """Tokens in each state, of all positions or of some."""
-        found = np.bincount(self.codes[start:stop], minlength=len(TOKEN_STATES))
-        return dict(zip(TOKEN_STATES, found.tolist(), strict=True))
+        counts = np.bincount(self.codes[start:stop], minlength=len(TOKEN_STATES))
+        return dict(zip(TOKEN_STATES, counts.tolist(), strict=True))
+
+
+def token_states(
+    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
+) -> TokenStates:
+    """Return the state of each token in a head after the event that follows a row.
+
+    layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
+    query head of its group. row: the layer's last event by default; without an event, the last row.
+
+    Raises TraceError where the record is of another trace, NeedsError where the trace has no text
+    of tokens, and IndexError for a row that it does not have.
+    """
+    check_record(trace, record)
+    if trace.token_text is None:
+        raise NeedsError(
+            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
+            "tokenizer (kvsim capture)"
+        )
+    gone = _gone(trace, record, layer % trace.n_layers, head)
+    row = event_row(gone, row)
+    codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
+    text: Sequence[str] = trace.token_text
+    if not any(character.isspace() for piece in text for character in piece):
+        text = [f"{piece} " for piece in text]  # tokens without blanks are words
+    return TokenStates(row, codes, text)
 
 
 @dataclass(frozen=True)
@@ -57,49 +86,12 @@ class Strip:
     @property
     def lengths(self) -> Ints:
         """Positions of each run; [n]."""
-        out: Ints = self.runs[:, 1] - self.runs[:, 0] + 1
-        return out
+        return self.runs[:, 1] - self.runs[:, 0] + 1
 
     @property
     def kept(self) -> int:
         """Number of positions that are kept."""
         return int((self.codes == 0).sum())
-
-
-def token_states(
-    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
-) -> TokenStates:
-    """Return the state of each token in a head after the event that follows a row.
-
-    Args:
-        trace: of the record, with the text of its tokens.
-        record: of any policy.
-        layer: index in the trace; -1 is the last.
-        head: KV head; of a record per query head, the first query head of its group.
-        row: the layer's last event by default; without an event, the last row.
-
-    Raises:
-        TraceError: the record is of another trace.
-        NeedsError: the trace has no text of tokens.
-        IndexError: the row is not in the trace.
-    """
-    check_record(trace, record)
-    if trace.token_text is None:
-        raise NeedsError(
-            f"{trace.name}: the trace has no text of its tokens to show; record it with a "
-            "tokenizer (kvsim capture)"
-        )
-    gone = _gone(trace, record, layer % trace.n_layers, head)
-    if row is None:
-        rows = event_rows(gone)
-        row = int(rows[-1]) if len(rows) else record.n_pos - 1
-    if not 0 <= row < record.n_pos:
-        raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
-    codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
-    text: Sequence[str] = trace.token_text
-    if not any(character.isspace() for piece in text for character in piece):
-        text = [f"{piece} " for piece in text]  # tokens without blanks are words
-    return TokenStates(row, codes, text)
 
 
 def strips_after(
@@ -115,45 +107,81 @@ def strips_after(
     row: by default the earliest of the records' last events in the layer, so that all policies have
     evicted by then. Of a record per query head, the first query head of the group.
 
-    Raises:
-        TraceError: a record is of another trace.
-        PolicyError: nothing left the layer in any record.
-        IndexError: the row is not in the trace.
+    Raises TraceError where a record is of another trace, PolicyError where nothing left the layer
+    in any record, and IndexError for a row that the trace does not have.
     """
     for record in records:
         check_record(trace, record)
-    gone = [_gone(trace, record, layer, head) for record in records]
+    gone = [_gone(trace, record, layer, head)[:1] for record in records]
     if row is None:
-        last = [rows[-1] for heads in gone if len(rows := event_rows(heads[:1]))]
-        if not last:
+        row = min((last for x in gone if (last := last_event(x)) >= 0), default=None)
+        if row is None:
             raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
-        row = int(min(last))
-    if not 0 <= row < trace.n_pos:
-        raise IndexError(f"row is {row}; expected 0..{trace.n_pos - 1}")
+    row = event_row(gone[0], row)
     budgets = [record.share or str(record.budget) for record in records]
     several = len({*budgets}) > 1
     return row, [
-        strip(f"{record.policy}, {size}" if several else record.policy, heads[0, : row + 1], row)
-        for record, size, heads in zip(records, budgets, gone, strict=True)
+        strip(f"{record.policy}, {size}" if several else record.policy, x[0, : row + 1], row)
+        for record, size, x in zip(records, budgets, gone, strict=True)
     ]
 
 
-def strip(name: str, gone: NDArray[np.int32], row: int) -> Strip:
+def strip(name: str, gone: EvictedAt, row: int) -> Strip:
     """Return the strip of a head after a row; gone [N]: the rows after which positions left."""
     dropped = gone <= row
     last = gone[dropped].max(initial=-1)
     codes = np.where(dropped, np.where(gone == last, 2, 1), 0)
     edges = np.flatnonzero(np.diff(dropped.astype(np.int8), prepend=0, append=0))
-    runs = np.stack([edges[::2], edges[1::2] - 1], axis=1)
-    return Strip(name, codes, runs)
+    return Strip(name, codes, np.stack([edges[::2], edges[1::2] - 1], axis=1))
 
 
-def _gone(trace: Trace, record: Record, layer: int, head: int) -> NDArray[np.int32]:
-    """The rows [heads, T] after which the entries of a KV head are gone.
-
-    heads: 1, or the query heads of the KV head.
-    """
+def _gone(trace: Trace, record: Record, layer: int, head: int) -> EvictedAt:
+    """The rows [1, or query heads of the KV head, T] after which entries of the head are gone."""
     size = trace.group if record.per_query_head else 1
     of_layer = record.gone_after[record.layers.index(layer)]
-    heads: NDArray[np.int32] = of_layer[head * size : (head + 1) * size]
+    heads: EvictedAt = of_layer[head * size : (head + 1) * size]
     return heads
+
+
+def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
+    """Return a row for each event of a layer: what is left of one of its heads, in numbers.
+
+    event: its row; kept: entries; share: of all positions there; wipeout: share of the regions of
+    `REGION` positions of which nothing is left (`wipeout`, length=32, threshold=0); longest: the
+    longest run of dropped positions (`burst_length`, longest); middle: the share kept of the
+    middle third of the text (`middle_coverage`). Null where a metric has no value. layer: index in
+    the trace; head: on the record's head axis.
+    """
+    gone = record.gone_after[record.layers.index(layer)]
+    coverage = kept_coverage(gone)
+    numbers = {
+        "kept": coverage.kept.sum(1),
+        "share": coverage.overall,
+        "wipeout": wipeout(gone, REGION).cumulative,
+        "longest": dropped_bursts(gone).longest,
+        "middle": coverage.middle,
+    }
+    of_head = {name: values[head] for name, values in numbers.items()}
+    return pl.DataFrame({"event": coverage.rows, **of_head}).with_columns(
+        pl.selectors.float().fill_nan(None)
+    )
+
+
+def kept_positions(record: Record, layer: int, head: int, row: int) -> Ints:
+    """Return the positions that a head has after the event that follows a row, ascending."""
+    gone = record.gone_after[record.layers.index(layer), head]
+    return np.flatnonzero(gone[: row + 1] > row)
+
+
+def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
+    """Return the longest run of dropped positions after each event, the first of several; [E, 2].
+
+    First position, and the one behind the last; both are 0 where nothing is dropped.
+    """
+    gone = record.gone_after[record.layers.index(layer), head]
+    out = np.zeros((len(rows), 2), np.int64)
+    for place, row in enumerate(rows.tolist()):
+        after = strip("", gone[: row + 1], row)
+        if len(after.runs):
+            out[place] = after.runs[after.lengths.argmax()] + (0, 1)
+    return out

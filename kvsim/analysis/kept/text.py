@@ -1,4 +1,4 @@
-"""What recorded text says: how much it repeats itself, and which of its tokens a policy keeps."""
+"""Recorded text: how much it repeats itself, and which of its tokens a policy keeps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
+from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Lengths of n-grams; the AMS paper names none.
 NGRAMS = (2, 3, 4, 8)
@@ -26,10 +23,7 @@ PERIOD = 64
 
 
 def repetition(tokens: Ints, n: int) -> float:
-    """1 - distinct / all n-grams of the tokens [T]; NaN for fewer than n tokens, never 0 for that.
-
-    The n-gram repetition rate that AMS (arXiv 2605.23200) reports without an n.
-    """
+    """Return 1 - distinct / all n-grams of the tokens [T], as AMS does; NaN for fewer than n."""
     if len(tokens) < n:
         return np.nan
     grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
@@ -37,10 +31,9 @@ def repetition(tokens: Ints, n: int) -> float:
 
 
 def max_loop(tokens: Ints, period: int = PERIOD) -> float:
-    """Length in tokens of the longest ending that repeats a period of at most `period` tokens.
+    """Return the length in tokens of the longest ending that repeats at most `period` tokens.
 
-    Two whole periods at least; 0 where the text does not end in a loop, NaN for fewer than two
-    tokens.
+    Two whole periods at least; 0 without a loop, NaN for fewer than two tokens.
     """
     total = len(tokens)
     if total < 2:
@@ -57,13 +50,8 @@ def max_loop(tokens: Ints, period: int = PERIOD) -> float:
 #: Columns of `retention_lift` and their types.
 LIFT: dict[str, Any] = {
     "token": pl.String,
-    "count": pl.Int64,
-    "retained": pl.Int64,
-    "rate": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "mean": pl.Float64,
-    "lift": pl.Float64,
+    **dict.fromkeys(("count", "retained"), pl.Int64),
+    **dict.fromkeys(("rate", "low", "high", "mean", "lift"), pl.Float64),
 }
 
 
@@ -77,7 +65,7 @@ def retention_lift(
     sink: int = 0,
     recent: int = 0,
 ) -> pl.DataFrame:
-    """How much of each token string a policy keeps, compared with what it keeps of all tokens.
+    """Return how much of each token string a policy keeps, next to what it keeps of all tokens.
 
     G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
     shows frequent tokens; the rate and the lift do not.
@@ -85,26 +73,23 @@ def retention_lift(
     Args:
         trace: with the text of its tokens.
         record: of the trace.
-        layer: a trace layer that the record has.
+        layer: index in the trace.
         row: the cache after the event that follows this row; the layer's last event by default.
         heads: heads of the record, all by default.
-        sink: first positions left out, which policies keep whatever is in them.
+        sink: first positions left out, which policies keep whatever they are.
         recent: last positions up to `row` left out, for the same reason.
 
     Returns:
-        One row per token string, the largest lift first: token (as recorded and not escaped, but
-        for halves of surrogate pairs, which no column of text can hold), count
-        (positions that hold it), retained (entries kept, over all heads), rate (of the entries),
-        low and high (Wilson's 95 % interval of the rate), mean (the rate of all tokens), lift
-        (rate / mean, null where nothing is kept).
+        One row per token string, the largest lift first: token (halves of surrogate pairs
+        escaped), count (positions that hold it), retained (entries kept, over all heads), rate (of
+        the entries), low and high (Wilson's 95 % interval of the rate), mean (the rate of all
+        tokens), lift (rate / mean, null where nothing is kept).
 
         A position counts once in the interval, with the share of the heads that keep it: heads
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises:
-        NeedsError: the trace has no text of tokens.
-        IndexError: the row is not in the trace.
+    Raises NeedsError for a trace without text of tokens, IndexError for a row that it lacks.
     """
     text = trace.token_text
     if text is None:
@@ -112,9 +97,10 @@ def retention_lift(
             f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
             "with a tokenizer (kvsim capture)"
         )
-    held = _held(record, layer, row)
-    held = held if heads is None else held[list(heads)]
-    last = max(sink, held.shape[-1] - recent)
+    gone = record.gone_after[record.layers.index(layer)]
+    row = event_row(gone, row)
+    held = (gone if heads is None else gone[list(heads)])[:, : row + 1] > row
+    last = max(sink, row + 1 - recent)
     names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
     kept = held[:, sink:last].sum(0)  # heads that keep the position
     count = np.bincount(of, minlength=len(names))
@@ -123,16 +109,16 @@ def retention_lift(
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)
     low, high = _wilson(retained / n_heads, count)
-    lift = share(rate, np.asarray(mean))
     tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
+    lift = share(rate, np.asarray(mean))
     columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
-    table = pl.DataFrame(dict(zip(LIFT, columns, strict=True)), schema=LIFT)
+    table = pl.DataFrame(columns, schema=LIFT)
     return table.with_columns(pl.col("lift").fill_nan(None)).sort(
         ["lift", "count", "token"], descending=[True, True, False], nulls_last=True
     )
 
 
-def _wilson(hits: Floats, n: NDArray[np.int64]) -> tuple[Floats, Floats]:
+def _wilson(hits: Floats, n: Ints) -> tuple[Floats, Floats]:
     """Wilson's 95 % interval of hits / n (Wilson 1927, J. Am. Stat. Assoc. 22:209).
 
     Hits are means over heads; `scipy.stats.binomtest` has the interval of whole numbers alone.
@@ -143,27 +129,15 @@ def _wilson(hits: Floats, n: NDArray[np.int64]) -> tuple[Floats, Floats]:
     return np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
 
 
-def _held(record: Record, layer: int, row: int | None) -> NDArray[np.bool_]:
-    """What the cache of a layer holds after row `row`, by default its last event; [H, N]."""
-    gone = record.gone_after[record.layers.index(layer)]
-    if row is None:
-        rows = event_rows(gone)
-        row = int(rows[-1]) if len(rows) else record.n_pos - 1
-    if not 0 <= row < record.n_pos:
-        raise IndexError(f"row is {row}; expected 0..{record.n_pos - 1}")
-    held: NDArray[np.bool_] = gone[:, : row + 1] > row
-    return held
-
-
-def is_punctuation(text: Iterable[str]) -> NDArray[np.bool_]:
-    """Which of the strings are punctuation and nothing else (Unicode P*), spaces aside."""
+def is_punctuation(text: Iterable[str]) -> Bools:
+    """Return which strings are punctuation and nothing else (Unicode P*), spaces aside."""
     kinds = ([unicodedata.category(c)[0] for c in one.strip()] for one in text)
     return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
 
 
 def punctuation_lift(
-    evicted_at: NDArray[np.int32],
-    marks: NDArray[np.bool_],
+    evicted_at: EvictedAt,
+    marks: Bools,
     *,
     sink: int = SINK,
     recent: int = RECENT,
@@ -173,10 +147,9 @@ def punctuation_lift(
     The first `sink` and the last `recent` positions are left out, as from regions. evicted_at
     [H, T] of one layer; marks [T]. NaN without an event, a mark or anything kept.
     """
-    rows = event_rows(evicted_at)
-    last = int(rows[-1]) if len(rows) else 0
+    last = last_event(evicted_at)
     counted = slice(sink, max(sink, last + 1 - recent))
-    held, marked = evicted_at[:, counted] > last, marks[counted]
+    kept, marked = evicted_at[:, counted] > last, marks[counted]
     if not marked.any():
         return np.full(len(evicted_at), np.nan)
-    return share(held[:, marked].mean(-1), held.mean(-1))
+    return share(kept[:, marked].mean(-1), kept.mean(-1))

@@ -1,4 +1,4 @@
-"""How far the attention output moves when rows see only what a Record leaves them.
+"""The error of the attention output of rows that see only what a Record leaves them.
 
 For a row, with the full attention over everything before it split into what is seen and what was
 evicted, `o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the missing mass times the
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.walk import by_layer
 from kvsim.core.attention import Formula, Rope, attend, merge, with_sinks
 from kvsim.core.record import Record
@@ -56,8 +57,7 @@ class OutputError:
     @property
     def mass(self) -> NDArray[np.float32]:
         """1 - missing [layer, qhead, row]."""
-        seen: NDArray[np.float32] = 1.0 - self.missing
-        return seen
+        return 1.0 - self.missing
 
     @property
     def distance(self) -> NDArray[np.float32]:
@@ -92,17 +92,15 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     return results
 
 
-def head_lengths(
-    trace: Trace, records: Sequence[Record], device: str = "cpu"
-) -> list[NDArray[np.float64]]:
+def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Floats]:
     """For each record the length of each head's full output; [layer, qhead, row after the prompt].
 
     Lengths of a layer are computed once for all records.
     """
 
-    def read(layer: int) -> NDArray[np.float64]:
+    def read(layer: int) -> Floats:
         out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
-        lengths: NDArray[np.float64] = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
+        lengths: Floats = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
         return lengths
 
     return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]
@@ -110,18 +108,18 @@ def head_lengths(
 
 def check_record(trace: Trace, record: Record) -> None:
     """Raise TraceError where the record was not replayed from the trace, as far as can be told."""
-    known = record.digest and trace.path is not None
-    if (known and record.digest != trace.digest) or record.prompt_len != trace.prompt_len:
+    stored = record.digest and trace.path is not None
+    if (stored and record.digest != trace.digest) or record.prompt_len != trace.prompt_len:
         raise TraceError(
             f"the record of {record.policy} was replayed from {record.trace} ({record.digest}, "
             f"prompt {record.prompt_len}), not from {trace.name} ({trace.digest}, prompt "
             f"{trace.prompt_len}); measure a record on the trace it was replayed from"
         )
     heads = trace.n_qheads if record.per_query_head else trace.n_heads
-    found, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
-    if found != expected or max(record.layers, default=0) >= trace.n_layers:
+    shape, expected = record.evicted_at.shape[1:], (heads, trace.n_pos)
+    if shape != expected or max(record.layers, default=0) >= trace.n_layers:
         raise TraceError(
-            f"the record of {record.policy} has {found} heads and positions, the trace "
+            f"the record of {record.policy} has {shape} heads and positions, the trace "
             f"{trace.name} has {expected}; measure a record on the trace it was replayed from"
         )
 
@@ -225,9 +223,9 @@ Seen = Iterator[tuple[int, int, Tensor, Tensor]]
 def _by_prefix(layer: Layer, last: Tensor) -> Seen:
     """(start, stop, out [H, G, w, d], lse [H, G, w]) of blocks of rows after the first event.
 
-    Between two events the entries that rows see only grow: the retained ones, then the new. Blocks
-    of rows go against that growing prefix without a mask, and their own triangle is merged in.
-    Where events are close together, or heads hold different numbers, `_by_mask` answers.
+    Between two events the visible entries only grow: the retained ones, then the new. Blocks of
+    rows attend to that growing prefix without a mask, and their own triangle is merged in. Where
+    events are close together, or heads hold different numbers, `_by_mask` does.
     """
     events = [int(e) for e in last.unique() if e != NEVER]
     pending = 0  # first row of a run of intervals that go by mask, 0 for none
@@ -246,24 +244,15 @@ def _by_prefix(layer: Layer, last: Tensor) -> Seen:
         for start in range(event + 1, stop + 1, ROWS):
             end = min(start + ROWS, stop + 1)
             before = slot.shape[-1] + start - event - 1
-            out, lse = _attend_prefix(layer, start, end, k[:, None, :before], v[:, None, :before])
+            # without a mask all rows of a group are alike, so they go as one long block of rows of
+            # a single head: the kernel's products are larger, and nearer to the machine's rate
+            q = layer.q[:, :, start:end]
+            rows = q.flatten(1, 2).unsqueeze(1)
+            parts = layer.attend(rows, k[:, None, :before], v[:, None, :before])
+            out, lse = (x.squeeze(1).unflatten(1, q.shape[1:3]) for x in parts)
             yield start, end, *layer.whole(*merge(out, lse, *layer.own(start, end)))
     if pending:
         yield from _by_mask(layer, last, pending, last.shape[-1])
-
-
-def _attend_prefix(
-    layer: Layer, start: int, stop: int, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rows start..stop-1 over all of k, v [H, 1, n, d]; out [H, G, w, d], lse [H, G, w].
-
-    Without a mask all rows of a group are alike, so they go as one long block of rows of a single
-    head: the kernel's products are larger, and nearer to the rate of the machine.
-    """
-    q = layer.q[:, :, start:stop]
-    out, lse = layer.attend(q.flatten(1, 2).unsqueeze(1), k, v)
-    shape = q.shape[1:3]
-    return out.squeeze(1).unflatten(1, shape), lse.squeeze(1).unflatten(1, shape)
 
 
 def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
@@ -288,13 +277,9 @@ def _by_slot(layer: Layer, last: Tensor) -> Seen:
     lies on what is seen. Slots change with every event, so nothing is shared between rows; slow,
     and for presets that re-rotate only.
     """
-    rope = layer.rope
-    total = last.shape[-1]
-    events = [int(e) for e in last.unique() if e != NEVER]
-    if not events:
-        return
+    rope, total = layer.rope, last.shape[-1]
     pos = torch.arange(total, device=last.device)
-    for row in range(events[0] + 1, total):
+    for row in range(int(last.min()) + 1, total):
         seen = (pos <= row) & (last >= row)
         at = _marked(seen)
         mask = seen.gather(1, at)

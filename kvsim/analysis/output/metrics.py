@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.sparsity import compressed_sparsity
-from kvsim.analysis.definition import Cells, Metric, mean_known
+from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import head_lengths
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
-
-Floats = NDArray[np.float64]
 
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
@@ -77,7 +75,7 @@ def _layer_error_absolute(subject: Subject) -> Iterator[Cells]:
 
 
 def _moved(subject: Subject) -> tuple[Floats, Floats]:
-    """How far the output of all heads moves, and the length of the full one; [layer, row] each."""
+    """Distance of the output of all heads, and length of the full one; [layer, row] each."""
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
     moved: Floats = np.sqrt(((subject.output().error[:, :, subject.rows] * lengths) ** 2).sum(1))
     return moved, np.sqrt((lengths**2).sum(1))
@@ -110,19 +108,16 @@ METRICS: Mapping[str, Metric] = {
     ),
     "sparsity_compressed": Metric(
         "sparsity over the entries that the last row still sees, attention over what rows see",
-        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed,
-        main="p=0.01,max=sequence",
+        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence",
     ),
     "wipeout_mass": Metric(
         "share of later rows' attention on regions that lay in wiped-out ones, mean over events",
-        "rows", "share", "lower", "as wipeout", _lost_mass,
-        main="length=32,threshold=0",
+        "rows", "share", "lower", "as wipeout", _lost_mass, main="length=32,threshold=0",
     ),
     "topk_recall": Metric(
         "share of the ten entries with the most full attention that a row still sees, mean over "
         "rows after the prompt, next to chance",
-        "rows", "share", "higher", "kvsim", _recall,
-        main="k=10",
+        "rows", "share", "higher", "kvsim", _recall, main="k=10",
     ),
     "regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",

@@ -1,9 +1,8 @@
-"""What rows attend to in full, and how much of it was gone: mass on wiped regions, top-k recall.
+"""Attention of rows on entries that were gone: mass on wiped-out regions, top-k recall.
 
-Both need the whole attention of every row after the prompt, entry by entry, which the output error
-does without (it attends over what is seen alone, in a fused kernel). So this is a walk of its own,
-once for all records. It goes from the last row to the first: what later rows
-attend to is then a running sum, and a block of rows is all that stands in memory.
+Both need the whole attention of every row after the prompt, entry by entry. The walk goes from the
+last row to the first, once for all records: what later rows attend to is then a running sum, and a
+block of rows is all that stands in memory.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, share
 from kvsim.analysis.attention.windows import log_attention, row_blocks
-from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows, share
+from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 #: Entries of a row that recall asks for: more than a sink and the row's neighbours, which every
 #: policy keeps, and fewer than any budget in use, so that all of them could have been kept.
@@ -35,7 +32,7 @@ _ROWS, _WEIGHTS = 64, 1 << 24
 
 @dataclass(frozen=True)
 class Attended:
-    """Of one record; rows are those after the prompt.
+    """Recall and wiped-out mass of one record; rows are those after the prompt.
 
     recall: share of the `top` entries with the most full attention (of equal ones the lower
     positions; fewer in a row that has fewer) that the row still sees; float32 [layer, qhead, row].
@@ -73,13 +70,15 @@ def attended(
     width = max(1, min(_ROWS, _WEIGHTS // (trace.n_qheads * trace.n_pos)))
     blocks = row_blocks(trace.prompt_len, trace.n_pos, width)[::-1]
     unit = gcd(*lengths)
-    walks: list[dict[int, _Walk]] = [{} for _ in records]
-    for layer in sorted({layer for record in records for layer in record.layers}):
-        for record, by_index in zip(records, walks, strict=True):
-            if layer in record.layers:
-                gone = record.gone_after[record.layers.index(layer)]
-                by_index[layer] = _Walk(trace, gone, lengths, thresholds, sink, recent)
-        of_layer = [by_index[layer] for by_index in walks if layer in by_index]
+    walks = [
+        {
+            layer: _Walk(trace, gone, lengths, thresholds, sink, recent)
+            for layer, gone in zip(record.layers, record.gone_after, strict=True)
+        }
+        for record in records
+    ]
+    for layer in sorted({layer for by_layer in walks for layer in by_layer}):
+        of_layer = [by_layer[layer] for by_layer in walks if layer in by_layer]
         # mass that all later rows put on each unit of positions
         later = np.zeros((trace.n_heads, trace.group, trace.n_pos // unit))
         for rows, z in log_attention(trace, layer, blocks, device=device):
@@ -92,13 +91,15 @@ def attended(
             for walk in of_layer:
                 walk.look_up(rows, entries, real)
                 walk.lose(rows, mass, unit)
-    out = []
-    for record, by_index in zip(records, walks, strict=True):
-        layers = [by_index[layer] for layer in record.layers]
-        recall, seen = np.stack([x.recall for x in layers]), np.stack([x.seen for x in layers])
-        wiped = tuple(x.shares for x in layers)
-        out.append(Attended(recall, seen, tuple(x.events for x in layers), wiped))
-    return out
+    return [
+        Attended(
+            np.stack([x.recall for x in by_layer.values()]),
+            np.stack([x.seen for x in by_layer.values()]),
+            tuple(x.events for x in by_layer.values()),
+            tuple(x.shares for x in by_layer.values()),
+        )
+        for by_layer in walks
+    ]
 
 
 def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -122,15 +123,12 @@ def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 class _Walk:
-    """One layer of one record: what is known of its rows so far, from the last one up.
-
-    gone: the rows [H, T] after which entries are gone.
-    """
+    """One layer of one record, filled from its last row up; gone [H, T]: its `gone_after`."""
 
     def __init__(
         self,
         trace: Trace,
-        gone: NDArray[np.int32],
+        gone: EvictedAt,
         lengths: Sequence[int],
         thresholds: Sequence[float],
         sink: int,

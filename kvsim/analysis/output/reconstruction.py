@@ -1,20 +1,13 @@
-"""How far the attention output of a layer moves with the share of the cache that is evicted.
+"""The error of a layer's attention output by the share of the cache that is evicted.
 
 After Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 6. The sequence is cut: at the cut a policy
 evicts once, a share of the entries so far (`ratio`), and rows from the cut on see what is left and
 everything newer. Whatever the trace's prompt is, rows before the cut are the prompt here.
 
 The paper's error is that of the residual stream, which a recorded run does not tell. Here it is
-that of the attention's output before the projection, of all heads as one vector, in the trace's
-own units:
-
-    head_error            |o_full - o_seen|, mean over rows from the cut on: the metric
-                          `layer_error_absolute`
-    relative_head_error   |o_full - o_seen| / |o_full|, mean over the same rows: `layer_error`
-
-The metric `output_error` is the mean of such ratios over single heads, in which a head of short
-outputs counts as much as one of long ones; in the vector it does not. Absolute errors of different
-layers have different units of length; compare them within a layer.
+that of the attention's output before the projection, of all heads as one vector: `head_error` is
+the metric `layer_error_absolute`, in units of the trace that differ between layers, and
+`relative_head_error` the metric `layer_error`. Means are over the rows from the cut on.
 
 Open loop, but for the first layer; as the error where that layer alone evicts, exact in all.
 """
@@ -33,7 +26,6 @@ import polars as pl
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.table import measure
 from kvsim.analysis.wide import wide
-from kvsim.core.header import Header
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
@@ -54,8 +46,6 @@ RECONSTRUCTION_COLUMNS: dict[str, Any] = {
     "fidelity": pl.Enum(FIDELITY),
 }
 
-_MEASURED = ("value", "fidelity")  # of a Table
-
 # 4,096 of 5,120 tokens by default: the paper's sequences have about 5,000.
 _BEFORE = 4 / 5
 
@@ -69,7 +59,7 @@ def reconstruction_table(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> pl.DataFrame:
-    """The error of every policy at every ratio, per layer; `RECONSTRUCTION_COLUMNS`.
+    """Return the error of every policy at every ratio, per layer; `RECONSTRUCTION_COLUMNS`.
 
     cut: rows before the eviction, four fifths of the trace by default. ratios: at least 0 and below
     1; the budget is what they leave of `cut` entries per head, rounded down, at least 1. A policy's
@@ -85,11 +75,20 @@ def reconstruction_table(
         )
     for layer in range(trace.n_layers):
         check_unwindowed(trace, layer)
-    budgets = {ratio: _left(cut, ratio) for ratio in ratios}
-    ended = _ending_at(trace, cut)
+    for ratio in ratios:
+        if not 0 <= ratio < 1:
+            raise PolicyError(
+                f"ratio is {ratio}; expected a share of the entries, at least 0, below 1"
+            )
+    budgets = {ratio: max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios}
+    header = replace(trace.header, prompt_len=cut)
+    ended = Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
     for policy, budget in product(once, budgets.values()):
         check_cell(ended, policy, budget, None)
+
+    of_trace = {"trace": trace.name, "task": task_of(trace), "cut": cut, "rows": trace.n_pos - cut}
+    of_trace["layer"] = np.arange(trace.n_layers)
 
     def parts() -> Iterator[dict[str, Any]]:
         for place, policy in enumerate(once):
@@ -102,42 +101,18 @@ def reconstruction_table(
             table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
             # rows of a record follow each other, every layer by one metric, then by the other
             shape = len(records), 2, trace.n_layers
-            values, levels = (table[name].to_numpy().reshape(shape) for name in _MEASURED)
+            values, levels = (
+                table[name].to_numpy().reshape(shape) for name in ("value", "fidelity")
+            )
             for ratio, record, errors, level in zip(budgets, records, values, levels, strict=True):
-                yield {
-                    "trace": trace.name,
-                    "task": task_of(trace),
+                yield of_trace | {
                     "policy": policy.name,
                     "params": json.dumps(dict(record.params)),
-                    "cut": cut,
-                    "rows": trace.n_pos - cut,
                     "ratio": ratio,
                     "budget": record.budget,
-                    "layer": np.arange(trace.n_layers),
                     "head_error": errors[1],
                     "relative_head_error": errors[0],
                     "fidelity": level[0],
                 }
 
     return wide(parts(), RECONSTRUCTION_COLUMNS)
-
-
-def _left(cut: int, ratio: float) -> int:
-    """Entries per head that a ratio leaves of the first `cut`."""
-    if not 0 <= ratio < 1:
-        raise PolicyError(f"ratio is {ratio}; expected a share of the entries, at least 0, below 1")
-    return max(1, int(cut * (1 - ratio) + 1e-9))
-
-
-def _ending_at(trace: Trace, cut: int) -> Trace:
-    """The same trace with a prompt of `cut` rows; nothing is copied."""
-    header = Header(
-        prompt_len=cut,
-        formulas=trace.formulas,
-        ropes=trace.ropes,
-        layer_ids=trace.layer_ids,
-        name=trace.name,
-        source_dtypes=trace.source_dtypes,
-        meta=trace.meta,
-    )
-    return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)

@@ -1,1 +1,1 @@
-"""How the layers of a model rank the tokens of a prompt."""
+"""Ranks of the tokens of a prompt in the layers of a model."""

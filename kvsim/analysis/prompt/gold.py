@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Ints
 from kvsim.core.trace import Trace
 from kvsim.errors import GoldError, TraceError
 from kvsim.tiny.ledger import LedgerError, read, solve
-
-Ints = NDArray[np.int64]
 
 
 def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:
@@ -42,17 +40,14 @@ def find_text(trace: Trace, text: str) -> Ints:
     pieces = trace.token_text[: trace.prompt_len]
     ends = np.cumsum([len(piece) for piece in pieces])
     starts = ends - [len(piece) for piece in pieces]
-    if any(character.isspace() for piece in pieces for character in piece):
-        wanted = text.strip()
-        ahead = r"(?<![A-Za-z0-9])" if wanted[:1].isalnum() else ""
-        behind = r"(?![A-Za-z0-9])" if wanted[-1:].isalnum() else ""
-        found = re.finditer(f"(?={ahead}({re.escape(wanted)}){behind})", "".join(pieces))
-        spans = [match.span(1) for match in found]
-    else:
-        wanted = "".join(text.split())
-        found = re.finditer(f"(?=({re.escape(wanted)}))", "".join(pieces))
-        whole = set(starts.tolist()), set(ends.tolist())
-        spans = [m.span(1) for m in found if m.start(1) in whole[0] and m.end(1) in whole[1]]
+    blanks = any(character.isspace() for piece in pieces for character in piece)
+    wanted = text.strip() if blanks else "".join(text.split())
+    ahead = r"(?<![A-Za-z0-9])" if blanks and wanted[:1].isalnum() else ""
+    behind = r"(?![A-Za-z0-9])" if blanks and wanted[-1:].isalnum() else ""
+    matches = re.finditer(f"(?={ahead}({re.escape(wanted)}){behind})", "".join(pieces))
+    spans = [match.span(1) for match in matches]
+    if not blanks:
+        spans = [(start, end) for start, end in spans if start in starts and end in ends]
     if not wanted or not spans:
         raise GoldError(
             f"{trace.name}: {text!r} does not occur in the prompt; expected words of it, as "

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.prompt.ranking import Curve
 from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.subject import Analysis
 from kvsim.policies.asl import Selecting
-
-Floats = NDArray[np.float64]
 
 #: ASL's thresholds, Table 9.
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)

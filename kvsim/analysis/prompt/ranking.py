@@ -1,4 +1,4 @@
-"""How the layers rank the tokens of a prompt: one pass over a trace, then every question from it.
+"""Ranks of the tokens of a prompt in each layer, from one pass over a trace.
 
 The pooled scores p and the ranks are those of ASL (`kvsim.policies.asl`, where the formulas are),
 of every layer of the prefill with full attention: as if no layer had selected. Up to the selection
@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsim.analysis.kept.retention import share
+from kvsim.analysis.arrays import Floats, Ints
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, Selecting, pooled_scores, rank_variance, ranks
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 #: In a grid: no layer is selected.
 NEVER_SELECTS = -1
@@ -73,10 +69,9 @@ class Curve:
             return self.first_layer + int(settled.argmax())
         return self.n_layers - 1 if self.rule.restarts else None
 
-    def verdict(self, tau: float | None = None) -> str:
+    def verdict(self) -> str:
         """The outcome in words."""
-        tau = self.rule.tau if tau is None else tau
-        at, first, tested = self.selected(tau), self.first_layer, self.tested
+        tau, at, first, tested = self.rule.tau, self.selected(), self.first_layer, self.tested
         if self.fits:
             return f"nothing to select: the prompt of {self.prompt_len} tokens fits the budget"
         if not tested:
@@ -105,10 +100,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Grid:
-    """Selection layers by first layer and look-back; `NEVER_SELECTS` where there is none.
+    """Selection layers [first layer, look-back]; `NEVER_SELECTS` where there is none.
 
-    layers [first layer, look-back]. used [first layer, look-back]: the look-back that there were
-    layers for.
+    used [first layer, look-back]: the look-back that there were layers for.
     """
 
     budget: int
@@ -146,22 +140,18 @@ class Ranking:
         """m: tokens before the window."""
         return int(self.ranks.shape[1])
 
-    def room(self, budget: int) -> int:
-        """k: tokens before the window that propagate at a budget; BudgetError below the window."""
-        if budget < self.rule.least_budget:
-            raise BudgetError(
-                f"asl: budget {budget} is below the window of {self.rule.window} rows, which "
-                "always propagates; give a larger budget or a smaller window"
-            )
-        return min(budget, self.prompt_len) - self.rule.window
-
     def curve(self, budget: int, rule: Selecting | None = None) -> Curve:
         """The test in all layers, under another first layer, look-back or tau if `rule` is given.
 
         Raises BudgetError for a budget below the window, PolicyError for another window.
         """
-        rule = self._own(rule)
-        k = self.room(budget)
+        rule = self._checked(rule)
+        if budget < rule.least_budget:
+            raise BudgetError(
+                f"asl: budget {budget} is below the window of {rule.window} rows, which "
+                "always propagates; give a larger budget or a smaller window"
+            )
+        k = min(budget, self.prompt_len) - rule.window
         first, back = rule.rule(self.n_layers)
         variance = self.variance(back, k)
         relative = np.full(self.n_layers, np.nan)
@@ -175,25 +165,23 @@ class Ranking:
         budget: int,
         first_layers: Sequence[int] | None = None,
         look_backs: Sequence[int] | None = None,
-        rule: Selecting | None = None,
     ) -> Grid:
         """Selection layers over first layers and look-backs.
 
         By default from layer 1 to the last but one and from 2 to 16 layers: one layer alone has no
         variance, so that ASL selects at once, and behind the last layer there is nothing to drop.
         """
-        rule = self._own(rule)
         total = self.n_layers
         firsts = tuple(first_layers or range(1, total - 1) or range(total))
         backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
-        layers, used = (np.zeros((len(firsts), len(backs)), np.int64) for _ in range(2))
-        for at in np.ndindex(layers.shape):
-            first, back = firsts[at[0]], backs[at[1]]
-            curve = self.curve(budget, replace(rule, first_layer=first, look_back=back))
-            selected = curve.selected()
-            layers[at] = NEVER_SELECTS if selected is None else selected
-            used[at] = curve.look_back
-        return Grid(budget, self.room(budget), rule.tau, total, firsts, backs, layers, used)
+        curves = [
+            self.curve(budget, replace(self.rule, first_layer=first, look_back=back))
+            for first, back in product(firsts, backs)
+        ]
+        selected = [NEVER_SELECTS if (at := x.selected()) is None else at for x in curves]
+        shape = len(firsts), len(backs)
+        layers, used = np.reshape(selected, shape), np.reshape([x.look_back for x in curves], shape)
+        return Grid(budget, curves[0].k, self.rule.tau, total, firsts, backs, layers, used)
 
     def variance(self, look_back: int, k: int) -> Floats:
         """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""
@@ -216,11 +204,6 @@ class Ranking:
         """Positions of these tokens at one layer, ascending."""
         return np.flatnonzero((self._recent(layer, look_back) <= k).any(0).numpy())
 
-    def top(self, k: int) -> Bools:
-        """Which tokens are among the first k; [L, m]."""
-        top: Bools = (self.ranks <= k).numpy()
-        return top
-
     def entropy(self) -> Floats:
         """Entropy of each layer's scores as a distribution over the tokens, in nats; [L].
 
@@ -231,44 +214,17 @@ class Ranking:
         entropy: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
         return entropy
 
-    def jaccard(self, k: int) -> Floats:
-        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
-
-        NaN in the first layer, and where k is 0.
-        """
-        top = self.top(k)
-        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
-        return np.concatenate([[np.nan], share(both, either)])
-
-    def jaccard_chance(self, k: int) -> float:
-        """The Jaccard index of two sets of k tokens that share as many as expected, k * k / m."""
-        shared = k * k / self.ranked
-        return shared / (2 * k - shared) if k else float("nan")
-
-    def recall(self, k: int, gold: Sequence[int] | Ints) -> Floats:
-        """Share of the gold positions among each layer's first k tokens or in the window; [L]."""
-        at = np.asarray(gold, np.int64)
-        if not len(at):
-            return np.full(self.n_layers, np.nan)
-        kept = np.ones((self.n_layers, self.prompt_len), dtype=bool)
-        kept[:, : self.ranked] = self.top(k)
-        recall: Floats = kept[:, at].mean(-1)
-        return recall
-
     def _recent(self, layer: int, look_back: int) -> Tensor:
         return self.ranks[layer - look_back + 1 : layer + 1]
 
-    def _own(self, rule: Selecting | None) -> Selecting:
-        """The rule, checked against what the scores were made with."""
+    def _checked(self, rule: Selecting | None) -> Selecting:
+        """The rule, by default the ranking's, checked against that of the scores."""
         if rule is None:
             return self.rule
-        mine, other = (
-            (one.window, one.pool, one.pool_kernel if one.pool else None)
-            for one in (self.rule, rule)
-        )
-        if mine != other:
+        ours, other = ((x.window, x.pool, x.pool and x.pool_kernel) for x in (self.rule, rule))
+        if ours != other:
             raise PolicyError(
-                f"asl: window, pool and pool_kernel are {other}, the scores were made with {mine}; "
+                f"asl: window, pool and pool_kernel are {other}, the scores were made with {ours}; "
                 "make a ranking for each"
             )
         rule.check(self.n_layers)
@@ -324,6 +280,40 @@ def window_attention(
             padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % factor))
             found.append(padded.unflatten(-1, (-1, factor)).amax(-1).numpy())
     return np.stack(found)
+
+
+@dataclass(frozen=True)
+class RankPattern:
+    """Ranks of some tokens in every layer.
+
+    tokens: positions, in the order of the columns. edges: the first token (its place among them) of
+    each column, and where the last column ends. ranks [L, column]: geometric means, 1 the best.
+    """
+
+    tokens: Ints
+    edges: Ints
+    ranks: Floats
+
+
+def rank_pattern(
+    ranking: Ranking, look_back: int, k: int, *, by: str = "rank", columns: int = 1024
+) -> RankPattern:
+    """Return the ranks of the tokens among the first k in one of the last `look_back` layers.
+
+    After ASL (arXiv 2601.07667), Fig. 4. by: the order of the tokens, `rank` in the last layer or
+    `position`. columns: at most; where there are more tokens, neighbours share a column.
+    """
+    tokens = ranking.members(ranking.n_layers - 1, look_back, k)
+    if by == "rank":
+        tokens = tokens[np.argsort(ranking.ranks[-1, tokens].numpy(), kind="stable")]
+    width = max(1, -(-len(tokens) // columns))
+    starts = np.arange(0, len(tokens), width)
+    edges = np.append(starts, len(tokens))
+    ranks = np.log(ranking.ranks[:, tokens].numpy().astype(np.float64))
+    if not len(tokens):
+        return RankPattern(tokens, edges, ranks)
+    means = np.add.reduceat(ranks, starts, axis=1) / np.diff(edges)
+    return RankPattern(tokens, edges, np.exp(means))
 
 
 def _look(trace: Trace, device: str) -> Look:

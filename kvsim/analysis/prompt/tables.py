@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.prompt.gold import check_positions
 from kvsim.analysis.prompt.ranking import Curve, Ranking
 from kvsim.analysis.wide import wide
@@ -23,38 +23,30 @@ from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-_LABEL = pl.Enum(FIDELITY)
-_OF_TRACE: dict[str, Any] = {
-    **dict.fromkeys(("trace", "task"), pl.String),
-    "budget": pl.Int64,
-    "share": pl.String,
-    "k": pl.Int64,
-}
+_OF_TRACE = {"trace": pl.String, "task": pl.String, "budget": pl.Int64, "share": pl.String}
 #: Columns of `layer_table`.
 LAYER_COLUMNS: dict[str, Any] = {
     **_OF_TRACE,
-    "layer": pl.Int64,
+    **dict.fromkeys(("k", "layer"), pl.Int64),
     **dict.fromkeys(("variance", "relative_variance"), pl.Float64),
     "selected": pl.Boolean,
     "union": pl.Int64,
     **dict.fromkeys(("entropy", "entropy_uniform"), pl.Float64),
     **dict.fromkeys(("jaccard", "jaccard_chance", "gold_recall"), pl.Float64),
-    "fidelity": _LABEL,
+    "fidelity": pl.Enum(FIDELITY),
 }
 #: Columns of `selection_table`.
 SELECTION_COLUMNS: dict[str, Any] = {
     **_OF_TRACE,
-    **dict.fromkeys(("prompt_len", "n_layers", "first_layer", "look_back"), pl.Int64),
+    **dict.fromkeys(("k", "prompt_len", "n_layers", "first_layer", "look_back"), pl.Int64),
     "tau": pl.Float64,
     "layer": pl.Int64,
     "relative_variance": pl.Float64,
     **dict.fromkeys(("gold_tokens", "first_full_recall", "layer_regret"), pl.Int64),
     "gold_recall": pl.Float64,
-    **dict.fromkeys(("verdict", "remark"), pl.String),
-    "fidelity": _LABEL,
+    "verdict": pl.String,
+    "remark": pl.String,
+    "fidelity": pl.Enum(FIDELITY),
 }
 
 
@@ -89,7 +81,7 @@ class Diagnosis:
 
     @property
     def remark(self) -> str:
-        """What a reader should know about the rule at this size; empty for nothing."""
+        """The rule's remark about this size, which may be empty."""
         curve = self.curve
         return curve.rule.remark(curve.n_layers, curve.prompt_len, curve.budget)
 
@@ -103,8 +95,8 @@ class Diagnosis:
         """The union of so many independent random rankings, over k."""
         ranked, k = self.ranking.ranked, self.curve.k
         # a token is in none of the first k of independent random rankings with this probability
-        out: float = (1 - k / ranked) ** self.curve.look_back
-        return ranked * (1 - out) / k
+        absent: float = (1 - k / ranked) ** self.curve.look_back
+        return ranked * (1 - absent) / k
 
     @cached_property
     def entropy(self) -> Floats:
@@ -113,25 +105,38 @@ class Diagnosis:
 
     @cached_property
     def jaccard(self) -> Floats:
-        """As `Ranking.jaccard`, of this budget's sets."""
-        return self.ranking.jaccard(self.curve.k)
+        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
+
+        NaN in the first layer, and where k is 0.
+        """
+        top = (self.ranking.ranks <= self.curve.k).numpy()
+        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
+        return np.concatenate([[np.nan], share(both, either)])
 
     @property
     def jaccard_chance(self) -> float:
-        """What two random sets of this size have in common."""
-        return self.ranking.jaccard_chance(self.curve.k)
+        """The index of two sets of k tokens that share as many as expected, k * k / m."""
+        k = self.curve.k
+        shared = k * k / self.ranking.ranked
+        return shared / (2 * k - shared) if k else float("nan")
 
     @cached_property
     def recall(self) -> Floats | None:
-        """As `Ranking.recall`; None without gold."""
-        return None if self.gold is None else self.ranking.recall(self.curve.k, self.gold)
+        """Share of the gold tokens among each layer's first k or in the window; [L].
+
+        None where they are not known, NaN where there are none.
+        """
+        if self.gold is None:
+            return None
+        kept = np.ones((self.curve.n_layers, self.curve.prompt_len), dtype=bool)
+        kept[:, : self.ranking.ranked] = (self.ranking.ranks <= self.curve.k).numpy()
+        return share(kept[:, self.gold].sum(-1), np.array(len(self.gold)))
 
     @property
     def first_full_recall(self) -> int | None:
         """The first layer whose set holds every gold token; None where none does."""
-        if self.recall is None or not (self.recall == 1.0).any():
-            return None
-        return int((self.recall == 1.0).argmax())
+        full = np.array([]) if self.recall is None else np.flatnonzero(self.recall == 1.0)
+        return int(full[0]) if len(full) else None
 
     @property
     def layer_regret(self) -> int | None:
@@ -141,14 +146,9 @@ class Diagnosis:
         return self.layer - self.first_full_recall
 
     def of_trace(self) -> dict[str, Any]:
-        """The first columns of a table."""
-        return {
-            "trace": self.trace,
-            "task": self.task,
-            "budget": self.curve.budget,
-            "share": self.share,
-            "k": self.curve.k,
-        }
+        """The columns that all rows share."""
+        budget = {"budget": self.curve.budget, "share": self.share, "k": self.curve.k}
+        return {"trace": self.trace, "task": self.task, "fidelity": "exact"} | budget
 
 
 def diagnose(
@@ -170,7 +170,7 @@ def diagnose(
 
 
 def task_of(trace: Trace) -> str:
-    """What traces are grouped by: the label `task`, else the first part of the name.
+    """Return what traces are grouped by: the label `task`, else the first part of the name.
 
     The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
     task `walk`, `p12` of `p`.
@@ -186,26 +186,24 @@ def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     tokens that both are a mean over; entropy in nats, next to that of equal scores; jaccard with
     the layer before, next to chance; gold_recall: share of the gold tokens in the layer's set.
     """
-    return wide(map(_layers, diagnoses), LAYER_COLUMNS)
-
-
-def _layers(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The columns of one diagnosis."""
-    curve = diagnosis.curve
-    layers = np.arange(curve.n_layers)
-    return diagnosis.of_trace() | {
-        "layer": layers,
-        "variance": curve.variance,
-        "relative_variance": curve.relative,
-        "selected": layers == (-1 if diagnosis.layer is None else diagnosis.layer),
-        "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
-        "entropy": diagnosis.entropy,
-        "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
-        "jaccard": diagnosis.jaccard,
-        "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
-        "gold_recall": diagnosis.recall,
-        "fidelity": "exact",
-    }
+    parts = []
+    for diagnosis in diagnoses:
+        curve = diagnosis.curve
+        layers = np.arange(curve.n_layers)
+        of_layers = {
+            "layer": layers,
+            "variance": curve.variance,
+            "relative_variance": curve.relative,
+            "selected": layers == (-1 if diagnosis.layer is None else diagnosis.layer),
+            "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
+            "entropy": diagnosis.entropy,
+            "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
+            "jaccard": diagnosis.jaccard,
+            "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
+            "gold_recall": diagnosis.recall,
+        }
+        parts.append(diagnosis.of_trace() | of_layers)
+    return wide(parts, LAYER_COLUMNS)
 
 
 def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
@@ -215,48 +213,41 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     relative_variance and gold_recall are those of this layer. layer_regret: layers between it and
     the first with full recall, negative where it comes before.
     """
-    return pl.DataFrame(list(map(_selection, diagnoses)), schema=SELECTION_COLUMNS)
-
-
-def _selection(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The row of one diagnosis."""
-    curve, at, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
-    return diagnosis.of_trace() | {
-        "prompt_len": curve.prompt_len,
-        "n_layers": curve.n_layers,
-        "first_layer": curve.first_layer,
-        "look_back": curve.look_back,
-        "tau": curve.rule.tau,
-        "layer": at,
-        "relative_variance": None if at is None else float(curve.relative[at]),
-        "gold_tokens": None if diagnosis.gold is None else len(diagnosis.gold),
-        "first_full_recall": diagnosis.first_full_recall,
-        "layer_regret": diagnosis.layer_regret,
-        "gold_recall": None if recall is None or at is None else float(recall[at]),
-        "verdict": curve.verdict(),
-        "remark": diagnosis.remark,
-        "fidelity": "exact",
-    }
+    rows = []
+    for diagnosis in diagnoses:
+        curve, at, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
+        terms = ("prompt_len", "n_layers", "first_layer", "look_back")
+        row = diagnosis.of_trace() | {name: getattr(curve, name) for name in terms}
+        row |= {
+            "tau": curve.rule.tau,
+            "layer": at,
+            "relative_variance": None if at is None else float(curve.relative[at]),
+            "gold_tokens": None if diagnosis.gold is None else len(diagnosis.gold),
+            "first_full_recall": diagnosis.first_full_recall,
+            "layer_regret": diagnosis.layer_regret,
+            "gold_recall": None if recall is None or at is None else float(recall[at]),
+            "verdict": curve.verdict(),
+            "remark": diagnosis.remark,
+        }
+        rows.append(row)
+    return pl.DataFrame(rows, schema=SELECTION_COLUMNS)
 
 
 def distribution(selections: pl.DataFrame) -> pl.DataFrame:
-    """How often each layer is selected, of a `selection_table`.
+    """Return how often each layer is selected, of a `selection_table`.
 
     One row per task, budget as it was asked for, and selection layer, null for never; traces: how
     many select there; of: all traces of the task; mean_layer: over those that select.
     """
-    keys = ["task", "asked"]
     asked = selections.select(pl.coalesce("share", pl.col("budget").cast(pl.String))).to_series()
-    in_order = pl.Enum(asked.unique(maintain_order=True))
+    in_order = asked.cast(pl.Enum(asked.unique(maintain_order=True)))
+    keys = ["task", "budget"]
     return (
-        selections.with_columns(asked=asked.cast(in_order))
+        selections.with_columns(budget=in_order)
         .with_columns(of=pl.len().over(keys), mean_layer=pl.col("layer").mean().over(keys))
         .group_by(*keys, "layer", "of", "mean_layer", "fidelity")
         .agg(traces=pl.len())
-        .sort("task", "asked", "layer", nulls_last=True)
-        .select(
-            *("task", pl.col("asked").cast(pl.String).alias("budget"), "layer"),
-            *(pl.col(name).cast(pl.Int64) for name in ("traces", "of")),
-            *("mean_layer", "fidelity"),
-        )
+        .sort(*keys, "layer", nulls_last=True)
+        .with_columns(pl.col("budget").cast(pl.String), pl.col("traces", "of").cast(pl.Int64))
+        .select(*keys, "layer", "traces", "of", "mean_layer", "fidelity")
     )

@@ -1,0 +1,32 @@
+"""Types of arrays, and the reductions that every room of the analysis uses."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+#: Rows [H, T] after which the entries of a layer are gone, as `Record.gone_after` has them.
+EvictedAt = NDArray[np.int32]
+
+
+def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
+    """Counts [H, n] of index [H, m]; shape is (H, n)."""
+    flat = index + np.arange(shape[0])[:, None] * shape[1]
+    counts: Ints = np.bincount(flat.ravel(), minlength=shape[0] * shape[1])
+    return counts.reshape(shape)
+
+
+def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
+    """part / whole, broadcast; NaN where whole is 0."""
+    out = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
+    np.divide(part, whole, out=out, where=whole != 0)
+    return out
+
+
+def mean_known(values: Floats) -> Floats:
+    """Mean over the last axis of what is not NaN; NaN where nothing is."""
+    known = ~np.isnan(values)
+    return share(np.where(known, values, 0.0).sum(-1), known.sum(-1))
