@@ -18,11 +18,7 @@ tiles       large arrays as pictures
 import warnings
 from importlib import import_module
 
-from kvsim.analysis.attention.expectation import (
-    Expectation,
-    expected_and_observed,
-    key_table,
-)
+from kvsim.analysis.attention.expectation import Expectation, expected_and_observed, key_table
 from kvsim.analysis.attention.fit import NormalFit, fit_normal
 from kvsim.analysis.attention.intermittence import Gaps, attention_gaps
 from kvsim.analysis.attention.normality import (

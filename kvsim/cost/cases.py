@@ -52,12 +52,7 @@ def no_selection(policy: Policy, budget: int, prompt: int) -> str:
 
 
 def find_selection(
-    policy: Policy,
-    model: Model,
-    budget: int,
-    prompt: int,
-    given: float | None,
-    trace: Trace | None,
+    policy: Policy, model: Model, budget: int, prompt: int, given: float | None, trace: Trace | None
 ) -> SelectionLayer:
     """The layer that is given, else the policy's own, else the trace's, else the literature's."""
     name, last = policy.name, model.n_layers - 1

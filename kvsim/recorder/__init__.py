@@ -17,14 +17,7 @@ if TYPE_CHECKING:
     from kvsim.recorder.options import Options
     from kvsim.recorder.prompts import Prompt, read_prompts
 
-__all__ = [
-    "Options",
-    "Prompt",
-    "capture",
-    "capture_many",
-    "load_model",
-    "read_prompts",
-]
+__all__ = ["Options", "Prompt", "capture", "capture_many", "load_model", "read_prompts"]
 
 _HOME = {
     "Options": "options",

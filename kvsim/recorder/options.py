@@ -46,9 +46,7 @@ class Options:
         ),
     ] = 512
     temperature: Annotated[
-        float,
-        AtLeast(0),
-        Help("0 takes the most likely token; above 0, tokens are drawn."),
+        float, AtLeast(0), Help("0 takes the most likely token; above 0, tokens are drawn.")
     ] = 0.0
     seed: Annotated[int, Help("The seed of the draws.")] = 0
     stop: Annotated[

@@ -68,12 +68,7 @@ class Encoded:
 
 
 def encode(
-    prompt: PromptLike,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    *,
-    system: str | None,
-    chat: bool,
+    prompt: PromptLike, model: PreTrainedModel, tokenizer: Any, *, system: str | None, chat: bool
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 

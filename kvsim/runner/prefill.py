@@ -129,11 +129,7 @@ def recompute(
             cached = _cached(computed, policy, setting, layer, prefill=schedule.prefill)
             evicted_at[layer, :, : trace.prompt_len] = placed(cached, at, trace.prompt_len)
         record = replace(
-            base,
-            evicted_at=evicted_at,
-            selection=descent.selection,
-            recomputed=True,
-            remark=remark,
+            base, evicted_at=evicted_at, selection=descent.selection, recomputed=True, remark=remark
         )
         return _compare_with_full(trace, down, record)
 

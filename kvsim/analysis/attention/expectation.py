@@ -124,11 +124,7 @@ class Expectation:
 
 
 def expected_and_observed(
-    trace: Trace,
-    cut: int | None = None,
-    *,
-    sink: int = 4,
-    device: str = "cpu",
+    trace: Trace, cut: int | None = None, *, sink: int = 4, device: str = "cpu"
 ) -> Expectation:
     """Expected and observed attention of every query head, one layer in memory at a time.
 

@@ -82,9 +82,7 @@ def _expectation(analysis: Analysis) -> Iterator[Cells]:
         yield from _of_layers(analysis.expectation.spearman[-1], "")
 
 
-def _steps(
-    values: Callable[[Expectation], Floats],
-) -> Callable[[Analysis], Iterator[Cells]]:
+def _steps(values: Callable[[Expectation], Floats]) -> Callable[[Analysis], Iterator[Cells]]:
     """Values of each step; values: [step, layer, qhead] of an Expectation."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:

@@ -75,11 +75,7 @@ def states(
 
 
 def state_normality(
-    trace: Trace,
-    of: States = "query",
-    *,
-    skip: int = 4,
-    stop: int | None = None,
+    trace: Trace, of: States = "query", *, skip: int = 4, stop: int | None = None
 ) -> Normality:
     """Effect sizes of every dimension, one layer in memory at a time.
 

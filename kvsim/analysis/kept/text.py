@@ -136,11 +136,7 @@ def is_punctuation(text: Iterable[str]) -> Bools:
 
 
 def punctuation_lift(
-    evicted_at: EvictedAt,
-    marks: Bools,
-    *,
-    sink: int = SINK,
-    recent: int = RECENT,
+    evicted_at: EvictedAt, marks: Bools, *, sink: int = SINK, recent: int = RECENT
 ) -> Floats:
     """Share kept of the marked positions over the share kept of all, after the last event; [H].
 

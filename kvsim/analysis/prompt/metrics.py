@@ -19,8 +19,7 @@ TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def _by_layer(
-    values: Callable[[Diagnosis], Floats | None],
-    chance: Callable[[Diagnosis], float] | None = None,
+    values: Callable[[Diagnosis], Floats | None], chance: Callable[[Diagnosis], float] | None = None
 ) -> Callable[[Analysis], Iterator[Cells]]:
     """Values [L] of a Diagnosis at each k, of layers that have one.
 
@@ -72,9 +71,7 @@ def _other_rules(rule: Selecting, n_layers: int) -> Iterator[tuple[str, Selectin
             yield f"first_layer={other}", replace(rule, first_layer=other)
 
 
-def _gold(
-    number: Callable[[Diagnosis], int | None],
-) -> Callable[[Analysis], Iterator[Cells]]:
+def _gold(number: Callable[[Diagnosis], int | None]) -> Callable[[Analysis], Iterator[Cells]]:
     """A layer, or a number of layers, at each k; nothing where no gold tokens are given."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
