@@ -16,7 +16,8 @@ import kvsim
 from kvsim import Record, Trace
 from kvsim.analysis.attention.heads import head_table
 from kvsim.analysis.kept.states import head_course, longest_gaps
-from kvsim.analysis.tiles import Tile, attention_tile, retention_tile
+
+from .tiles import Tile, attention_tile, retention_tile
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from kvsim.analysis.kept.states import REGION
-from kvsim.analysis.tiles import Tile
+
+from .tiles import Tile
 
 #: Each level of fidelity in one sentence.
 FIDELITY = {

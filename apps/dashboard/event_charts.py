@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.kept.segmentation import Segmented, thinned
-from kvsim.analysis.tiles import SIDE, STATES
 from kvsim.plots.style import COLOURS
 
 from . import cache, elements
+from .tiles import SIDE, STATES
 
 Ints = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ PALE = "rgba(128,128,128,0.22)"
 
 KEPT, MASS, CREDIT, QUOTA, ALONE = COLOURS[1], COLOURS[0], COLOURS[2], COLOURS[4], COLOURS[3]
 
-# Colour of each of kvsim.analysis.tiles.STATES: they differ in lightness too.
+# Colour of each of tiles.STATES: they differ in lightness too.
 _STATES = ("rgba(0,0,0,0)", KEPT, PALE, "#1f3a68")
 _WIPED = 3
 # Cells up to which the state is shown in words under the pointer.

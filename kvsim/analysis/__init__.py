@@ -12,7 +12,6 @@ table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
 results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences, Pareto fronts
-tiles       large arrays as pictures
 """
 
 import warnings

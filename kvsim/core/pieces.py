@@ -171,8 +171,8 @@ class Scorer(Piece, ABC):
 
     @property
     def signed(self) -> bool:
-        """Whether a score can be negative."""
-        return False
+        """Whether a score can be negative, as logarithms can."""
+        return self.logarithmic
 
     @property
     def needs(self) -> frozenset[str]:

@@ -92,11 +92,6 @@ class ExpectedAttention(Scorer):
         """Where log is set."""
         return self.log
 
-    @property
-    def signed(self) -> bool:
-        """Logarithms can be negative."""
-        return self.log
-
     def logarithm(self) -> ExpectedAttention:
         """The logarithm of the score where epsilon is 0; else nothing underflows."""
         return self if self.epsilon else replace(self, log=True)

@@ -44,11 +44,6 @@ class TOVA(Scorer):
         """Where log is set."""
         return self.log
 
-    @property
-    def signed(self) -> bool:
-        """Logarithms are negative."""
-        return self.log
-
     def logarithm(self) -> TOVA:
         """The logarithm of the average."""
         return replace(self, log=True)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from apps.dashboard.tiles import attention_tile
 from kvsim import analysis as diagnostics
 from kvsim import store
 from kvsim.analysis.attention.overlap import window_overlap
-from kvsim.analysis.tiles import attention_tile
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.core.policy import Policy, Scorer

@@ -16,11 +16,11 @@ from kvsim.analysis.kept.segmentation import Segmented, cut_table, segmented
 from kvsim.analysis.kept.segments import NEAR
 from kvsim.analysis.kept.states import head_course, kept_positions
 from kvsim.analysis.table import fidelity
-from kvsim.analysis.tiles import SIDE
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
 
 from .. import cache, controls, elements, event_charts
+from ..tiles import SIDE
 
 #: Entries of all heads at all events up to which a replay keeps the decisions of its events (some
 #: 60 bytes each).

@@ -142,61 +142,49 @@ def _distance(analysis: Analysis) -> Iterator[Cells]:
 METRICS: Mapping[str, Metric] = {
     "window_overlap": Metric(
         "share of the last rows' top keys that were top keys of earlier rows, next to chance",
-        "trace", "share", None, "G-KV, Fig. 1", _overlap,
-    ),
+        "trace", "share", None, "G-KV, Fig. 1", _overlap),
     "sparsity": Metric(
         "share of the last 512 keys that score below p x maximum in the last 16 rows",
-        "trace", "share", None, "G-KV, Fig. 9", _sparsity,
-    ),
+        "trace", "share", None, "G-KV, Fig. 9", _sparsity),
     "attention_gap": Metric(
         "windows without a key between two that have it in their top tenth, next to chance",
-        "trace", "windows", None, "G-KV; defined here", _gap,
-    ),
+        "trace", "windows", None, "G-KV; defined here", _gap),
     "attention_return": Metric(
         "share of the returns to a top, and of the keys, that come after such a gap, next to "
         "chance",
-        "trace", "share", None, "as attention_gap", _return,
-    ),
+        "trace", "share", None, "as attention_gap", _return),
     "expectation": Metric(
         "rank correlation over the prompt's keys of expected attention with what the response "
         "attends to",
-        "trace", "correlation", None, "Expected Attention, Fig. 10", _expectation, default=False,
-    ),
+        "trace", "correlation", None, "Expected Attention, Fig. 10", _expectation, default=False),
     "expectation_steps": Metric(
         "the same after each assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
-        _steps(lambda expectation: expectation.spearman), main=STEPS[-1], default=False,
-    ),
+        _steps(lambda expectation: expectation.spearman), main=STEPS[-1], default=False),
     "expectation_logs": Metric(
         "correlation of the logarithms of expected and observed attention, after each assumption",
         "trace", "correlation", None, "as expectation_steps",
-        _steps(lambda expectation: expectation.log_pearson), main=STEPS[-1], default=False,
-    ),
+        _steps(lambda expectation: expectation.log_pearson), main=STEPS[-1], default=False),
     "expectation_recall": Metric(
         "share of the keys with the most observed attention that are first by expected attention "
         "too, next to chance",
         "trace", "share", None, "as expectation_steps", _recall,
-        main=f"{STEPS[-1]},top=0.1", default=False,
-    ),
+        main=f"{STEPS[-1]},top=0.1", default=False),
     "attention_loss": Metric(
         "share of observed attention lost with keys removed in the order of a score",
         "trace", "share", None, "as expectation_steps", _loss,
-        main=f"{STEPS[-1]},removed=0.5", default=False,
-    ),
+        main=f"{STEPS[-1]},removed=0.5", default=False),
     "projection_gap": Metric(
         "distance of a key's log mean exponential over queries from that of normal ones, median "
         "over heads and keys",
         "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
-        main=f"skip={SINK}", default=False,
-    ),
+        main=f"skip={SINK}", default=False),
     "normal_distance": Metric(
         "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
         "next to that of normal samples",
-        "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False,
-    ),
+        "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False),
     "score_decline": Metric(
         "rank correlation of the number of a window of later rows with its largest score of a "
         "prompt's key",
-        "trace", "correlation", None, "after G-KV, eq. 5", _decline, default=False,
-    ),
+        "trace", "correlation", None, "after G-KV, eq. 5", _decline, default=False),
 }  # fmt: skip

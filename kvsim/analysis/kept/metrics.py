@@ -152,76 +152,59 @@ PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
         "sets", "share", "lower", "named by AMS, defined here", _wipeout("cumulative"),
-        over_events="last", main="length=32,threshold=0",
-    ),
+        over_events="last", main="length=32,threshold=0"),
     "wipeout_hazard": Metric(
         "share of the regions still alive that an event wipes out",
-        "sets", "share", "lower", "as wipeout", _wipeout("hazard"), main="length=32,threshold=0",
-    ),
+        "sets", "share", "lower", "as wipeout", _wipeout("hazard"), main="length=32,threshold=0"),
     "retained_iou": Metric(
         "intersection over union of the sets kept after consecutive events, next to chance",
-        "sets", "share", None, "AMS, Table 14", _iou,
-    ),
+        "sets", "share", None, "AMS, Table 14", _iou),
     "middle_coverage": Metric(
         "share kept of the middle third of the text, next to that of the whole",
-        "sets", "share", None, "AMS, Fig. 4", _coverage,
-    ),
+        "sets", "share", None, "AMS, Fig. 4", _coverage),
     "burst_length": Metric(
         "mean length of a run of dropped positions, next to chance",
-        "sets", "entries", None, "AMS, Fig. 2", _burst_length,
-    ),
+        "sets", "entries", None, "AMS, Fig. 2", _burst_length),
     "burst_share": Metric(
         "share of the dropped positions that lie in long runs, next to chance",
-        "sets", "share", None, "as burst_length", _burst_share, main="length=32",
-    ),
+        "sets", "share", None, "as burst_length", _burst_share, main="length=32"),
     "burst_count": Metric(
         "runs of dropped positions per 1,000 positions, next to chance",
-        "sets", "per 1,000", None, "as burst_length", _burst_count,
-    ),
+        "sets", "per 1,000", None, "as burst_length", _burst_count),
     "dense_drops": Metric(
         "share of the text in windows of 64 positions of which at least 95% are dropped",
-        "sets", "share", None, "as burst_length", _dense,
-    ),
+        "sets", "share", None, "as burst_length", _dense),
     "segment_count": Metric(
         "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
-        "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES,
-    ),
+        "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES),
     "segment_length": Metric(
         "entries of such a segment: mean over events, and over all segments",
         "sets", "entries", None, "AMS, Table 14", _segment_length, main=f"{AMS},mean",
-        notes=SEGMENT_NOTES,
-    ),
+        notes=SEGMENT_NOTES),
     "boundary_shift": Metric(
         "positions from a segment's start to the nearest one of the event before",
         "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"), main=AMS,
-        notes=SEGMENT_NOTES,
-    ),
+        notes=SEGMENT_NOTES),
     "boundary_f1": Metric(
         "agreement of consecutive events in where segments start, within 8 positions",
         "sets", "share", None, "as boundary_shift", _boundaries("f1"), main=AMS,
-        notes=SEGMENT_NOTES,
-    ),
+        notes=SEGMENT_NOTES),
     "quota_share": Metric(
         "share of the budget that segments get by their mass, as a minimum, by rounding",
         "sets", "share", None, "kvsim, of AMS", _quota_share, main="mass",
-        notes=frozenset(QUOTA_NOTES),
-    ),
+        notes=frozenset(QUOTA_NOTES)),
     "suffix_mass": Metric(
         "share of the mass, by which segments are cut, that lies on the window's own entries",
-        "sets", "share", None, "kvsim, of AMS", _suffix_mass, notes=frozenset({"suffix_mass"}),
-    ),
+        "sets", "share", None, "kvsim, of AMS", _suffix_mass, notes=frozenset({"suffix_mass"})),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
-        "sets", "relative", None, "G-KV, Fig. 7", _position,
-    ),
+        "sets", "relative", None, "G-KV, Fig. 7", _position),
     "retention_ratio": Metric(
         "share of the full cache that is used: by rows after the prompt, in the end, nominally",
-        "sets", "share", None, "G-KV, Fig. 6", _ratio, main="rows",
-    ),
+        "sets", "share", None, "G-KV, Fig. 6", _ratio, main="rows"),
     "entries_seen": Metric(
         "entries visible to a row, mean over rows after the prompt: the cache a policy really used",
-        "sets", "entries", None, "kvsim", _entries,
-    ),
+        "sets", "entries", None, "kvsim", _entries),
 }  # fmt: skip
 
 
@@ -264,23 +247,18 @@ def _punctuation(subject: Subject) -> Iterator[Cells]:
 CONTENTS: Mapping[str, Metric] = {
     "repetition": Metric(
         "n-gram repetition rate of the response: 1 - distinct / all n-grams",
-        "trace", "share", None, "AMS, without an n", _repetition,
-    ),
+        "trace", "share", None, "AMS, without an n", _repetition),
     "max_loop": Metric(
         "longest ending of the response that repeats up to 64 tokens at least twice",
-        "trace", "tokens", None, "kvsim", _max_loop,
-    ),
+        "trace", "tokens", None, "kvsim", _max_loop),
     "value_norm_overlap": Metric(
         "share of the entries kept behind the sinks that the largest values would keep too, "
         "after the last event, next to chance",
-        "sets", "share", None, "after Expected Attention", _norms,
-    ),
+        "sets", "share", None, "after Expected Attention", _norms),
     "key_similarity": Metric(
         "mean cosine of two keys that a head keeps, after the last event, next to chance",
-        "sets", "cosine", None, "G-KV, section 4", _similarity,
-    ),
+        "sets", "cosine", None, "G-KV, section 4", _similarity),
     "punctuation_lift": Metric(
         "share kept of punctuation over the share kept of all tokens, after the last event",
-        "sets", "ratio", None, "G-KV, App. I", _punctuation,
-    ),
+        "sets", "ratio", None, "G-KV, App. I", _punctuation),
 }  # fmt: skip

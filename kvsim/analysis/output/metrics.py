@@ -91,47 +91,37 @@ def _means(subject: Subject, values: Floats) -> Iterator[Cells]:
 METRICS: Mapping[str, Metric] = {
     "output_error": Metric(
         "|o_full - o_seen| / |o_full| of the attention output, mean over rows after the prompt",
-        "rows", "relative", "lower", "kvsim", _rows("error"),
-    ),
+        "rows", "relative", "lower", "kvsim", _rows("error")),
     "retained_mass": Metric(
         "share of full attention on what a row sees and on the model's own sinks, mean over rows "
         "after the prompt",
-        "rows", "share", "higher", "kvsim", _rows("mass"),
-    ),
+        "rows", "share", "higher", "kvsim", _rows("mass")),
     "missing_mass": Metric(
         "first factor of the output error: attention on evicted entries",
-        "rows", "share", "lower", "error = missing x distance", _rows("missing"),
-    ),
+        "rows", "share", "lower", "error = missing x distance", _rows("missing")),
     "error_distance": Metric(
         "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-5 is missing",
-        "rows", "relative", None, "as missing_mass", _rows("distance"),
-    ),
+        "rows", "relative", None, "as missing_mass", _rows("distance")),
     "sparsity_compressed": Metric(
         "sparsity over the entries that the last row still sees, attention over what rows see",
-        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence",
-    ),
+        "rows", "share", None, "G-KV, Fig. 9", _sparsity_compressed, main="p=0.01,max=sequence"),
     "wipeout_mass": Metric(
         "share of later rows' attention on regions that lay in wiped-out ones, mean over events",
-        "rows", "share", "lower", "as wipeout", _lost_mass, main="length=32,threshold=0",
-    ),
+        "rows", "share", "lower", "as wipeout", _lost_mass, main="length=32,threshold=0"),
     "topk_recall": Metric(
         "share of the ten entries with the most full attention that a row still sees, mean over "
         "rows after the prompt, next to chance",
-        "rows", "share", "higher", "kvsim", _recall, main="k=10",
-    ),
+        "rows", "share", "higher", "kvsim", _recall, main="k=10"),
     "regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
-        "rows", "share", "lower", "kvsim", _regret, beside_oracle=True,
-    ),
+        "rows", "share", "lower", "kvsim", _regret, beside_oracle=True),
     "layer_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
         "after the prompt",
         "rows", "relative", "lower", "after Expected Attention, Fig. 6", _layer_error,
-        default=False,
-    ),
+        default=False),
     "layer_error_absolute": Metric(
         "|o_full - o_seen| of such a vector; comparable within a layer",
         "rows", "units of the trace", "lower", "as layer_error", _layer_error_absolute,
-        default=False,
-    ),
+        default=False),
 }  # fmt: skip

@@ -91,47 +91,38 @@ METRICS: Mapping[str, Metric] = {
     "rank_variance": Metric(
         "variance over neighbouring layers of a token's rank, mean over the tokens that rank high",
         "trace", "squared ranks", None, "ASL, section 4.1",
-        _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False,
-    ),
+        _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False),
     "rank_relative": Metric(
         "rank variance over that of the first layer that ASL tests",
         "trace", "ratio", None, "ASL, Fig. 6",
-        _by_layer(lambda diagnosis: diagnosis.curve.relative), main="k=25%", default=False,
-    ),
+        _by_layer(lambda diagnosis: diagnosis.curve.relative), main="k=25%", default=False),
     "rank_union": Metric(
         "tokens among the first k of one of the layers compared, over k, next to chance",
         "trace", "ratio", None, "ASL, section 4.1",
         _by_layer(lambda diagnosis: diagnosis.union, lambda diagnosis: diagnosis.union_chance),
-        main="k=25%", default=False,
-    ),
+        main="k=25%", default=False),
     "rank_overlap": Metric(
         "Jaccard index of a layer's first k tokens and those of the layer before, next to chance",
         "trace", "share", None, "kvsim, after ASL",
         _by_layer(lambda diagnosis: diagnosis.jaccard, lambda diagnosis: diagnosis.jaccard_chance),
-        main="k=25%", default=False,
-    ),
+        main="k=25%", default=False),
     "layer_entropy": Metric(
         "entropy of a layer's scores as a distribution over the prompt's tokens",
-        "trace", "nats", None, "after ASL, Fig. 3", _entropy, default=False,
-    ),
+        "trace", "nats", None, "after ASL, Fig. 3", _entropy, default=False),
     "selection_layer": Metric(
         "layer after which ASL selects; null where it never does",
         "trace", "layer", None, "ASL, Fig. 9 and 10", _selection,
-        main="k=25%,tau=0.3", default=False,
-    ),
+        main="k=25%,tau=0.3", default=False),
     "gold_recall": Metric(
         "share of given gold tokens among a layer's first k tokens or in ASL's window",
         "trace", "share", None, "kvsim, after ASL",
-        _by_layer(lambda diagnosis: diagnosis.recall), main="k=25%", default=False,
-    ),
+        _by_layer(lambda diagnosis: diagnosis.recall), main="k=25%", default=False),
     "gold_layer": Metric(
         "first layer whose first k tokens and ASL's window hold all gold tokens",
         "trace", "layer", None, "kvsim, after ASL",
-        _gold(lambda diagnosis: diagnosis.first_full_recall), main="k=25%", default=False,
-    ),
+        _gold(lambda diagnosis: diagnosis.first_full_recall), main="k=25%", default=False),
     "gold_regret": Metric(
         "layers from the first one that holds all gold tokens to the one after which ASL selects",
         "trace", "layers", None, "kvsim, after ASL",
-        _gold(lambda diagnosis: diagnosis.layer_regret), main="k=25%", default=False,
-    ),
+        _gold(lambda diagnosis: diagnosis.layer_regret), main="k=25%", default=False),
 }  # fmt: skip

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from apps.dashboard.tiles import STATES, attention_tile, retention_tile
 from kvsim import Rope, Trace
 from kvsim.analysis.attention.heads import head_table
 from kvsim.analysis.kept.retention import wipeout
-from kvsim.analysis.tiles import STATES, attention_tile, retention_tile
 
 
 def made(n=70, layers=2, prompt_len=20, *, lse=False):
