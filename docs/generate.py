@@ -44,7 +44,7 @@ def policy_names() -> str:
 
     lines = ["| kind | names |", "| --- | --- |"]
     kinds = {
-        "scorer": "scorers",
+        "scorer": "scorers (`full`, `random` and `oracle` are references)",
         "wrapper": "wrappers",
         "allocator": "allocators",
         "propagation": "across layers",
@@ -74,15 +74,19 @@ def policy_notes() -> str:
     for name, entry in CATALOGUE.items():
         presets = [entry.preset(preset) for preset in entry.presets]
         pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
-        docs = []
+        docs, elsewhere = [], []
         modules = dict.fromkeys(piece.__module__ for piece in pieces)
         for module in (m for m in modules if m.startswith("kvsim.policies.")):
             file = module.rpartition(".")[2]
             place = file if file in CATALOGUE else told.setdefault(module, name)
             if place != name:
-                docs.append(f"The rule, or a part of it, is described under [{place}](#{place}).")
+                elsewhere.append(f"[{place}](#{place})")
             else:
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
+        if elsewhere and docs:
+            docs.append(f"A part of the rule or of a preset is under {' and '.join(elsewhere)}.")
+        elif elsewhere:
+            docs.append(f"Keeps {entry.summary}. The rule is under {' and '.join(elsewhere)}.")
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
         accepts: dict[str, str] = {}
         for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):

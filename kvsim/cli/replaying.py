@@ -181,9 +181,7 @@ def _print(
         f"the last {protect.recent} positions" if protect.recent else "",
     )
     if any(protected):
-        show.echo_text(
-            f"Every policy also keeps {' and '.join(filter(None, protected))} in any case."
-        )
+        show.echo_text(f"Every policy also protects {' and '.join(filter(None, protected))}.")
     show.echo_text()
     summary, free = summarise(run.table, shown), unbounded(policies)
     if summary.height:

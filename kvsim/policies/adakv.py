@@ -2,16 +2,16 @@
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference", arXiv 2407.11550, algorithm 1. The layer keeps heads x budget entries. Each head is
-guaranteed its best entries, a share `floor` of its budget; the best entries of all heads together
-get the remaining places. Scores of different heads are compared, so a scorer fits if its scores
-share one scale, such as attention or Expected Attention, whose paper calls adakv+expected_attention
-its strongest variant.
+guaranteed its best entries, a share `floor` of its budget (by default a fifth). The best other
+entries of all heads together get the remaining places. This compares scores of different heads, so
+the scores of the scorer must share one scale, as attention does. Expected Attention does, too; its
+paper calls adakv+expected_attention its strongest variant.
 
 Deviations. Evicted entries are gone, and heads hold different numbers of entries. kvpress masks
 entries and frees nothing; in decoding its Expected Attention brings them back as damaged keys,
-which no option here reproduces. Protected entries come on top of the guaranteed ones (together
-never above the head's uniform budget); `adakv@kvpress` counts them among the guaranteed ones, of
-which every head has at least one.
+which no option here reproduces. Protected entries come on top of the guaranteed ones, together at
+most the head's uniform budget. `adakv@kvpress` counts them among the guaranteed ones
+(`protected_in_floor=True`), of which every head has at least one.
 """
 
 from __future__ import annotations

@@ -1,31 +1,46 @@
 """AMS: the cache is cut into segments of equal attention mass, and every segment keeps a share.
 
-"Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event: (1)
-the usage u of an entry is the attention that it gets from a window of rows; (2) its mass is
-m = u / sum u, mixed with a credit that remembers the mass of earlier events; (3) the cache is cut
-where the cumulative mass crosses multiples of `segment_mass`; (4) segments are merged and split
-until they have min_segment to max_segment entries; (5) each segment gets a quota of the budget, in
-proportion to its mass; (6) any scorer chooses the best entries of a segment. So no stretch of the
-sequence is lost as a whole.
+"Adaptive Mass-Segmented KV Compression for Long-Form Reasoning", arXiv 2605.23200. At an event:
 
-Two modes. "strict" (default) keeps what the paper promises: every segment is within its bounds (if
-max_segment >= 2 min_segment - 1), every segment keeps at least min_quota entries while the budget
-suffices, and the size is exact. "reference" does what the release does. It splits before it merges,
-so a merged segment can exceed max_segment. It rounds quotas and corrects their sum in passes from
-the left. At small budgets, sinks give way to recent entries. Entries that the scorer itself
-protects (its window, its sinks) rank first in their segment and use up its quota. A final cut by
-score over the whole head can erase whole segments.
+1. The *usage* u of an entry is its mean attention from the `window` most recent rows (at most as
+   many rows as the budget), average-pooled over `pool_kernel` neighbours. For the window's own
+   entries, `suffix_fill` gives the usage; by default it is the largest usage of the head.
+2. The *mass* of an entry is m = u / sum u. The *credit* c remembers the mass of earlier events:
+   c becomes credit_decay c + (1 - credit_decay) m. From here on the mass is
+   credit_mix m + (1 - credit_mix) c / sum c. `credit=False` leaves the credit out.
+3. The cache is cut where the cumulative mass crosses multiples of `segment_mass`
+   (`segmentation="fixed"`: after every `segment_length` entries).
+4. Segments are merged and split until they have `min_segment` to `max_segment` entries.
+5. Each segment gets a *quota*, a part of the budget in proportion to its mass (`weights="length"`:
+   to its length; "equal": the same for all), at least `min_quota` entries.
+6. A scorer chooses the best entries of each segment, as many as its quota.
 
-Deviations. Window rows are at their own positions and cover the last rows of the trace; the release
-rotates all of them to the current position. Mass is per head and sequence, in float64. The
-release's quota passes never end where segments outnumber the budget; here the strict rule for that
-case takes over. The release gives entries that a scorer protects the largest score of the layer, a
-tie with the best entry; here they come first. The release's TOVA protects the last token in this
-way: the option `protect_last`. `weights="length"` is the paper's ablation without mass weights.
-What the release runs for it (`reference_no_mass`) weighs by mass all the same, and its credit
-remembers usage before normalisation: `credit_of="usage"`. Hyper-parameters are those of the paper's
-Table 15; recent = 32 and pool_kernel = 5, which it does not give, are the release's. `ams@release`
-has the release's own.
+So no segment of the cache is lost as a whole, as long as the budget has an entry for each.
+
+Two modes. `mode="strict"` (default) gives what the paper promises: segments have min_segment to
+max_segment entries (if max_segment >= 2 min_segment - 1), every segment keeps at least min_quota
+entries as long as the budget suffices, and the number of kept entries is exactly the budget.
+`mode="reference"` does what the release does:
+
+* It splits segments before it merges them, so a merged segment can exceed max_segment.
+* It rounds quotas and corrects their sum in passes from the left.
+* If the budget is below sink + recent, it protects recent entries first; strict mode protects the
+  sinks first.
+* Entries that the scorer itself protects (its window, its sinks) rank first in their segment and
+  use up its quota.
+* A final cut by score over the whole head can erase whole segments.
+
+Deviations. The window holds the last rows of the trace up to the event, with each query rotated to
+its own position; the release rotates all of them to the current position. Mass is computed per head
+and sequence, in float64. If there are more segments than entries in the budget, the release's quota
+passes never end; there the reference mode takes the rule of the strict mode. The release gives
+entries that a scorer protects the largest score of the layer, so they tie with the best entry; here
+they come first. The release's TOVA protects the last token in this way (`protect_last` of `tova`).
+`weights="length"` is the paper's ablation without mass weights. For this ablation the release runs
+`reference_no_mass`, which still weighs by mass; its credit remembers the usage instead of the mass
+(`credit_of="usage"`). The defaults are those of the paper's Table 15. The table gives no `recent`
+and `pool_kernel`; here they are 32 and 5, as in the release. `ams@release` has the mode "reference"
+and the hyper-parameters of the release.
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@ Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM 
 of ACL 2026, arXiv 2601.07667, section 4 and algorithms 1 and 2. At the end of a prompt of n tokens,
 each layer ranks the tokens before the window. The score of a token is its softmax attention from
 the last `window` rows, summed over them, average-pooled over neighbours and summed over all query
-heads. R are the ranks; rank 1 has the largest score. Let w be the last `look_back` layers,
-k = min(budget, n) - window, and U the tokens that rank among the first k in at least one of these
-layers:
+heads. R are the ranks; rank 1 has the largest score. Let B be the last `look_back` layers up to
+layer l, k = min(budget, n) - window, and U the tokens that rank among the first k in at least one
+of these layers. V_l says how much ranks still change, rho_l how much relative to the first layer
+that is tested:
 
-    V_l = mean over U of var over w of R,    rho_l = V_l / V_first_layer.
+    V_l = mean over U of the variance over B of R,    rho_l = V_l / V_first_layer.
 
-At the first layer l >= first_layer (by default a third of the layers, L // 3) with rho_l < tau, the
-first k tokens of this layer and the window propagate to deeper layers, at their own positions. The
-caches up to layer l keep what a scorer chooses (SnapKV from the same window), or everything
+At the first layer l >= first_layer (by default L // 3 of L layers) with rho_l < tau, the first k
+tokens of this layer's ranking and the window propagate to deeper layers, at their own positions.
+The caches up to layer l keep what a scorer chooses (SnapKV from the same window), or everything
 (`kv_before="full"`); deeper layers keep all propagated tokens. If no layer is below tau, every
 layer processes all tokens. `asl_2pass` stops after l and runs the selected tokens through all
 layers again, at positions 0, 1, 2, ...; if no layer is below tau, it takes the selection of the

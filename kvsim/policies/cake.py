@@ -15,11 +15,12 @@ of this attention and its shift, each summed over query heads and candidates,
 and the layers share one budget in proportion to P.
 
 Deviations. The paper fixes the layers' shares during the prefill, layer by layer. Here every event
-that evicts divides the total again, so that the sum is exact. Events after the prefill score by the
-mean alone, as in the authors' code. There tau1 and tau2 come from a table of models; here both are
-1. When only some layers are replayed, these share the sum of their budgets. `cake@gkv` is the score
-in G-KV's code: largest of the group, *standard deviation*, no pooling, at every event, the same
-budget in each layer.
+that evicts divides the total again, so that the sum is exact. As in the authors' code, events after
+the prefill score by the mean alone (`decoding=False`). The authors' tau1 and tau2 come from a table
+of models; here both are 1. When only some layers are replayed, these share the sum of their
+budgets. `cake@gkv` is the score in G-KV's code: the largest of the group (`group="max"`), the
+standard deviation instead of the variance (`dispersion="std"`), no pooling, the same at every event
+(`decoding=True`), the same budget in each layer.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ _PRESETS: Mapping[str, Preset] = {
         policy={"schedule": _EVERY_512},
     ),
     "expected_attention@kvpress": Preset(
-        "epsilon 0; in decoding, queries and positions of its buffer",
+        "epsilon 0; in decoding, positions count from the start of a query buffer",
         params={"epsilon": 0.0, "origin": "buffer"},
     ),
     "gkv@r1_qwen_7b": Preset("mix_lambda for R1-Distill-Qwen-7B", params={"mix_lambda": 0.7}),
@@ -353,7 +353,7 @@ _PRESETS: Mapping[str, Preset] = {
         params={"variant": "original", "window": 8, "pool_kernel": 7},
     ),
     "rkv@ams": Preset(
-        "as in the AMS release: window 8, sinks kept, redundancy before the window",
+        "as in the AMS release: window 8, sinks kept, redundancy of the candidates alone",
         params={"variant": "ams", "window": 8, "pool_kernel": 7, "mix_lambda": 0.07, "sink": 4},
         policy={"schedule": _EVERY_512},
     ),

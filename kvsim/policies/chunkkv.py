@@ -1,16 +1,16 @@
 """ChunkKV: whole chunks of neighbouring entries are kept or evicted together.
 
 Liu et al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
-Inference", arXiv 2502.00299. Entries are cut into chunks of `chunk` slots. The scorer's values are
-summed over the KV heads, and a chunk's score is their mean over its slots. The best chunks stay,
-the same in all heads. Every event cuts the entries that are left into new chunks.
+Inference", arXiv 2502.00299. Entries are cut into chunks of `chunk` slots. The scorer's scores are
+summed over the KV heads, and a chunk's score is the mean of these sums over its slots. The best
+chunks stay, the same in all heads. Every event cuts the entries that are left into new chunks.
 
 Deviations. The budget is exact: chunks fill it in the order of their scores, and the last chunk,
 which may not fit whole, keeps its best entries. Protected entries come first and count in the
-budget, but not in the means, because a scorer may have no score for them. `chunkkv@kvpress` keeps
-only whole chunks, floor(chunks x budget / entries) of them: its size is less than one chunk above
-the budget, or less than two below. It has no protection; as in kvpress, entries to protect get the
-largest score of the layer + 1.
+budget, but not in the means, because a scorer may have no score for them. `chunkkv@kvpress`
+(`exact=False`) keeps only whole chunks, floor(chunks x budget / entries) of them: its size is less
+than one chunk above the budget, or less than two below. It has no protection; as in kvpress,
+entries to protect get the largest score of the layer + 1.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""CriticalKV: what an entry can change in the output of the layer, around any scorer.
+"""CriticalKV: a scorer's best entries, then those that can change the layer's output most.
 
 Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
-arXiv 2502.03805. The first stage gives a share of the budget (`first_stage`) to the best entries of
-the scorer. The rest goes to the largest products of score and projected value,
-(s_j + epsilon) ||W_o v_j||_1, averaged over the query heads of the group, with W_o the output
-projection.
+arXiv 2502.03805. The first stage gives a share of the budget (`first_stage`, by default half) to
+the best entries of the scorer. The rest goes to the entries with the largest products of score and
+projected value, (s_j + epsilon) ||W_o v_j||_1, averaged over the query heads of the group, with W_o
+the output projection.
 
 Deviations. Entries that the scorer protects come first and count in the first stage. Scores that
 can be negative enter as s - min s. Under an allocator the first stage is a share of the head's
-uniform budget. With a scorer that weighs values itself, such as expected_attention,
-value_norm="none" is the better choice.
+uniform budget. For a scorer that already multiplies by the norm of the value, such as
+expected_attention, `value_norm="none"` is the better choice.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Zhang et al., "DropKV: Decoupling Residual-Output Perturbation for Near-Optimal KV-Cache Eviction",
 NeurIPS 2026, openreview UVbaJoD3Qa. A row attends to entry j with weight p and has the output y.
-Without j the other weights are normalised again and the output is (y - p v_j) / (1 - p). It moves
-by p / (1 - p) (y - v_j). The score of an entry is the squared length of this difference,
+Without j the other weights are normalised again and the output is (y - p v_j) / (1 - p). So the
+output moves by p / (1 - p) (y - v_j). The score of an entry is the squared length of this move,
 
     s_j = mean over the group of sum over the window of (p_r(j) / (1 - p_r(j)))^2 ||v_j - y_r||^2
 
@@ -11,15 +11,15 @@ smoothed by an average over `pool_kernel` neighbours. The entries with the highe
 those of the window itself.
 
 Deviations. Formula and defaults are those of the released code (AozhongZhang/DropKV,
-`dropkv_scores_reference` and `DropKVCache`; epsilon guards against 1 - p = 0). The text of the
-paper has not been checked, nor whether it smooths in the same way. As in the code, the window's own
-entries count in the average of their neighbours. Smoothing is meant for long prompts: it divides
-the score of an isolated entry, such as the sink, by pool_kernel, and a budget of a few dozen
-entries can lose that entry. `pool_kernel=1` ranks by s_j itself. Weights and outputs are in
-float64. Where p is nearly 1, 1 - p and v - y are differences of nearly equal numbers, so in the
-release the rank of an entry that takes all attention depends on the floating-point precision.
-Budgets are in entries instead of a share of the prompt. The release evicts after the prompt only;
-with an interval, kvsim uses the same score in decoding, over the entries that are left.
+`dropkv_scores_reference` and `DropKVCache`; epsilon avoids a division by 1 - p = 0). The text of
+the paper has not been checked; it may smooth differently. As in the code, the window's own entries
+count in the average of their neighbours. Smoothing is meant for long prompts. It divides the score
+of an isolated entry, such as the sink, by pool_kernel, so a budget of a few dozen entries can lose
+this entry. `pool_kernel=1` ranks by s_j itself. Weights and outputs are in float64. Where p is
+nearly 1, both 1 - p and v - y are differences of nearly equal numbers. In the release, the rank of
+an entry that takes all attention therefore depends on the floating-point precision. Budgets are in
+entries instead of a share of the prompt. The release evicts after the prompt only; with an
+interval, kvsim uses the same score in decoding, over the entries that are left.
 """
 
 from __future__ import annotations

@@ -2,28 +2,32 @@
 
 Devoto, Jeblick and Jegou, "Expected Attention: KV Cache Compression by Estimating Attention from
 Future Queries Distribution", arXiv 2510.00636. Queries before the rotary embedding are assumed to
-be normal, with the mean mu and the covariance S of the queries seen so far. At one of the next
-`n_future` positions a query is R q, with R the rotation there. With R' the mean rotation over these
-positions and the logit scale s, the expected weight of a key is exp(x), where
+be normally distributed, with the mean mu and the covariance S of the queries seen so far. At each
+of the next `n_future` positions a query q becomes R q, with R the rotation of this position. With
+R' the mean of R over these positions and s the scale of the logits, the expected weight of a key is
+exp(x), where
 
-    x = s (R' mu).k + s^2/2 k.(R' S R'^T) k,    a = softmax of x over the entries,
+    x = s (R' mu).k + s^2/2 k.(R' S R'^T) k,    a = softmax of x over the entries.
 
-per query head, then averaged over the group. The score is (a + epsilon) ||v||. kvsim rotates the
-key back by R'^T, once per KV head, instead of the moments forward; the result is the same.
+Each query head has its own a; the score takes their mean over the group: (a + epsilon) ||v||.
+`covariance=False` leaves the second term of x out. kvsim rotates the key back by R'^T, once per KV
+head, instead of rotating mu and S forward; the result is the same.
 
-Deviations. Sinks are left out of the moments and of the softmax, and are protected; the paper does
-not mention this, its code (kvpress) does it. At events in decoding, mu and S come from the queries
-of the last `query_buffer` rows at their own positions, and the future begins after the event's row.
-epsilon is that of most of the paper's experiments, where kvpress's class has 0. The weights of a
-head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are ranked
-almost only by ||v||. `value_norm="wo_v"` is the paper's formula, the norm after the output
-projection, averaged over the group; "v" is what its experiments use. By default the rotation is
-averaged over the positions; `rope="mixture"` averages the expected weight, log mean exp(x), at
-n_future times the cost. `expected_attention@kvpress` has epsilon 0. At events in decoding it counts
-positions from the start of its buffer, which holds the rows since the last event without the first
-`sink`; so the future begins at the number of these rows (origin="buffer"). With epsilon 0, weights
-underflow to 0 in sharp heads; `log=True` ranks by the logarithm of the score instead, which AMS
-does in that case.
+Deviations. Sinks are left out of mu, S and the softmax, and are protected. The paper does not
+mention this; its code (kvpress) does it. At events in decoding, mu and S come from the queries of
+the last `query_buffer` rows at their own positions, and the future begins after the event's row.
+The default epsilon, 0.01, is that of most of the paper's experiments; kvpress's class has 0. The
+weights of a head sum to 1, so at most 1/epsilon entries can weigh more than epsilon; the others are
+ranked almost only by ||v||. `value_norm="wo_v"` is the formula of the paper: the norm of the value
+after the output projection, averaged over the group. "v" is what the paper's experiments use;
+"none" ranks by a alone. By default the rotation is averaged over the positions; `rope="mixture"`
+averages exp(x) over them instead, at n_future times the cost.
+
+`expected_attention@kvpress` has epsilon 0. At events in decoding it counts positions from the start
+of kvpress's query buffer (`origin="buffer"`). The buffer holds the rows since the last event
+without the first `sink` of them, and the future begins at the number of rows that it holds. With
+epsilon 0, weights underflow to 0 in heads with sharp attention. `log=True` ranks by the logarithm
+of the score instead; AMS does so if epsilon is 0.
 """
 
 from __future__ import annotations

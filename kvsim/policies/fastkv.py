@@ -7,15 +7,15 @@ attention from the last `window` rows, summed over all query heads. Every layer'
 the budget by SnapKV from the same window; deeper layers choose among the propagated tokens. FastKV
 is ASL with a fixed layer.
 
-By default (`layer=None`) the layer is the one that ASL's authors used, 15 of 32 and 14 of 28
-(appendix C.2), and the middle of other models. `rows` is a count (the release's mode "constant",
-2048 with a budget of 512), a share of the prompt (`fastkv@proportional`, 0.2 with a budget of 10%),
-or None for the budget, as in ASL's comparison. A prompt of fewer tokens than the budget, or of no
-more than `rows`, propagates whole.
+By default (`layer=None`) the layer is the one that ASL's authors used (appendix C.2 of their
+paper): layer 15 of 32 or 14 of 28; in other models, the middle layer. `rows` has three forms: a
+count (mode "constant" of the release, 2048 with a budget of 512), a share of the prompt
+(`fastkv@proportional`, 0.2 with a budget of 10%), or None for as many as the budget, as in ASL's
+comparison. A prompt of fewer tokens than the budget, or of no more than `rows`, propagates whole.
 
-Deviations. Max-pooling, the default of the released scripts; the class they call has the average.
-In the proportional mode, deeper layers of the release keep the same number of entries as the others
-up to rounding; here it is exactly the budget everywhere.
+Deviations. Pooling takes the maximum, the default of the released scripts; the class that they call
+takes the average. In the proportional mode, deeper layers of the release keep the same number of
+entries as the others up to rounding; here it is exactly the budget everywhere.
 """
 
 from __future__ import annotations

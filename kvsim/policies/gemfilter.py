@@ -8,8 +8,8 @@ whole prompt, as many as the budget, go through all layers from the start, in th
 positions 0, 1, 2, ... Nothing protects the last token. Every cache holds these tokens, and decoding
 continues after them.
 
-By default (`layer=None`) the layer is 13 of 32 and 14 of 28, as ASL's authors ran it (appendix
-C.2), and the layer at the same depth as 13 of 32 in other models.
+By default (`layer=None`) the layer is 13 of 32 or 14 of 28, as ASL's authors ran it (appendix C.2
+of their paper), and in other models the layer at the same relative depth as 13 of 32.
 """
 
 from __future__ import annotations

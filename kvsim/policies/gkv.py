@@ -1,27 +1,30 @@
 """G-KV: a score that remembers what earlier windows attended to.
 
 Liao et al., "G-KV: Decoding-Time KV Cache Eviction with Global Attention", arXiv 2512.00504. The
-local score S of an entry is its attention from the `window` most recent rows, the largest of the
-group, averaged over the window. Each head divides S by its maximum and fuses the quotient with the
-global score F that the entry carries from earlier events. A new entry has no F and starts with S /
-max S:
+local score S of an entry is its attention from the `window` most recent rows: in each row the
+largest of the group, then the mean over the rows. Each head divides S by its maximum and combines
+the quotient with the global score F that the entry carries from earlier events (`fusion`). A new
+entry has no F and starts with S / max S:
 
     max:  F = max(decay F, S / max S)          sum:  F = decay F + S / max S
     mean: F = decay F + (1 - decay) S / max S
 
-G-KV ranks by mix_lambda F - (1 - mix_lambda) R'. R' is the redundancy of a key: the softmax of the
-mean similarity of the keys, divided by its maximum. `global_max`, `global_mean` and `global_sum`
-rank by F alone; `global+X` fuses the scores of any scorer X. Two baselines of the paper rank by the
-local score: pooled in `snapkv@gkv` (SnapKV, arXiv 2404.14469, extended to decoding), not pooled in
-`morphkv@gkv` (MorphKV, arXiv 2503.00979).
+`gkv` ranks by mix_lambda F - (1 - mix_lambda) R'. R' is the redundancy of a key: the softmax of the
+mean cosine similarity of each key to the others, divided by its maximum. `global_max`,
+`global_mean` and `global_sum` rank by F alone, each with its `fusion`. The wrapper `global+SCORER`
+takes the scores of any scorer as S. Two baselines of the paper rank by the local score: pooled in
+`snapkv@gkv` (SnapKV, arXiv 2404.14469, extended to decoding), not pooled in `morphkv@gkv` (MorphKV,
+arXiv 2503.00979).
 
 Deviations. As in the released code, the maxima are over the candidates (the entries before the
-window), and in each row of the similarity matrix the last value above `threshold` is set to 0
-(kvsim/policies/redundancy.py). The code has two versions of this: the kernel that it runs, and one
-from R-KV, `cosine="raw"`, which sets the first value to 0 in a row where none is above the
-threshold. The first event ranks by S / max S, too. `mix_lambda` is the paper's best value for
-R1-Distill-Qwen-7B (`gkv@r1_qwen_7b`); `gkv@r1_llama_8b` has 0.9, `gkv@release` the 0.5 of the
-released scripts.
+window), and in each row of the similarity matrix the last value above `threshold` is set to 0, so
+that of keys that repeat each other the last one counts as less redundant
+(kvsim/policies/redundancy.py). The code has two versions of this: the kernel that it runs
+(`cosine="kernel"`), and one from R-KV (`cosine="raw"`), which sets the first value to 0 in a row
+where no value is above the threshold. Scores are divided by their maximum at the first event, too.
+`mix_lambda` is 0.7 by default and in `gkv@r1_qwen_7b`, the paper's best value for
+R1-Distill-Qwen-7B; 0.9 in `gkv@r1_llama_8b`, for R1-Distill-Llama-8B; and 0.5 in `gkv@release`, as
+in the released scripts.
 """
 
 from __future__ import annotations

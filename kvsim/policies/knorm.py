@@ -3,7 +3,7 @@
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", EMNLP 2024,
 arXiv 2406.11430. Keys of small norm tend to receive much attention: s_j = -||k_j||.
 
-Deviations. None: all layers are treated alike.
+Deviations. None. All layers are treated alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LagKV: how much an entry varies, relative to the range of the entries that follow.
+"""LagKV: keeps entries that vary most, relative to the range of the entries that follow.
 
 Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
 arXiv 2504.04704. After the sinks the cache is cut into partitions of `lag` entries. Each channel of
@@ -10,8 +10,8 @@ full partition and the entries behind it have no next partition, and score 1.
 
 Deviations. Partitions consist of the entries left, in the order of their positions. A channel that
 does not vary in the next partition counts as 0, where the formula divides by zero. Of equal means
-in a partition, the later position ranks higher. While a head holds fewer than sink + 2 lag entries,
-recent entries score higher (as in kvpress; the paper does not compress yet).
+in a partition, the later position ranks higher. While a head holds fewer than sink + 2 lag entries
+(260 at the defaults), later entries score higher, as in kvpress; the paper does not compress yet.
 """
 
 from __future__ import annotations

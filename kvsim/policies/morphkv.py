@@ -2,14 +2,14 @@
 
 Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
 ICML 2025, arXiv 2503.00979. At every decoded token, the `window` most recent rows attend to the
-candidates, the entries before the window: softmax over the candidates alone, the largest of the
-group, then the sum or the maximum over the window (`fusion`). The entries with the highest scores
-stay, and those of the window itself.
+candidates, the entries before the window. The score of a candidate is its weight in a softmax over
+the candidates alone: the largest of the group, then the sum or the maximum over the window
+(`fusion`). The entries with the highest scores stay, and those of the window itself.
 
-Deviations. The rule above is `morphkv@original`; plain `morphkv` (= `morphkv@gkv`) is the baseline
-of the G-KV paper. kvsim evicts after a row has attended. The authors' code evicts before it and
-leaves the current row out of the window, a difference of one row. Their later variant, which merges
-dropped entries into one, is not an eviction policy and is left out.
+Deviations. The rule above is that of `morphkv@original`. Plain `morphkv` (= `morphkv@gkv`) is the
+baseline of the G-KV paper. kvsim evicts after a row has attended. The authors' code evicts before
+it and leaves the current row out of the window, a difference of one row. Their later variant, which
+merges dropped entries into one, is not an eviction policy and is left out.
 """
 
 from __future__ import annotations

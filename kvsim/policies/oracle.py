@@ -1,11 +1,12 @@
 """The oracle: keeps the entries that later rows attend to most. It looks ahead; no real cache can.
 
-With `by="mass"` (default) it is a bound at one event: with the same quota for every head and the
-same protected entries, no policy retains more attention mass, averaged over the later rows and the
-query heads of the group, because retained mass is a sum over the kept entries. Over several events
-it is a reference and not a bound: an event keeps entries for all later rows, and the next event may
-evict them. `by="output"` ranks by the relative error of the output if that entry alone were
-missing. It is only a reference even at one event, because errors do not add up.
+`by="mass"` (default) ranks entries by the attention that later rows give them, summed over these
+rows and the query heads of the group. At one event this is a bound: no policy with the same quota
+for every head and the same protected entries retains more of this attention. Over several events it
+is a reference and not a bound, because an event keeps entries for all later rows, and the next
+event may evict them. `by="output"` ranks by the relative error of the output if only this entry
+were missing. It is not a bound even at one event, because the errors of several entries do not add
+up.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens, the 
 recent, R = int(recent n), and always propagate. The c tokens before them that reach layer l of L
 are its context. They are ranked by the attention of the recent rows, averaged over the query heads
 and over the rows, with weights from 1 for the oldest row to 1.2 for the newest; the first `sink`
-tokens rank before all others. int(c rho_l) of the context propagate,
+tokens rank before all others. The first int(c rho_l) tokens of the context propagate,
 
     rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
 
-if this is more than min(least, n - 1 - R), and otherwise all. So layer 0 drops nothing. No budget
-plays a part: the caches hold the tokens that each layer processes, at their own positions.
+if this is more than min(least, n - 1 - R), and otherwise the whole context. In layer 0, rho_l is 1,
+so it drops nothing. The budget is ignored: the caches hold the tokens that each layer processes, at
+their own positions.
 
 Deviations. The paper chooses tokens by a share of the attention; the released code, and kvsim, by a
 share of the tokens. `ratio` is 0.9, and 0.8 in the configuration of Qwen2.5-14B. In decoding the

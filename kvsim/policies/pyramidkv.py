@@ -2,16 +2,17 @@
 
 Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
 arXiv 2406.02069, section 4. Scores are SnapKV's. With c the budget and beta the steepness, the last
-layer gets mn = c / beta, the first mx = 2c - mn, and the layers between are interpolated linearly.
-Layers with a sliding window, which bounds their cache by itself, are left out and not counted.
+layer gets mn = c / beta entries, the first mx = 2c - mn; between them the budget falls linearly. A
+layer with a sliding window is left out and not counted, because the window bounds its cache.
 
 Deviations. A layer's budget includes its window. The layers' budgets are computed once, from the
 longest cache T that an event can see: mx is at most T - window, budgets are clipped to [window, T],
-and rounding by largest remainders makes their mean exactly the budget. Other implementations
-compute them at every event from what the layer holds then: `pyramidkv@kvpress` (window 64,
-average-pool of 5, the plain budget where mn is below the window) and `pyramidkv@reference`, the
-rule in the AMS release. In decoding their budgets oscillate, because layers then hold different
-numbers of entries. They count a layer's depth among all layers, also those with a sliding window.
+and rounding by largest remainders makes their mean exactly the budget. Two presets follow
+implementations that compute the budgets at every event, from the entries that the layer then holds
+(`rule="event"`): `pyramidkv@kvpress` (window 64, average-pool of 5, the plain budget where mn is
+below the window) and `pyramidkv@reference`, the rule in the AMS release. In decoding these budgets
+oscillate, because layers then hold different numbers of entries. Both presets count a layer's depth
+among all layers, also those with a sliding window.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ calibration queries.
 
 Deviations. Queries and keys are both taken after the rotary embedding, as the keys are cached. The
 paper calibrates on many texts; here the queries come from `calibration`. The authors' script
-chooses the sign of u by the majority of the queries, kvsim by their mean. kvpress downloads filters
-(their negatives) that were computed for a few models.
+chooses the sign of u by the majority of the queries, kvsim by their mean. kvpress downloads
+filters, with the opposite sign, that were computed for a few models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random eviction: the baseline with which every policy is compared."""
+"""Random eviction: a random set of entries, drawn anew at every event; the baseline."""
 
 from __future__ import annotations
 

@@ -20,12 +20,13 @@ Three implementations differ in both terms:
 (window 8, pool 7), `rkv@ams` AMS's baseline, which also keeps the first `sink` entries.
 
 Deviations. Entries stay in the order of their positions; pooling refers to this order, and so do
-the "first" and "last" slots of the redundancy. The code of the original and of AMS leaves the
-entries that top-k kept in the order of their scores, before the window and newer entries, so from
-the second event on pooling mixes neighbours in score. `slot_order="topk"` scores in that order;
-this changes the scores alone, not positions, windows and ties. The original counts events from row
-0 of the first sample; kvsim counts from the end of the prompt. AMS's code rotates the window's
-queries to slots of the compacted cache; here rows keep their own positions.
+the "first" and "last" slots of the redundancy. In the code of the original and of AMS, the entries
+that top-k kept stay in the order of their scores, followed by the window and newer entries. So from
+the second event on, pooling there mixes entries of similar score instead of neighbours in the
+sequence. `slot_order="topk"` scores in that order; positions, windows and ties do not change. The
+original counts events from row 0 of the first sample; kvsim counts from the end of the prompt.
+AMS's code rotates the window's queries to slots of the compacted cache; here rows keep their own
+positions.
 """
 
 from __future__ import annotations

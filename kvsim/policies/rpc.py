@@ -3,15 +3,16 @@
 Song et al., "Reasoning Path Compression: Compressing Generation Trajectories for Efficient LLM
 Reasoning", NeurIPS 2025, arXiv 2505.13866, algorithm 1. The prompt stays. Every `interval` rows,
 the generated tokens before the window are scored by their attention from the `window` most recent
-rows: softmax over these tokens alone, summed over the window, averaged over all query heads of the
-layer, average-pooled. One set serves all heads. Besides prompt and window, one of every
+rows: softmax over the scored tokens alone, summed over the window, averaged over all query heads of
+the layer, average-pooled. One set serves all heads. Besides prompt and window, one of every
 `compression` generated tokens stays, so no budget bounds the cache: `budget` is ignored.
 
-Deviations. Events are counted from the end of the prompt, so the window counts as generated; the
-authors count only the tokens before it. Inside AMS, AdaKV and CriticalKV, one slot holds different
-tokens in different heads, so each KV head is ranked by its own query heads, `heads="group"`.
-`rpc@ams` is AMS's baseline with a plain budget: softmax over the whole cache, mean over the group,
-pooling over all slots; it protects the first `sink` entries instead of the prompt.
+Deviations. kvsim counts generated tokens from the end of the prompt up to the event, those of the
+window included; the authors count only the tokens before the window. Inside AMS, AdaKV and
+CriticalKV, one slot holds different tokens in different heads, so each KV head is ranked by its own
+query heads, `heads="group"`. `rpc@ams` is AMS's baseline with a plain budget: softmax over the
+whole cache, mean over the group, pooling over all slots; it protects the first `sink` entries
+instead of the prompt.
 """
 
 from __future__ import annotations

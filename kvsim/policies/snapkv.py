@@ -5,12 +5,13 @@ arXiv 2404.14469, listing 1. The score of an entry is its softmax attention from
 recent rows, averaged over these rows and pooled over neighbouring entries. The entries with the
 highest scores stay, and those of the window itself.
 
-Deviations. One set per KV head, which a grouped cache can store: scores are averaged over the query
-heads of the group, after pooling. The published code repeats K and V and keeps one set per query
-head: `snapkv@original`. The defaults are those of the published configurations (window 32, max-pool
-of 7); `snapkv@kvpress` has kvpress's (window 64, average-pool of 5). The paper sums over the
-window; the mean gives the same ranking. A window row attends to the entries that are still in the
-cache, up to its own position, also when the window is longer than the interval.
+Deviations. kvsim keeps one set per KV head, which the cache of a model with grouped queries can
+store: scores are averaged over the query heads of the group, after pooling. The published code
+repeats K and V and keeps one set per query head: `snapkv@original`. The defaults are those of the
+published configurations (window 32, max-pool of 7); `snapkv@kvpress` has kvpress's (window 64,
+average-pool of 5). The paper sums over the window; the mean gives the same ranking. A window row
+attends to the entries that are still in the cache, up to its own position, also when the window is
+longer than the interval.
 """
 
 from __future__ import annotations

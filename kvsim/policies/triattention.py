@@ -14,10 +14,10 @@ key, weighted by the spread of the queries. Scores of a query head are standardi
 (z-score); an entry gets the largest of its group.
 
 Deviations. One set per KV head and layer, the mode that the released code calls per_layer_perhead;
-its default shares one set among the layers. No noise breaks ties. The prompt is protected and
-counts in the budget (`protect_prompt`); under an allocator or a wrapper it competes like all other
-entries. Dimensions that the rotary embedding does not rotate, for which the released code has no
-rule, add the product with the mean query.
+its default shares one set among the layers. kvsim adds no noise to break ties. The prompt is
+protected and counts in the budget (`protect_prompt`); under an allocator or a wrapper it competes
+like all other entries. Dimensions that the rotary embedding does not rotate, for which the released
+code has no rule, add the product with the mean query.
 """
 
 from __future__ import annotations

@@ -745,7 +745,7 @@ def test_every_policy_protects_what_is_asked_for(run, trace, tmp_path):
     budget = str(own.prompt_len + 8)
     status, text, _ = run(*arguments, "--protect-prompt", "--budget", budget, "--interval", "8")
     assert status == 0
-    assert "Every policy also keeps the prompt in any case." in text
+    assert "Every policy also protects the prompt." in text
     status, _, err = run(*arguments, "--protect-prompt", "--budget", "16")
     assert status == 2
     assert "budget 16 is below the" in one_line(err)
