@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvsim.core.attention import Formula, attention_weights, causal_attention
+from kvsim.core.checks import DTYPES, relative_error
 from kvsim.core.sources import Source
+from kvsim.errors import TraceError
+
+# Difference of recorded attention from the recomputed one that no rounding explains.
+_MISFIT = 0.5
 
 
 class FullAttention:
@@ -66,6 +72,11 @@ class FullAttention:
             q, k, v = (self._read(name, _only(layer), slice(None))[0] for name in "qkv")
             at = layer - stored.start
             out[at], lse[at] = causal_attention(q, k, v, self._formulas[layer])
+            if not math.isfinite(float(lse[at].sum())):
+                raise TraceError(
+                    f"the logits of layer {layer} overflow {DTYPES[self._dtype]}, expected finite "
+                    "ones; check q, k and scale, or give float64"
+                )
             if self._cache:
                 self._computed_layers.add(layer)
         part = slice(layers.start - stored.start, layers.stop - stored.start)
@@ -90,6 +101,29 @@ class FullAttention:
 
     def _read(self, name: str, layers: slice, pos: slice) -> Tensor:
         return self._source.read(name, layers, pos).to(self._dtype)
+
+
+def check_recorded(arrays: Mapping[str, Tensor], formulas: Sequence[Formula], where: str) -> None:
+    """Raise TraceError where recorded attention cannot be that of q, k and v.
+
+    The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
+    """
+    names = {"attn_out", "lse"} & arrays.keys()
+    for layer, formula in enumerate(formulas if names else ()):
+        q, k, v = (arrays[name][layer, :, :1] for name in "qkv")
+        out, lse = causal_attention(q, k, v, formula)
+        for name in sorted(names):
+            given = arrays[name][layer, :, :1]
+            if name == "lse":
+                wrong = (given - lse).abs() > _MISFIT * (1 + lse.abs())
+            else:
+                wrong = relative_error(given, out) > _MISFIT
+            if bool(wrong.any()):
+                raise TraceError(
+                    f"{where}: {name} of layer {layer} is not that of q, k and v in its first "
+                    "row, which sees itself alone; expected the model's own, before the output "
+                    f"projection; leave {name} out to have it computed"
+                )
 
 
 def _only(layer: int) -> slice:
