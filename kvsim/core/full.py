@@ -40,6 +40,7 @@ class FullAttention:
         self._source, self._formulas, self._dtype, self._cache = source, formulas, dtype, cache
         self._base = base
         self._computed: tuple[Tensor, Tensor] | None = None
+        self._versions = (0, 0)
         self._computed_layers: set[int] = set()
 
     def layers(self, layers: slice) -> tuple[Tensor, Tensor]:
@@ -60,12 +61,18 @@ class FullAttention:
         stored = range(len(self._formulas)) if self._cache else layers
         if self._computed is None or not self._cache:
             shape = (len(stored), *self._source.shapes["q"][1:])
-            out = torch.empty(shape, dtype=self._dtype)
-            lse = torch.empty(shape[:-1], dtype=self._dtype)
+            with torch.inference_mode(mode=False):  # so that they have versions
+                out = torch.empty(shape, dtype=self._dtype)
+                lse = torch.empty(shape[:-1], dtype=self._dtype)
             if self._cache:
                 self._computed = out, lse
         else:
             out, lse = self._computed
+            if (out._version, lse._version) != self._versions:  # noqa: SLF001  no other name
+                raise TraceError(
+                    "full attention of the trace was changed in place after it was computed, "
+                    "expected no writes to it; build the trace again"
+                )
         for layer in layers:
             if layer in self._computed_layers:
                 continue
@@ -79,6 +86,7 @@ class FullAttention:
                 )
             if self._cache:
                 self._computed_layers.add(layer)
+        self._versions = out._version, lse._version  # noqa: SLF001  as above
         part = slice(layers.start - stored.start, layers.stop - stored.start)
         return out[part], lse[part]
 
