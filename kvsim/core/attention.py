@@ -7,17 +7,23 @@ d head dimension. Query head `i` belongs to KV head `i // G`.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kvsim.core.parameters import Above, AtLeast, Finite, check_fields
+from kvsim.errors import TraceError
 
 Layout = Literal["half", "interleaved"]
 
 # torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
 # It is a private operator: where it is missing, and on other devices, `_attend_blocks` answers.
+# It takes the last axis as dense without looking at its stride: see `_dense_rows`.
 _FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 # Logits that the unfused path holds at once.
@@ -25,6 +31,9 @@ _BLOCK_LOGITS = 1 << 24
 
 # Rows of a block where a sliding window hides what lies far back.
 _WINDOW_ROWS = 256
+
+
+_Positive = Annotated[float, Finite(), Above(0)]
 
 
 @dataclass(frozen=True)
@@ -38,21 +47,14 @@ class Formula:
     section 2.2); none by default.
     """
 
-    scale: float
-    softcap: float | None = None
-    window: int | None = None
+    scale: _Positive
+    softcap: _Positive | None = None
+    window: Annotated[int, AtLeast(1)] | None = None
     sinks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale is {self.scale}, expected a positive number")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap is {self.softcap}, expected a positive number or None")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}, expected 1 or more positions, or None")
-        object.__setattr__(self, "sinks", tuple(float(sink) for sink in self.sinks))
-        if not all(math.isfinite(sink) for sink in self.sinks):
-            raise ValueError(f"sinks are {self.sinks}, expected finite logits")
+        check_fields(self, "attention", TraceError)
+        object.__setattr__(self, "sinks", _numbers("attention: sinks", self.sinks))
 
     @property
     def plain(self) -> bool:
@@ -82,25 +84,25 @@ class Rope:
     """
 
     inv_freq: Sequence[float] | Tensor
-    attention_scaling: float = 1.0
+    attention_scaling: _Positive = 1.0
     rotary_dim: int | None = None
     layout: Layout = "half"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inv_freq", tuple(float(f) for f in self.inv_freq))
+        check_fields(self, "rope", TraceError)
+        object.__setattr__(self, "inv_freq", _numbers("rope: inv_freq", self.inv_freq))
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", 2 * len(self.inv_freq))
         if self.rotary_dim != 2 * len(self.inv_freq):
-            raise ValueError(
-                f"rotary_dim is {self.rotary_dim}, but {len(self.inv_freq)} frequencies rotate "
-                f"{2 * len(self.inv_freq)} dimensions; give one frequency per rotated pair"
+            raise TraceError(
+                f"rope: rotary_dim is {self.rotary_dim}, but {len(self.inv_freq)} frequencies "
+                f"rotate {2 * len(self.inv_freq)} dimensions; give one frequency per rotated pair"
             )
-        if self.layout not in ("half", "interleaved"):
-            raise ValueError(f"layout is {self.layout!r}; expected 'half' or 'interleaved'")
 
     @classmethod
     def default(cls, dim: int, theta: float = 10_000.0) -> Rope:
         """The unscaled rotation of a head of `dim` dimensions with base `theta`."""
+        _Unscaled(dim, theta)
         return cls(tuple(theta ** (-2.0 * i / dim) for i in range(dim // 2)))
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
@@ -159,6 +161,28 @@ class Rope:
         return torch.cat([out, rest.expand(*out.shape[:-1], -1)], dim=-1)
 
 
+@dataclass(frozen=True)
+class _Unscaled:
+    """The arguments of `Rope.default`, checked."""
+
+    dim: Annotated[int, AtLeast(1)]
+    theta: _Positive
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rope", TraceError)
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    """Return numbers as floats; raise TraceError unless they are a list of finite ones."""
+    try:
+        array = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
+    except (TypeError, ValueError, RuntimeError):  # lists of different lengths, sparse tensors
+        array = np.empty((), object)
+    if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise TraceError(f"{name} is {reprlib.repr(values)}; expected a list of finite numbers")
+    return tuple(array.astype(np.float64).tolist())
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -184,12 +208,21 @@ def attend(
     if _FUSED is None or q.device.type != "cpu" or softcap is not None:
         return _attend_blocks(q, k, v, Formula(scale, softcap), causal, mask)
     groups = q.shape[1]
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
-    bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
+    # torch.where keeps the layout of the mask
+    bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype).contiguous()
     out, lse = _FUSED(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if mask is not None:  # the kernel gives 0 where nothing is seen
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out, lse
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Return x [..., n, d], copied where its rows are not dense, or share memory."""
+    if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _attend_blocks(

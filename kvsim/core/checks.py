@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import reprlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvsim.errors import TraceError
 from kvsim.schema import AXES
+
+ArrayLike = Tensor | np.ndarray[Any, Any]
 
 #: Names of the dtypes that an array of a trace may have in the model.
 DTYPES = {
@@ -28,6 +34,69 @@ def stored_dtype(source: str) -> torch.dtype:
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
     """Return the dtype to compute in: float64 for what is stored so, else float32."""
     return torch.float64 if stored == torch.float64 else torch.float32
+
+
+def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
+    """Return an array of real numbers as a tensor on the CPU; copied only where that needs it.
+
+    Raises:
+        TraceError: no array, one without numbers of its own (masked, sparse, quantized, nested,
+            meta), or one of another dtype.
+    """
+    problem = f"is {type(array).__name__}"
+    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+        dtype = array.dtype.newbyteorder("=")
+        if dtype in (np.float16, np.float32, np.float64):
+            with warnings.catch_warnings():  # of a read-only array, which nothing here writes to
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                return torch.from_numpy(np.ascontiguousarray(array, dtype))
+        problem = f"has dtype {dtype.name}"
+    elif isinstance(array, Tensor):
+        plain = array.layout == torch.strided and not (array.is_meta or array.is_nested)
+        if plain and array.dtype in DTYPES:
+            return array.detach().cpu().resolve_neg()
+        problem = f"has dtype {str(array.dtype).removeprefix('torch.')}"
+        problem = problem if plain else "is a tensor that is not dense"
+    raise TraceError(
+        f"{where}: {name} {problem}, expected one of {', '.join(DTYPES.values())} in a dense "
+        "tensor or numpy array"
+    )
+
+
+def in_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in C order and in a dtype, with a version counter; itself if it is so."""
+    with torch.inference_mode(mode=False):
+        tensor = tensor.to(dtype).contiguous()
+        return torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
+
+
+def as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
+    """Return token ids [pos] as int64."""
+    try:
+        ids = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
+    except (TypeError, ValueError, RuntimeError):  # lists of lists of different lengths, sparse
+        ids = np.empty((), object)
+    if ids.shape != (n_pos,) or ids.dtype.kind not in "iu" or np.ma.isMaskedArray(tokens):
+        raise TraceError(
+            f"{where}: tokens has shape {ids.shape} and dtype {ids.dtype.name}, expected {n_pos} "
+            "integers"
+        )
+    if not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
+        raise TraceError(
+            f"{where}: tokens are {int(ids.min())} to {int(ids.max())}, expected token ids, "
+            "0 or more"
+        )
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def check_texts(texts: Any, n_pos: int, where: str) -> None:
+    """Raise TraceError unless there is a text for each token."""
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise TraceError(f"{where}: token_text is {reprlib.repr(texts)}, expected a list of texts")
+    if len(texts) != n_pos:
+        raise TraceError(
+            f"{where}: token_text has {len(texts)} entries, expected {n_pos}, one per token"
+        )
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

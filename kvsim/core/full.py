@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvsim.core.attention import Formula, attention_weights, causal_attention
+from kvsim.core.checks import DTYPES, relative_error
 from kvsim.core.sources import Source
+from kvsim.errors import TraceError
+
+# Difference of recorded attention from the recomputed one that no rounding explains.
+_MISFIT = 0.5
 
 
 class FullAttention:
@@ -34,6 +40,7 @@ class FullAttention:
         self._source, self._formulas, self._dtype, self._cache = source, formulas, dtype, cache
         self._base = base
         self._computed: tuple[Tensor, Tensor] | None = None
+        self._versions = (0, 0)
         self._computed_layers: set[int] = set()
 
     def layers(self, layers: slice) -> tuple[Tensor, Tensor]:
@@ -54,20 +61,32 @@ class FullAttention:
         stored = range(len(self._formulas)) if self._cache else layers
         if self._computed is None or not self._cache:
             shape = (len(stored), *self._source.shapes["q"][1:])
-            out = torch.empty(shape, dtype=self._dtype)
-            lse = torch.empty(shape[:-1], dtype=self._dtype)
+            with torch.inference_mode(mode=False):  # so that they have versions
+                out = torch.empty(shape, dtype=self._dtype)
+                lse = torch.empty(shape[:-1], dtype=self._dtype)
             if self._cache:
                 self._computed = out, lse
         else:
             out, lse = self._computed
+            if (out._version, lse._version) != self._versions:  # noqa: SLF001  no other name
+                raise TraceError(
+                    "full attention of the trace was changed in place after it was computed, "
+                    "expected no writes to it; build the trace again"
+                )
         for layer in layers:
             if layer in self._computed_layers:
                 continue
             q, k, v = (self._read(name, _only(layer), slice(None))[0] for name in "qkv")
             at = layer - stored.start
             out[at], lse[at] = causal_attention(q, k, v, self._formulas[layer])
+            if not math.isfinite(float(lse[at].sum())):
+                raise TraceError(
+                    f"the logits of layer {layer} overflow {DTYPES[self._dtype]}, expected finite "
+                    "ones; check q, k and scale, or give float64"
+                )
             if self._cache:
                 self._computed_layers.add(layer)
+        self._versions = out._version, lse._version  # noqa: SLF001  as above
         part = slice(layers.start - stored.start, layers.stop - stored.start)
         return out[part], lse[part]
 
@@ -90,6 +109,29 @@ class FullAttention:
 
     def _read(self, name: str, layers: slice, pos: slice) -> Tensor:
         return self._source.read(name, layers, pos).to(self._dtype)
+
+
+def check_recorded(arrays: Mapping[str, Tensor], formulas: Sequence[Formula], where: str) -> None:
+    """Raise TraceError where recorded attention cannot be that of q, k and v.
+
+    The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
+    """
+    names = {"attn_out", "lse"} & arrays.keys()
+    for layer, formula in enumerate(formulas if names else ()):
+        q, k, v = (arrays[name][layer, :, :1] for name in "qkv")
+        out, lse = causal_attention(q, k, v, formula)
+        for name in sorted(names):
+            given = arrays[name][layer, :, :1]
+            if name == "lse":
+                wrong = (given - lse).abs() > _MISFIT * (1 + lse.abs())
+            else:
+                wrong = relative_error(given, out) > _MISFIT
+            if bool(wrong.any()):
+                raise TraceError(
+                    f"{where}: {name} of layer {layer} is not that of q, k and v in its first "
+                    "row, which sees itself alone; expected the model's own, before the output "
+                    f"projection; leave {name} out to have it computed"
+                )
 
 
 def _only(layer: int) -> slice:

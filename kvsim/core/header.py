@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
+from kvsim.core.parameters import check_fields
 from kvsim.errors import TraceError
 from kvsim.schema import LABELS
 
@@ -61,20 +62,25 @@ class Header:
 
     def check(self, *, n_layers: int, n_qheads: int, n_pos: int, dim: int, where: str) -> None:
         """Raise TraceError where the header does not fit arrays of this size."""
+        check_fields(self, where, TraceError)
         if not 1 <= self.prompt_len <= n_pos:
             raise TraceError(
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
                 "the number of tokens"
             )
         of_layers = {
-            "layer numbers": self.layer_ids,
-            "formulas": self.formulas,
-            "ropes": self.ropes,
+            "layer numbers": (int, self.layer_ids),
+            "formulas": (Formula, self.formulas),
+            "ropes": (Rope, self.ropes),
         }
-        for name, values in of_layers.items():
+        for name, (kind, values) in of_layers.items():
             if len(values) != n_layers:
                 raise TraceError(
                     f"{where}: {len(values)} {name} for {n_layers} layers; expected one for each"
+                )
+            if not all(type(value) is kind for value in values):
+                raise TraceError(
+                    f"{where}: {name} are {reprlib.repr(values)}, expected {kind.__name__} each"
                 )
         if self.layer_ids[0] < 0 or any(b <= a for a, b in pairwise(self.layer_ids)):
             raise TraceError(

@@ -12,9 +12,9 @@ annotation says nothing that can be checked takes any value.
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,7 +22,7 @@ from functools import cache, cached_property, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvsim.errors import PolicyError
+from kvsim.errors import KvsimError, PolicyError
 
 # ------------------------------------------------------------------------------------- the bounds
 
@@ -98,8 +98,8 @@ class Finite(Bound):
     before: ClassVar[bool] = True
 
     def allows(self, value: float) -> bool:
-        """Any real number."""
-        return math.isfinite(value)
+        """Any real number that a double can hold."""
+        return abs(value) <= sys.float_info.max
 
     def __str__(self) -> str:
         return "finite"
@@ -141,14 +141,15 @@ class Parameter:
     def _fit(self) -> Fit:
         return _fit_of(self.hint)
 
-    def value(self, given: object, label: str) -> Any:
+    def value(self, given: object, label: str, error: type[KvsimError] = PolicyError) -> Any:
         """The value that is given, as a plain number where it is one of numpy's.
 
-        Raises PolicyError, which begins with `label`, where it does not fit.
+        Raises `error`, which begins with `label`, where it does not fit.
         """
         fitted = self._fit(given)
         if fitted is _UNFIT:
-            raise PolicyError(f"{label}: {self.name} is {given!r}; expected {self.expected}")
+            shown = repr(given).replace("\n", " ")
+            raise error(f"{label}: {self.name} is {shown}; expected {self.expected}")
         return fitted
 
 
@@ -168,11 +169,11 @@ def _parameters(kind: type) -> dict[str, Parameter]:
     return {f.name: Parameter(f.name, hints.get(f.name, Any), f.default) for f in fields(kind)}
 
 
-def check_fields(piece: object, label: str) -> None:
-    """Raise PolicyError where a field of a dataclass holds what its annotation rules out."""
+def check_fields(piece: object, label: str, error: type[KvsimError] = PolicyError) -> None:
+    """Raise `error` where a field of a dataclass holds what its annotation rules out."""
     for name, parameter in parameters(type(piece)).items():
         given = getattr(piece, name)
-        value = parameter.value(given, label)
+        value = parameter.value(given, label, error)
         if value is not given:
             object.__setattr__(piece, name, value)
 

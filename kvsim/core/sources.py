@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvsim.errors import TraceError
 from kvsim.schema import AXES
 
 _ALL = slice(None)
@@ -29,22 +30,36 @@ class Source(Protocol):
 
 
 class Memory:
-    """Arrays in memory; `read` returns views."""
+    """Arrays in memory; `read` returns views.
+
+    Raises TraceError for an array that was written to: torch has no read-only tensors.
+    """
 
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
         self.arrays = dict(arrays)
+        self._versions = {name: _version(array) for name, array in arrays.items()}
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
         array = self.arrays[name]
+        if _version(array) != self._versions[name]:
+            raise TraceError(
+                f"{name} was changed in place after the trace was built, expected the arrays that "
+                "it was built from; build it again"
+            )
         if AXES[name][0] != "layer":
             return array[pos]
         if "pos" not in AXES[name]:
             return array[layers]
         axis = AXES[name].index("pos")
         return array[(layers, *[_ALL] * (axis - 1), pos)]
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  it has no other name
 
 
 class PerQueryHead:

@@ -7,28 +7,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvsim.core.attention import Formula, Rope
-from kvsim.core.checks import DTYPES, check_finite, check_shapes
+from kvsim.core.checks import (
+    DTYPES,
+    ArrayLike,
+    as_tensor,
+    as_tokens,
+    check_finite,
+    check_shapes,
+    check_texts,
+    in_memory,
+)
 from kvsim.core.digest import array_digest
-from kvsim.core.full import FullAttention
+from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
+from kvsim.core.parameters import integer
 from kvsim.core.sources import Memory, PerQueryHead, SelectedRows, Source
 from kvsim.errors import NeedsError, TraceError
 
 if TYPE_CHECKING:
     import xarray
 
-ArrayLike = Tensor | np.ndarray[Any, Any]
 Positions = Sequence[int] | slice | Tensor
 T = TypeVar("T")
 
@@ -124,7 +133,9 @@ class Trace:
         layer_ids: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Build a trace of arrays in memory, not copied where their dtype is the compute dtype.
+        """Build a trace of arrays in memory, each copied once at most.
+
+        An array stays where it is if it is in C order, in the compute dtype and on the CPU.
 
         Args:
             q: queries after RoPE [layer, qhead, pos, dim].
@@ -150,20 +161,23 @@ class Trace:
         Raises:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
         """
-        given = {"q": q, "k": k, "v": v, "attn_out": attn_out, "lse": lse, "o_proj": o_proj}
-        given["residual"] = residual
-        arrays = {key: _as_tensor(key, array) for key, array in given.items() if array is not None}
+        arrays = {key: as_tensor(key, x, name) for key, x in {"q": q, "k": k, "v": v}.items()}
+        given = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
+        arrays |= {key: as_tensor(key, x, name) for key, x in given.items() if x is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, n_qheads, n_pos, dim = arrays["q"].shape
         if formulas is None:
-            formulas = [_plain(dim**-0.5 if scale is None else scale, name)] * n_layers
+            formulas = [Formula(dim**-0.5 if scale is None else scale)] * n_layers
         elif scale is not None:
             raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
+        if not isinstance(meta, Mapping | None):
+            raise TraceError(f"{name}: meta is {reprlib.repr(meta)}, expected a dict")
+        ids = range(n_layers) if layer_ids is None else layer_ids
         header = Header(
-            prompt_len=int(prompt_len),
-            formulas=tuple(formulas),
-            ropes=(rope,) * n_layers if isinstance(rope, Rope) else tuple(rope),
-            layer_ids=tuple(range(n_layers) if layer_ids is None else map(int, layer_ids)),
+            prompt_len=prompt_len,
+            formulas=_of_layers("formulas", formulas, name),
+            ropes=(rope,) * n_layers if isinstance(rope, Rope) else _of_layers("rope", rope, name),
+            layer_ids=_of_layers("layer_ids", ids, name),
             name=name,
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
@@ -171,15 +185,14 @@ class Trace:
         header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
-        arrays = {key: array.to(dtype) for key, array in arrays.items()}
+        arrays = {key: in_memory(array, dtype) for key, array in arrays.items()}
         for key, array in arrays.items():
             check_finite(key, array, name)
+        check_recorded(arrays, header.formulas, name)
         if tokens is not None:
-            arrays["tokens"] = _as_tokens(tokens, n_pos, name)
-        if token_text is not None and len(token_text) != n_pos:
-            raise TraceError(
-                f"{name}: token_text has {len(token_text)} entries, expected {n_pos}, one per token"
-            )
+            arrays["tokens"] = as_tokens(tokens, n_pos, name)
+        if token_text is not None:
+            check_texts(token_text, n_pos, name)
         return cls(Memory(arrays), header, dtype=dtype, token_text=token_text)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
@@ -383,43 +396,20 @@ class Trace:
         return self.full_attention.weights(range(self.n_layers)[layer], at, to)
 
 
-def _plain(scale: float, where: str) -> Formula:
+def _of_layers(name: str, values: Iterable[T], where: str) -> tuple[T, ...]:
+    """Return a value for each layer, integers as such; `Header.check` says whether they fit."""
     try:
-        return Formula(float(scale))
-    except ValueError as error:
-        raise TraceError(f"{where}: {error}") from None
+        whole = ((value, integer(value)) for value in values)
+        return tuple(value if number is None else cast("T", number) for value, number in whole)
+    except TypeError:
+        raise TraceError(
+            f"{where}: {name} is {reprlib.repr(values)}, expected a list with one for each layer"
+        ) from None
 
 
 def _public(name: str) -> Any:
     """The public function `kvsim.NAME`, found at call time: core knows nothing of files."""
     return getattr(import_module("kvsim"), name)
-
-
-def _as_tensor(name: str, array: ArrayLike) -> Tensor:
-    """Return the array as a tensor of a floating dtype, without a copy."""
-    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array.detach()
-    if tensor.dtype not in DTYPES:
-        raise TraceError(
-            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected one of "
-            f"{', '.join(DTYPES.values())}"
-        )
-    return tensor
-
-
-def _as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
-    """Return token ids [pos] as int64."""
-    ids = torch.as_tensor(tokens)
-    if tuple(ids.shape) != (n_pos,) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise TraceError(
-            f"{where}: tokens has shape {tuple(ids.shape)} and dtype "
-            f"{str(ids.dtype).removeprefix('torch.')}, expected {n_pos} integers"
-        )
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 1 << 31:
-        raise TraceError(
-            f"{where}: tokens are {int(ids.min())} to {int(ids.max())}, expected token ids, "
-            "0 or more"
-        )
-    return ids.to(torch.int64)
 
 
 def _as_positions(at: Positions, n_pos: int) -> Tensor:

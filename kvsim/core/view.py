@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Formula, Rope, softmax
+from kvsim.errors import PolicyError
 
 Group = Literal["mean", "max", "sum"]
 
@@ -144,6 +145,9 @@ class View:
         self._source, self._entries, self._since = source, entries, since
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
+        # tensors that others read too, with their versions: torch has none that are read-only
+        self._shared: dict[str, tuple[Tensor, int]] = {}
+        self._written = ""
         #: what stays the same over the events
         self.setting = setting
         #: the row after which the event fires; nothing later is visible
@@ -154,6 +158,29 @@ class View:
         self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
         #: what the scorer itself protects, bool [L, H, n]; for an allocator, which plans later
         self.scorer_protected = torch.zeros_like(entries.live)
+
+    def _share(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that is not this policy's alone, and remember its version."""
+        if not tensor.is_inference():  # those have no version, and live no longer than an event
+            if name in self._shared:
+                self._find_written()
+            self._shared[name] = tensor, tensor._version  # noqa: SLF001  no public name
+        return tensor
+
+    def _find_written(self) -> None:
+        for name, (tensor, version) in self._shared.items():
+            if tensor._version != version:  # noqa: SLF001  as above
+                self._written = name
+
+    def check_unwritten(self, label: str) -> None:
+        """Raise PolicyError, which begins with `label`, if a tensor of this view was written to."""
+        self._find_written()
+        if self._written:
+            raise PolicyError(
+                f"{label}: writes to {self._written!r} of its view at row {self.row}, which others "
+                "read too; expected new tensors, such as x * 2 for x.mul_(2); mend the policy and "
+                "open or build the trace again"
+            )
 
     @property
     def prompt_len(self) -> int:
@@ -188,7 +215,7 @@ class View:
 
     def __getitem__(self, column: str) -> Tensor:
         """A column that the policy carries with each entry, [L, H, n]."""
-        return self._entries.columns[column]
+        return self._share(column, self._entries.columns[column])
 
     @property
     def pos(self) -> Tensor:
@@ -196,12 +223,12 @@ class View:
 
         In layers that have only some rows of the prompt, the places among these rows.
         """
-        return self._entries.pos
+        return self._share("pos", self._entries.pos)
 
     @property
     def live(self) -> Tensor:
         """False on pads; bool [L, H, n]."""
-        return self._entries.live
+        return self._share("live", self._entries.live)
 
     @property
     def count(self) -> Tensor:
@@ -232,7 +259,7 @@ class View:
     @property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, D the hidden size; [L, H, G, d, D]."""
-        return self._source.o_proj
+        return self._share("o_proj", self._source.o_proj)
 
     @property
     def keys(self) -> Tensor:
@@ -247,7 +274,7 @@ class View:
     def _gather(self, name: str, stored: Tensor) -> Tensor:
         if name not in self._gathered:
             self._gathered[name] = gather(stored, self._entries)
-        return self._gathered[name]
+        return self._share(name, self._gathered[name])
 
     def first(self, last: int) -> int:
         """The first of the `last` most recent rows, 0 at the earliest."""
@@ -255,7 +282,7 @@ class View:
 
     def queries(self, last: int) -> Tensor:
         """Queries of the `last` most recent rows after RoPE; [L, H, G, w, d]."""
-        return self._source.queries(self.first(last), self.row + 1)
+        return self._share("queries", self._source.queries(self.first(last), self.row + 1))
 
     def unrotated(self, last: int) -> Tensor:
         """The same queries before RoPE."""
@@ -264,7 +291,7 @@ class View:
     def span(self, start: int, stop: int) -> Tensor:
         """Queries of rows start..stop-1 after RoPE; later than the event for the clairvoyant."""
         self._look(stop)
-        return self._source.queries(start, stop)
+        return self._share("queries", self._source.queries(start, stop))
 
     def unrotated_span(self, start: int, stop: int) -> Tensor:
         """The same before RoPE."""
@@ -273,7 +300,8 @@ class View:
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
         self._look(stop)
-        return self._source.full(start, stop)
+        output, lse = self._source.full(start, stop)
+        return self._share("full", output), self._share("full (log-sum-exp)", lse)
 
     def _look(self, stop: int) -> None:
         if stop > self.row + 1 and not self.setting.clairvoyant:
@@ -294,11 +322,13 @@ class View:
         With `group` the query heads are reduced: [L, H, w, n].
         Memoised per event; a larger window serves a smaller one.
         """
-        for size, window in self._windows.items():
-            if size >= last:
-                return reduce_group(window[..., max(0, window.shape[-2] - last) :, :], group)
-        self._windows[last] = self.rows(self.first(last), self.row + 1)
-        return reduce_group(self._windows[last], group)
+        size = next((size for size in self._windows if size >= last), last)
+        if size not in self._windows:
+            self._windows[size] = self.rows(self.first(size), self.row + 1)
+        window = self._share("attn", self._windows[size])
+        if size > last:
+            window = window[..., max(0, window.shape[-2] - last) :, :]
+        return reduce_group(window, group)
 
     def log_attn(self, last: int) -> Tensor:
         """The logarithm of `attn` in float64, which does not underflow; [L, H, G, w, n].

@@ -64,6 +64,7 @@ class Block:
         protected = protected_by(policy.requested, view)
         view.scorer_protected = protected_by(policy.scorer.protection, view)
         plan = policy.allocator.plan(view, values, protected)
+        view.check_unwritten(policy.name)
         if not policy.allocator.binds:
             protected = torch.zeros_like(protected)
         _check_quotas(policy, plan, protected, row)

@@ -56,7 +56,8 @@ class Options:
     """How a replay runs: the keywords of `replay`, and what tests change about it.
 
     by_row: replay an interval of 1 in blocks of rows where that is possible. poison: overwrite keys
-    and values with NaN as soon as their entry has left.
+    and values with NaN as soon as their entry has left. guard: notice writes to any tensor of a
+    View, and not only to the arrays of the trace, which outlive an event; slower.
     """
 
     layers: Sequence[int] | None = None
@@ -66,6 +67,7 @@ class Options:
     progress: Callable[[int, int], None] | None = None
     by_row: bool = True
     poison: bool = False
+    guard: bool = False
 
 
 def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: Options) -> Record:
@@ -83,7 +85,8 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] = []
     done = 0
-    with torch.inference_mode():
+    # tensors made in inference mode have no version counter, and are faster
+    with torch.inference_mode(mode=not options.guard), torch.no_grad():
         descent = None
         if policy.propagation is not None:
             look = recorded(trace, setting, torch.device(options.device))

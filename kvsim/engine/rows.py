@@ -46,6 +46,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     for row in range(start, stop):
         view.open(row, held + row - start)
         scores = Scores.of(policy.scorer.score(view))
+        view.check_unwritten(policy.name)
         check(policy, scores.values, view.live, block.layers, row)
         entries.columns.update(scores.columns)
         free = view.live & ~protection.mask(entries.pos, row, prompt_len)
@@ -79,14 +80,14 @@ class RowView(View):
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
         self._attention: Tensor | None = None
-        self._live = self.pos < start
+        self._live = block.entries.pos < start
         # the same as numbers: bool times float takes a slow path
         self._open = self._live.to(block.source.keys.dtype)
 
     @property
     def live(self) -> Tensor:
         """Which slots hold a live entry, bool [L, H, n]."""
-        return self._live
+        return self._share("live", self._live)
 
     @property
     def count(self) -> Tensor:
@@ -103,6 +104,7 @@ class RowView(View):
         self.row, self._attention = row, None
         self._windows.clear()
         self._gathered.clear()
+        self._shared.clear()
         self._live[..., slot] = True
         self._open[..., slot] = 1.0
 
@@ -118,7 +120,7 @@ class RowView(View):
         if name not in self._gathered:
             at = gather(stored, self._block.entries)
             self._gathered[name] = at.masked_fill(~self._live.unsqueeze(-1), 0.0)
-        return self._gathered[name]
+        return self._share(name, self._gathered[name])
 
     def attn(self, last: int, group: Group | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].

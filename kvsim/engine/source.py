@@ -33,8 +33,9 @@ class TraceSource:
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device."""
-        parts = [self._trace.read(name, run, pos).to(self._device) for run in self._runs]
-        return _together(parts)
+        with torch.inference_mode(mode=False):  # so that a View notices who writes to it
+            parts = [self._trace.read(name, run, pos).to(self._device) for run in self._runs]
+            return _together(parts)
 
     @cached_property
     def keys(self) -> Tensor:
@@ -72,8 +73,9 @@ class TraceSource:
     @cached_property
     def _full(self) -> tuple[Tensor, Tensor]:
         group = (self._trace.n_heads, -1)
-        arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
-        output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
+        with torch.inference_mode(mode=False):
+            arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
+            output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
         return output.unflatten(1, group), lse.unflatten(1, group)
 
     def poison(self, gone: Tensor) -> None:

@@ -116,7 +116,7 @@ def test_attention_is_computed_where_it_is_missing():
 
 def test_recorded_attention_is_used():
     """Recorded attention output is what `full` gives, and what is missing beside it is computed."""
-    own = torch.ones(2, 4, 40, 8)
+    own = 1.25 * make().attn_out
 
     trace = make(attn_out=own)
 
@@ -337,7 +337,7 @@ def test_large_finite_numbers_are_accepted():
         ({"tokens": [0.5] * 40}, "expected 40 integers"),
         ({"token_text": ["a"]}, "token_text has 1 entries, expected 40"),
         ({"layer_ids": [1]}, "1 layer numbers for 2 layers"),
-        ({"scale": 0.0}, "scale is 0.0, expected a positive number"),
+        ({"scale": 0.0}, "scale is 0.0; expected a finite number above 0"),
         ({"scale": math.nan}, "scale is nan"),
         ({"rope": Rope.default(16)}, "rope rotates 16 dimensions, but a head has 8"),
     ],

@@ -25,6 +25,7 @@ from kvsim.core.view import Entries, View, gather
 from kvsim.engine import block as engine_block
 from kvsim.engine.rows import RowView
 from kvsim.engine.source import TraceSource
+from kvsim.errors import PolicyError, TraceError
 from kvsim.testing import InvariantError, check_policy, strategies
 from reference import metrics as loop_metrics
 
@@ -395,6 +396,46 @@ class FirstHead(Mine):
 
 
 @dataclass(frozen=True)
+class Normalising(Mine):
+    """Normalises the keys in place, as fast code is written for tensors of one's own."""
+
+    def score(self, view: View) -> Tensor:
+        """The first component of the key, the keys of the trace being overwritten."""
+        view.keys.div_(1 + view.keys.norm(dim=-1, keepdim=True))
+        return super().score(view)
+
+
+@dataclass(frozen=True)
+class WritingThroughNumpy(Mine):
+    """Writes to memory that tensors share, without their knowledge."""
+
+    def score(self, view: View) -> Tensor:
+        """Queries of the most recent row are set to 0."""
+        scores = super().score(view)
+        view.queries(1).numpy()[:] = 0
+        return scores
+
+
+@dataclass(frozen=True)
+class Clamping(Mine):
+    """Moves pads to position 0, in the table of the entries."""
+
+    def score(self, view: View) -> Tensor:
+        """Positions are the engine's."""
+        view.pos.clamp_(min=0)
+        return super().score(view)
+
+
+@dataclass(frozen=True)
+class Reweighting(Mine):
+    """Writes to attention that is memoised for all pieces of the policy."""
+
+    def score(self, view: View) -> Tensor:
+        """The weights of the last row, doubled."""
+        return super().score(view) + view.attn(1).mul_(2).sum((2, 3))
+
+
+@dataclass(frozen=True)
 class Greedy(Allocator):
     """An allocator that keeps one entry more in the first head."""
 
@@ -408,6 +449,10 @@ class Greedy(Allocator):
 @pytest.mark.parametrize(
     ("scorer", "invariant"),
     [
+        (Normalising(), "input_unchanged"),
+        (WritingThroughNumpy(), "input_unchanged"),
+        (Clamping(), "input_unchanged"),
+        (Reweighting(), "input_unchanged"),
         (Remembering(), "isolation"),
         (CountingUp(), "isolation"),
         (CountingPads(), "ragged"),
@@ -423,6 +468,39 @@ def test_bug_in_a_policy_of_the_users_own_is_caught(scorer, invariant):
     mine = kvsim.Policy("mine", scorer)
     with pytest.raises(InvariantError, match=f"invariant '{invariant}'"):
         check_policy(mine, max_examples=1000, only=[invariant], shrink=False)
+
+
+def test_a_policy_that_writes_to_its_view_is_stopped_and_named():
+    """The replay stops at the event, and the trace refuses to be read as what it no longer is."""
+    trace = strategies.make_case("normal", n=24, prompt_len=12, group=2).trace()
+
+    with pytest.raises(
+        PolicyError, match=r"^mine: writes to 'keys' of its view at row 11, .* mend"
+    ):
+        kvsim.replay(trace, kvsim.Policy("mine", Normalising()), 8)
+
+    with pytest.raises(TraceError, match="k was changed in place after the trace was built"):
+        kvsim.replay(trace, kvsim.policy("snapkv", window=4), 8)
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["memory", "folder"])
+@pytest.mark.parametrize("read", ["keys", "values", "o_proj"])
+def test_writes_are_noticed_wherever_the_trace_is(tmp_path, stored, read):
+    """Arrays of a stored trace are read once for many events, and are as little to be written."""
+
+    @dataclass(frozen=True)
+    class Writing(Mine):
+        def score(self, view: View) -> Tensor:
+            scores = super().score(view)
+            getattr(view, read).zero_()
+            return scores
+
+    trace = strategies.make_case("normal", n=24, prompt_len=12, group=2).trace()
+    if stored:
+        trace = kvsim.open_trace(trace.save(tmp_path / "run.zarr"))
+
+    with pytest.raises(PolicyError, match=f"^mine: writes to '{read}' of its view"):
+        kvsim.replay(trace, kvsim.Policy("mine", Writing()), 8)
 
 
 def test_allocator_that_exceeds_the_budget_is_caught():

@@ -16,6 +16,7 @@ Invariant = Callable[[Trial], None]
 INVARIANTS: Mapping[str, Invariant] = {
     invariant.__name__: invariant
     for invariant in (
+        independence.input_unchanged,
         results.exact_size,
         results.nothing_returns,
         results.protected_survive,

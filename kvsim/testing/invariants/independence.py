@@ -7,15 +7,17 @@ order of the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvsim.core.policy import Allocator, Even, Plan
+from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine import check_cell
-from kvsim.errors import KvsimError, MemoryLimitError
+from kvsim.errors import KvsimError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
 from kvsim.testing.strategies import make_case
@@ -30,6 +32,30 @@ class PerHead(Allocator):
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The same quotas in every layer and at every event."""
         return Plan(torch.tensor(self.quotas).expand_as(view.count))
+
+
+def input_unchanged(trial: Trial) -> None:
+    """A replay writes to nothing that it reads, so that the next policy reads the same trace."""
+    case = trial.case
+    copies: dict[str, Any] = {
+        name: x.copy() for name, x in vars(case).items() if isinstance(x, np.ndarray)
+    }
+    trace = replace(case, **copies).trace()
+    before = {name: array.clone() for name, array in _arrays(trace).items()}
+    for by_row in (True, False):
+        try:
+            trial.replay(trace, by_row=by_row, guard=True)
+            after = _arrays(trace)
+        except (PolicyError, TraceError) as error:
+            raise Broken(str(error)) from error
+        for name, array in before.items():
+            require(torch.equal(after[name], array), f"{name} of the trace has changed")
+
+
+def _arrays(trace: Trace) -> dict[str, Tensor]:
+    """The arrays of a trace, and its full attention."""
+    arrays = {name: trace.read(name) for name in trace.source.shapes}
+    return arrays | dict(zip(("attn_out", "lse"), trace.full(), strict=True))
 
 
 def causality(trial: Trial) -> None:

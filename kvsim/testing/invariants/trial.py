@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvsim.core.policy import Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
+from kvsim.core.trace import Trace
 from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError
 from kvsim.schema import NEVER
@@ -53,10 +54,11 @@ class Trial:
         """How Hypothesis shows it."""
         printer.text(repr(self))
 
-    def replay(self, **options: Any) -> Record:
-        """The policy's Record of the trace; `options` are those of the engine."""
+    def replay(self, trace: Trace | None = None, **options: Any) -> Record:
+        """The policy's Record of the trace, by default the case's; `options` of the engine."""
         schedule = self.policy.schedule.override(self.interval, self.prefill)
-        return run(self.case.trace(), self.policy, self.budget, schedule, Options(**options))
+        trace = self.case.trace() if trace is None else trace
+        return run(trace, self.policy, self.budget, schedule, Options(**options))
 
     @cached_property
     def record(self) -> Record:
