@@ -25,6 +25,7 @@ from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
 from kvsim.report.study import Progress, Saved, check_traces, joined, read_run, study
+from kvsim.schema import visible
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 
@@ -82,4 +83,5 @@ def page(
     table = table if of_traces is None else pl.concat([table, of_traces.table])
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
-    return PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces)))
+    # names and tokens are escaped as HTML, but a terminal or an editor acts on their controls
+    return visible(PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces))))
