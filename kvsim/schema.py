@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -41,6 +42,16 @@ FIDELITY = ("exact", "open", "semi", "closed")
 def is_url(path: object) -> bool:
     """Whether a path is a URL, such as ``s3://bucket/run.zarr``."""
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
+
+
+def visible(text: str) -> str:
+    """Escape what a terminal or a browser would act on, such as control characters; keep lines."""
+    return "\n".join(
+        line
+        if line.isprintable()
+        else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
+        for line in text.split("\n")
+    )
 
 
 def plural(n: int, what: str) -> str:

@@ -1,8 +1,4 @@
-"""The file that streamlit runs.
-
-`kvsim dashboard DIR` runs it on the traces and runs of a folder; so does
-`streamlit run apps/dashboard/app.py -- DIR`, but then on every network interface.
-"""
+"""The script behind each page, which `server` runs on the traces and runs of a folder."""
 
 from __future__ import annotations
 

@@ -17,9 +17,14 @@ _PACKAGE = Path(__file__).parent.parent
 _NEEDED = ("streamlit", "plotly")
 
 #: For this machine and this user alone, and silent: no address but loopback, no statistics sent, no
-#: question for an e-mail address, no links to other sites.
+#: question for an e-mail address, no links to other sites. The app's own server prints the address,
+#: with its token, and opens it.
 _OPTIONS = {
     "server.address": "127.0.0.1",
+    "server.enableCORS": "true",
+    "server.enableXsrfProtection": "true",
+    "server.headless": "true",
+    "logger.hideWelcomeMessage": "true",
     "browser.gatherUsageStats": "false",
     "server.showEmailPrompt": "false",
     "client.showErrorLinks": "false",
@@ -47,20 +52,19 @@ def dashboard(
     if missing:
         install = "install it with pip install 'kvsim[dashboard]'"
         raise Stop(f"error: the dashboard needs {' and '.join(missing)}; {install}", 2)
-    options = _OPTIONS | {"server.headless": str(no_browser).lower()}
-    if port is not None:
-        options["server.port"] = str(port)
+    options = _OPTIONS if port is None else _OPTIONS | {"server.port": str(port)}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "streamlit", "run", str(app_file()), *flags]
+    command = [sys.executable, "-m", "streamlit", "run", str(server_file()), *flags]
+    command += ["--", str(folder.resolve()), *(["--no-browser"] if no_browser else [])]
     # the server takes this process over, so that it gets every signal that is sent here
-    os.execv(sys.executable, [*command, "--", str(folder.resolve())])  # noqa: S606
+    os.execv(sys.executable, command)  # noqa: S606
 
 
-def app_file() -> Path:
+def server_file() -> Path:
     """Return the file that streamlit runs: inside the package in a wheel, else under `apps/`."""
     places = (_PACKAGE / "_dashboard", _PACKAGE.parent / "apps" / "dashboard")
-    for app in (place / "app.py" for place in places):
-        if app.is_file():
-            return app
+    for server in (place / "server.py" for place in places):
+        if server.is_file():
+            return server
     where = " nor ".join(map(str, places))
     raise Stop(f"error: the dashboard is at neither {where}; install kvsim again", 2)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ import typer
 from kvsim.cli.show import bar, cells, echo_json, echo_results, echo_text, fidelity_shares
 from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
+from kvsim.files import check_writable, published, refused
 
 if TYPE_CHECKING:
     import polars as pl
@@ -53,18 +51,20 @@ def run(
     writes trace, run and figures.
     """
     _check_target(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.tmp-", dir=out.parent))
+    check_writable(out.parent)
     try:
-        document = _Demo(draft, quiet=as_json).run()
-        (draft / MARKER).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-        draft.chmod(0o755)  # a temporary folder is private, a result is not
-        _publish(draft, out)
+        with published(out, overwrite=True) as draft:
+            draft.mkdir()
+            document = _Demo(draft, quiet=as_json).run()
+            (draft / MARKER).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+            _check_target(out)
     except KeyboardInterrupt:
         state = "is unchanged" if out.exists() else "was not written"
         raise Stop(f"interrupted, {out} {state}", 130) from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    except TraceError as error:  # a full disk: the message is about a trace that is gone by now
+        if isinstance(error.__cause__, OSError):
+            raise refused(out, error.__cause__) from error
+        raise
     if as_json:
         echo_json({"out": str(out), **document})
     else:
@@ -84,20 +84,6 @@ def _check_target(out: Path) -> None:
             f"{out} has {', '.join(foreign)}, which is not of a demo; give another --out or move "
             "that away, nothing was changed"
         )
-
-
-def _publish(draft: Path, out: Path) -> None:
-    _check_target(out)
-    aside = out.parent / f".{out.name}.old-{secrets.token_hex(4)}"
-    if out.exists():
-        out.rename(aside)
-    try:
-        draft.rename(out)
-    except BaseException:
-        if aside.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass
@@ -206,11 +192,16 @@ class _Demo:
         return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
 
     def _draw(self, trace: Trace, run: Run) -> None:
-        from kvsim.plots import error_over_rows, retention_map, save
+        from kvsim.plots import error_over_rows, retention_map
+        from kvsim.plots.style import picture
 
         records = [record for record in run.records if record.policy != "full"]
-        save(retention_map(trace, records, layer=LAYER, head=HEAD), self.folder / "retention.png")
-        save(error_over_rows(trace, records), self.folder / "error.png")
+        figures = {
+            "retention.png": retention_map(trace, records, layer=LAYER, head=HEAD),
+            "error.png": error_over_rows(trace, records),
+        }
+        for name, figure in figures.items():
+            (self.folder / name).write_bytes(picture(figure, "png"))
 
     def _print(self, run: Run, summary: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> None:
         from kvsim.cli.replaying import fidelity_line, means

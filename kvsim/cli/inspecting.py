@@ -14,7 +14,7 @@ import typer
 from kvsim.cli import show
 from kvsim.cli.values import Json, OptionError, Stop, TracePaths, locate, path_argument
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import LABELS, is_url, plural, ranges
+from kvsim.schema import LABELS, is_url, plural, ranges, visible
 
 if TYPE_CHECKING:
     from kvsim.store.index import Entry
@@ -136,7 +136,7 @@ def answer_text(check: Mapping[str, Any] | None) -> str:
 
 def quoted(text: object) -> str:
     """Return untrusted text in quotes, as one line without control characters."""
-    return show.visible(json.dumps(text, ensure_ascii=False))
+    return visible(json.dumps(text, ensure_ascii=False))
 
 
 def size_text(n_bytes: int | None) -> str:

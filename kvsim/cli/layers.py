@@ -15,7 +15,8 @@ import typer
 from kvsim.cli import values
 from kvsim.cli.show import bar, budget_text, echo_json, echo_table, echo_text, number, one_line
 from kvsim.cli.values import OptionError
-from kvsim.errors import OutputError, PolicyError
+from kvsim.errors import PolicyError
+from kvsim.files import check_output, published
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ def layers(
     """
     if gold is not None and gold_text is not None:
         raise OptionError("--gold and --gold-text were both given; expected one of them")
-    if figures is not None and figures.exists():
-        raise OutputError(f"{figures} exists; give another --figures, nothing was changed")
+    if figures is not None:
+        check_output(figures, advice="give another --figures")
     if form not in ("png", "svg", "pdf"):
         raise OptionError(f"--format is {form!r}; expected png, svg or pdf")
     if not math.isfinite(tau):
@@ -152,11 +153,13 @@ def layers(
                 diagnoses.append(diagnose(trace, ranked, size, gold=tokens, share=share))
     written: list[Path] = []
     if figures is not None:
-        from kvsim.plots import save
+        from kvsim.plots.style import picture
 
-        figures.mkdir(parents=True)
-        drawn = _figures(opened, diagnoses, device)
-        written = [save(figure, figures / f"{name}.{form}") for name, figure in drawn]
+        with published(figures) as draft:
+            draft.mkdir()
+            for name, figure in _figures(opened, diagnoses, device):
+                written.append(figures / f"{name}.{form}")
+                (draft / written[-1].name).write_bytes(picture(figure, form))
     if as_json:
         echo_json(_document(opened, diagnoses, rule, written))
     else:

@@ -14,7 +14,8 @@ import typer
 from kvsim.cli import values
 from kvsim.cli.show import bar, echo_text
 from kvsim.cli.values import OptionError, Stop
-from kvsim.errors import OutputError, PolicyError, suggest
+from kvsim.errors import PolicyError, suggest
+from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, PLOTTED, Figure
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ def plot(
     figure = _figure(name)
     if out.suffix.lower() not in _FORMATS:
         raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
-    if out.exists():
-        raise OutputError(f"{out} exists; give another --out, nothing was changed")
+    check_output(out, advice="give another --out")
     flags: dict[str, Any] = {"layer": layer, "head": head, "by": by}
     flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
     _check_flags(name, figure, flags)
@@ -159,7 +159,6 @@ def plot(
     given_options = {key: keywords[key] for key in figure.options if keywords[key] is not None}
     inputs = [data.input(key, figure) for key in figure.inputs]
     drawing = getattr(plots, name)(*inputs, **given_options)
-    out.parent.mkdir(parents=True, exist_ok=True)
     typer.echo(f"Written to {plots.save(drawing, out)}.")
     layers = data.layers if runs or layer is None else {}
     for remark in dict.fromkeys(filter(None, (*data.remarks, uneven(layers)))):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.values import OptionError, Overwrite, path_option, split
-from kvsim.errors import OutputError
+from kvsim.files import check_output, write_file
 from kvsim.tiny.tasks import TASKS, TOKENS
 from kvsim.tiny.vocabulary import DOMAINS
 
@@ -70,7 +70,10 @@ def prompts(
     or domains alternate in all combinations. A level sets all sizes; without a level, sizes have
     defaults of about 500 tokens.
     """
-    _check_output(out, overwrite=overwrite)
+    if out is not None:
+        check_output(out, overwrite=overwrite)
+    elif overwrite:
+        raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
     levels = None if level is None else _numbers(level)
     sizes: dict[str, Any] = {"facts": facts, "lines": lines, "filler": filler}
     sizes |= {"kinds": kinds, "report": report, "cycle": cycle}
@@ -79,8 +82,7 @@ def prompts(
     if out is None:
         typer.echo("\n".join(rows))
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(rows) + "\n", "utf-8")
+    write_file(out, "\n".join(rows) + "\n", overwrite=overwrite)
     lengths = sorted(sample.tokens for sample in samples)
     typer.echo(f"{out}: {n} prompts, with their responses {lengths[0]} to {lengths[-1]} tokens")
 
@@ -138,16 +140,3 @@ def _name(sample: Sample, seed: int, index: int) -> str:
     """Return a name such as `walk-2-paint-s0-003`, unique within a file."""
     level = [] if sample.level is None else [str(sample.level)]
     return "-".join([sample.task, *level, sample.domain, f"s{seed}", f"{index:03d}"])
-
-
-def _check_output(out: Path | None, *, overwrite: bool) -> None:
-    if out is None and overwrite:
-        raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
-    if out is None:
-        return
-    if out.exists() and not (overwrite and out.is_file()):
-        what = ", or --overwrite to replace it" if out.is_file() else ""
-        kind = "exists" if out.is_file() else "exists and is not a file"
-        raise OutputError(f"{out} {kind}; give another --out{what}, nothing was changed")
-    if out.parent.exists() and not out.parent.is_dir():
-        raise OptionError(f"{out.parent} is a file; expected a folder, give another --out")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsim.schema import schedule
+from kvsim.schema import schedule, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -36,11 +36,6 @@ _COLUMNS = {
 }
 #: Columns of a summary that identify the cell of a row.
 _KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
-
-
-def visible(text: str) -> str:
-    """Escape everything that a terminal would act on; line ends stay."""
-    return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import textwrap
@@ -20,6 +21,8 @@ from matplotlib.ticker import MaxNLocator
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.summaries import Interval
+from kvsim.errors import OutputError
+from kvsim.files import write_file
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
 #: without the pale yellow. Black is for means and references.
@@ -36,13 +39,29 @@ SELECTED, NEUTRAL = "#c8102e", "#9aa5b1"
 CELLS: Final[dict[str, Any]] = {"aspect": "auto", "interpolation": "nearest"}
 
 
+#: Formats of files, each with the entry of its metadata that changes from run to run.
+_STAMPS: Final = {"pdf": "CreationDate", "png": "Software", "svg": "Date"}
+
+
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, SVG or PDF without a date in it: equal figures are equal files."""
+    """Write a figure as PNG, SVG or PDF without a date in it: equal figures are equal files.
+
+    Replaces a file at `path`. Raises OutputError for another format, or if the system refuses.
+    """
     out = Path(path)
-    stamp = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix.lower(), "Software")
-    with mpl.rc_context({"svg.hashsalt": "kvsim"}):  # names inside an SVG are random otherwise
-        figure.savefig(out, metadata={stamp: None})
+    form = out.suffix.lower().lstrip(".")
+    if form not in _STAMPS:
+        raise OutputError(f"{out} ends in {out.suffix!r}; expected .png, .svg or .pdf")
+    write_file(out, picture(figure, form), overwrite=True)
     return out
+
+
+def picture(figure: Figure, form: str) -> bytes:
+    """Return the content of a figure's file; form: ``png``, ``svg`` or ``pdf``."""
+    content = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "kvsim"}):  # names inside an SVG are random otherwise
+        figure.savefig(content, format=form, metadata={_STAMPS[form]: None})
+    return content.getvalue()
 
 
 # ---------------------------------------------------------------------------- lines and numbers

@@ -20,10 +20,12 @@ import polars as pl
 
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.trace import Trace
-from kvsim.errors import OutputError, PolicyError
+from kvsim.errors import PolicyError
+from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
 from kvsim.report.study import Progress, Saved, check_traces, joined, read_run, study
+from kvsim.schema import visible
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 
@@ -44,25 +46,21 @@ def write_report(
         out: the file to write.
         base: what all other policies are compared with, by default the first one that evicts.
         traces: what to analyse; where there are runs, traces that they replayed.
-        overwrite: replace what is at `out`.
+        overwrite: replace a file at `out`.
         progress: called with (steps done, steps, what is being done).
 
     Raises:
-        OutputError: something is at `out`, a run cannot be read, or a trace is none of the runs'.
+        OutputError: something is at `out`, or it cannot be written; a run cannot be read, or a
+            trace is none of the runs'.
         TraceError: two traces have one name.
         PolicyError: there is neither run nor trace; two runs have different values for the same
             policy, parameters, schedule and trace; the runs have no values, or not the policy
             `base`.
     """
     target = Path(out)
+    check_output(target, overwrite=overwrite)
     saved = [read_run(run) for run in runs]
-    if target.exists() and not overwrite:
-        raise OutputError(
-            f"{target} exists; give another --out or --overwrite, nothing was changed"
-        )
-    text = page(saved, base, traces, progress)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, "utf-8")
+    write_file(target, page(saved, base, traces, progress), overwrite=overwrite)
     return target
 
 
@@ -85,4 +83,5 @@ def page(
     table = table if of_traces is None else pl.concat([table, of_traces.table])
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
-    return PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces)))
+    # names and tokens are escaped as HTML, but a terminal or an editor acts on their controls
+    return visible(PAGE.format(title=title, body=lines(sections(table, runs, base, of_traces))))

@@ -6,7 +6,6 @@ HTML is `Markup`. Whatever else comes in, as a cell, a heading or a note, is tex
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from markupsafe import Markup
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
 from kvsim.errors import PolicyError
+from kvsim.plots.style import picture
 
 #: Digits behind the point by unit; 3 for all others.
 _DIGITS = {"entries": 1, "layer": 1, "squared ranks": 0}
@@ -106,9 +106,7 @@ def image(alt: str, draw: Callable[[], Any], form: Literal["svg", "png"] = "svg"
         figure = draw()
     except PolicyError:
         return ""
-    file = io.BytesIO()
-    figure.savefig(file, format=form, metadata={"Date" if form == "svg" else "Software": None})
-    content = base64.b64encode(file.getvalue()).decode("ascii")
+    content = base64.b64encode(picture(figure, form)).decode("ascii")
     # a PNG has more pixels than it takes on the page, where an inch is 96 of them
     width = Markup(' width="{:.0f}"').format(96 * figure.get_figwidth()) if form == "png" else ""
     url = f"data:image/{'svg+xml' if form == 'svg' else 'png'};base64,{content}"

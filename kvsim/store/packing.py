@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import stat
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from kvsim.errors import TraceError, TraceExistsError
+from kvsim.errors import OutputError, TraceError, TraceExistsError
+from kvsim.files import published, refused, unbroken
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
-from kvsim.store.draft import hidden
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed, Place
-from kvsim.store.publication import check_writable, sync, sync_tree, unbroken
+from kvsim.store.publication import check_writable
 from kvsim.store.reader import StoredTrace
 
 
@@ -86,34 +85,23 @@ def _open(path: str | Path, verb: str) -> tuple[Place, dict[str, StoredArray]]:
 
 @contextmanager
 def _published(target: Path) -> Iterator[Path]:
-    """Provide a hidden sibling of `target` to write to; at the end, flush it and rename it.
+    """Provide a path to write to; at the end, flush it and rename it to `target`.
 
     Raises:
         TraceExistsError: something is at `target`, before any work or at the end.
         TraceError: the system refuses.
     """
-    draft = hidden(target, "tmp")
     try:
         _check_free(target)
         check_writable(target.parent)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield draft
-        sync_tree(draft)
-        _check_free(target)
-        draft.rename(target)
-        sync(target.parent)
+        with published(target) as draft:
+            yield draft
+            _check_free(target)
     except TraceError:
         raise
     except OSError as error:
-        raise TraceError(
-            f"{target} cannot be written ({error.strerror or error}), nothing was published; "
-            "free some space or give another output path (--out)"
-        ) from error
-    finally:
-        with suppress(OSError):  # a read-only disk refuses even to remove a missing file
-            if draft.is_dir():
-                shutil.rmtree(draft, ignore_errors=True)
-            draft.unlink(missing_ok=True)
+        failure = error if isinstance(error, OutputError) else refused(target, error)
+        raise TraceError(str(failure)) from error
 
 
 def _check_free(target: Path) -> None:

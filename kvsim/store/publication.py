@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
-import signal
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvsim import files
 from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
-from kvsim.errors import TraceError, TraceExistsError
+from kvsim.errors import OutputError, TraceError, TraceExistsError
+from kvsim.files import sync, sync_tree
 from kvsim.store.draft import Group, TokenFile, hidden
 from kvsim.store.metadata import attributes_of, group_attributes
 from kvsim.store.place import Folder
 
 # Errors of renaming to a path that exists.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-
-#: Written to test whether a folder is writable: one block, as the smallest file takes.
-_PROBE = bytes(4096)
 
 
 def check_target(path: Path, *, overwrite: bool) -> None:
@@ -48,24 +42,11 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise TraceError if no trace can be written to `folder`, which need not exist yet.
-
-    A temporary file is written to the nearest folder that exists: permissions alone do not show
-    that a disk is full or read-only.
-    """
-    nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-    if not nearest.is_dir():
-        raise TraceError(
-            f"{nearest} is a file; expected a folder to write to, give another output path"
-        )
+    """Raise TraceError if no trace can be written to `folder`, which need not exist yet."""
     try:
-        with tempfile.TemporaryFile(dir=nearest, prefix=".kvsim-") as probe:
-            probe.write(_PROBE)
-    except OSError as error:
-        raise TraceError(
-            f"{nearest} cannot be written to ({error.strerror or error}), expected a writable "
-            "folder; change that or give another output path"
-        ) from error
+        files.check_writable(folder)
+    except OutputError as error:
+        raise TraceError(str(error)) from error
 
 
 def complete(
@@ -184,46 +165,3 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
 
 def _exists(path: Path) -> str:
     return f"{path} exists, expected a free path; give another one, or overwrite=True (--overwrite)"
-
-
-@contextlib.contextmanager
-def unbroken() -> Iterator[None]:
-    """Run a block to its end; an interrupt meanwhile is raised after it.
-
-    A file is then whole, and a trace that is being replaced is either old or new. Python interrupts
-    the main thread only, so other threads just run the block.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
-    pending: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pending:
-            signal.raise_signal(signal.SIGINT)
-
-
-def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder with everything in it, to disk."""
-    folders: list[Path] = []
-    files = [path] if path.is_file() else []
-    for root, _, names in os.walk(path):
-        folders.append(Path(root))
-        files += [Path(root, name) for name in names]
-    # in parallel, because each waits for the disk
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(sync, files))
-        list(pool.map(sync, folders))
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
+from kvsim.files import unbroken
 from kvsim.schema import CHUNK
 from kvsim.store.draft import (
     PARTIAL,
@@ -32,7 +33,7 @@ from kvsim.store.draft import (
 from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
 from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
 from kvsim.store.place import Folder
-from kvsim.store.publication import check_target, complete, put, require_chunks, unbroken
+from kvsim.store.publication import check_target, complete, put, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.writer import LATE
 

@@ -18,11 +18,12 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError
+from kvsim.files import unbroken
 from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.draft import Group, TokenFile, hidden, recover_command
 from kvsim.store.layout import DENSE, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
-from kvsim.store.publication import check_target, complete, put, unbroken, write_whole
+from kvsim.store.publication import check_target, complete, put, write_whole
 from kvsim.store.remote import check_free, upload
 
 #: Largest magnitude that float16 holds.

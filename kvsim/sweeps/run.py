@@ -26,8 +26,8 @@ from kvsim.core.record import Record, write_records
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
 from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
+from kvsim.files import unbroken
 from kvsim.policies.oracle import Oracle
-from kvsim.store.publication import unbroken
 
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode
@@ -55,56 +51,40 @@ def looked_into(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(looked_into):
-    """Where `kvsim dashboard` answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["dashboard", str(looked_into), "--port", str(port), "--no-browser"]
-    command = [sys.executable, "-c", "from kvsim.cli import main; main()", *options]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    at = f"http://127.0.0.1:{port}"
-    try:
-        _wait_for(server, at)
-        yield at
-    finally:
-        server.terminate()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait(20)
+def link(looked_into, serve):
+    """The address, with its token, that `kvsim dashboard` prints."""
+    with serve(looked_into) as printed:
+        yield printed
 
 
-def _wait_for(server, at):
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "the server has ended"
-        try:
-            with urllib.request.urlopen(f"{at}/_stcore/health", timeout=5) as answer:  # noqa: S310
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail("the server does not answer")
+@pytest.fixture(scope="module")
+def address(link):
+    """Where the dashboard answers, without the token, which the browser has in a cookie."""
+    return link.partition("/?")[0]
 
 
 @dataclass
 class Seen:
-    """What a page did: requests to other hosts, and bytes that it was sent over its socket."""
+    """What a page did: requests to other hosts, what its policy refused, bytes over its socket."""
 
     page: object
     elsewhere: list = field(default_factory=list)
+    violations: list = field(default_factory=list)
     received: list = field(default_factory=list)
 
     def __post_init__(self):
         """Listen from the start."""
         self.page.on("request", self._request)
+        self.page.on("console", self._note)
         self.page.on("websocket", lambda ws: ws.on("framereceived", self._frame))
 
     def _request(self, request):
         if not request.url.startswith(("http://127.0.0.1:", "data:", "blob:", "ws://127.0.0.1:")):
             self.elsewhere.append(request.url)
+
+    def _note(self, message):
+        if "Content Security Policy" in message.text:
+            self.violations.append(message.text)
 
     def _frame(self, frame):
         self.received.append(len(frame))
@@ -168,13 +148,14 @@ class Seen:
         return self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
     def check(self):
-        """No traceback, and no word to another host."""
+        """No traceback, no word to another host, and nothing that the page's policy refuses."""
         assert self.page.locator("[data-testid=stException]").count() == 0
         assert self.elsewhere == []
+        assert self.violations == []
 
 
 @pytest.fixture(scope="module")
-def chrome(chromium):
+def chrome(chromium, link):
     """One browser for all tests, which loads the megabytes of scripts that pages share once."""
     from playwright.sync_api import sync_playwright
 
@@ -184,6 +165,10 @@ def chrome(chromium):
         )
         context = browser.new_context(viewport={"width": 1280, "height": 1100})
         context.set_default_timeout(120_000)
+        page = context.new_page()
+        page.goto(link)
+        assert "token" not in page.url
+        page.close()
         yield context
         browser.close()
 

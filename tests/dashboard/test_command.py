@@ -30,14 +30,14 @@ def test_the_server_is_for_this_machine_alone_and_silent(started, tmp_path):
     assert run(tmp_path, "--port", 9123, "--no-browser") in (0, None)
 
     ((program, command),) = started
-    options = dict(zip(command[5:-2:2], command[6:-2:2], strict=True))
+    options = dict(zip(command[5:-3:2], command[6:-3:2], strict=True))
     assert (program, command[:4]) == (sys.executable, [sys.executable, "-m", "streamlit", "run"])
     assert options["--server.address"] == "127.0.0.1"
     assert options["--browser.gatherUsageStats"] == "false"
     assert options["--server.showEmailPrompt"] == "false"
     assert options["--server.headless"] == "true"
     assert options["--server.port"] == "9123"
-    assert command[-2:] == ["--", str(tmp_path.resolve())]
+    assert command[-3:] == ["--", str(tmp_path.resolve()), "--no-browser"]
 
 
 def test_a_folder_that_is_not_there_is_an_error(started, tmp_path, capsys):

@@ -113,6 +113,17 @@ def test_texts_of_a_run_are_escaped(tmp_path):
     assert HOSTILE in html.unescape(page)
 
 
+def test_control_characters_of_names_are_escaped(tmp_path):
+    """A page has no character that a terminal or an editor acts on, whatever a name holds."""
+    name = "\x1b[31mred\x9b2J\x07\u202e\u2028\x7f"
+    folder = saved(tmp_path / "\x1b[2Jrun", {name: [0.1, 0.2], "tova": [0.3, 0.5]}, domain=name)
+    page = write_report([folder], tmp_path / "r.html").read_text("utf-8")
+
+    assert "".join(page.split("\n")).isprintable()
+    for escaped in (r"\u001b[31mred\u009b2J\u0007\u202e\u2028\u007f", r"\u001b[2Jrun"):
+        assert escaped in page
+
+
 def test_verdicts_follow_from_the_intervals(tmp_path):
     """What lies above zero on all prompts holds, beside its number."""
     values = {"tova": [2.0, 2.2, 2.1], "ams": [1.0, 1.1, 1.0]}

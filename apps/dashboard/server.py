@@ -1,0 +1,171 @@
+"""The server that streamlit runs for `kvsim dashboard DIR`: for one user of this machine.
+
+Other users of a machine reach its loopback address too, and so does every page that is open in the
+browser. `Guard` therefore lets nothing through, page, file or WebSocket, without the token of this
+server, which is drawn when it starts.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import time
+import webbrowser
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qsl, quote, urlencode
+
+import streamlit
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.requests import cookie_parser
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from streamlit import config
+from streamlit.starlette import App
+
+ADDRESS: Final = "127.0.0.1"
+#: This machine in an address. Another name is that of a site that points to it (DNS rebinding).
+HOST: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")
+
+
+def _inline_scripts() -> str:
+    """Return the hashes of the scripts that stand in Streamlit's page itself."""
+    page = Path(streamlit.__file__).with_name("static") / "index.html"
+    scripts = re.findall(r"<script>(.*?)</script>", page.read_text("utf-8"), re.DOTALL)
+    hashes = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
+    return " ".join(f"'sha256-{value}'" for value in hashes)
+
+
+#: What a page may load: nothing from elsewhere, and no script in its text but Streamlit's own.
+#: Streamlit and plotly set styles in elements. `connect-src` names the WebSocket for browsers to
+#: which 'self' is http alone. No page may show this one in a frame.
+POLICY: Final = (
+    f"default-src 'self'; script-src 'self' {_inline_scripts()}; connect-src 'self' ws://%s; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "worker-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+#: On every answer, beside the policy.
+HEADERS: Final = {
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+REFUSED: Final = (
+    "refused: the address has no token, or that of another server; expected the address that "
+    "`kvsim dashboard` printed, open that one\n"
+)
+
+
+class Guard:
+    """Middleware that answers only who has the token, and only pages of the server itself.
+
+    The token is in the address that is opened first, or in the cookie that this address sets.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, refuse it, or turn the token of its address into a cookie."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        cookie = f"kvsim-{scope['server'][1]}"  # ports share their cookies
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        socketed = scope["type"] == "websocket"
+
+        host = headers.get("host", "")
+        host = host if HOST.fullmatch(host) else ADDRESS
+
+        async def shielded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                policy = {"Content-Security-Policy": POLICY % host}
+                MutableHeaders(scope=message).update(HEADERS | policy)
+            await send(message)
+
+        if not _is_of_this_server(scope, headers):
+            allowed = False
+        elif not socketed and self._matches(dict(query).get("token")):
+            rest = urlencode([(name, value) for name, value in query if name != "token"])
+            # one slash: a second one would start the name of another host
+            path = "/" + quote(scope["path"].lstrip("/")) + (f"?{rest}" if rest else "")
+            response = RedirectResponse(path, 303, {"Cache-Control": "no-store"})
+            response.set_cookie(cookie, self.token.decode(), httponly=True, samesite="lax")
+            await response(scope, receive, shielded)
+            return
+        else:
+            allowed = self._matches(cookie_parser(headers.get("cookie", "")).get(cookie))
+        if allowed:
+            await self.app(scope, receive, shielded)
+        elif socketed:
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            refusal = PlainTextResponse(REFUSED, 403, {"Cache-Control": "no-store"})
+            await refusal(scope, receive, shielded)
+
+    def _matches(self, token: str | None) -> bool:
+        return token is not None and secrets.compare_digest(token.encode(), self.token)
+
+
+def _is_of_this_server(scope: Scope, headers: Headers) -> bool:
+    """Whether the host is this machine, and a page that asks is one of this server's.
+
+    Browsers name the page in `Origin`: always for a WebSocket, for other requests where it matters.
+    """
+    host = headers.get("host", "")
+    if not HOST.fullmatch(host):
+        return False
+    scheme = {"ws": "http", "wss": "https"}.get(scope["scheme"], scope["scheme"])
+    origin = headers.get("origin")
+    if origin is None:
+        return scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+    return origin == f"{scheme}://{host}"
+
+
+@asynccontextmanager
+async def announced(_: App) -> AsyncIterator[None]:
+    """Print the address with its token, and open it unless `--no-browser` is given."""
+    port = config.get_option("server.port")
+    address = f"http://{ADDRESS}:{port}/?token={TOKEN}"
+    print(f"Dashboard: {address}\nCtrl-C ends it.", flush=True)  # noqa: T201 - for the user
+    with tempfile.TemporaryDirectory(prefix="kvsim-") as folder:
+        if "--no-browser" not in sys.argv[2:]:
+            page = Path(folder, "dashboard.html")
+            threading.Thread(target=_open, args=(page, address, port), daemon=True).start()
+        yield
+
+
+def _open(page: Path, address: str, port: int) -> None:
+    """Open an address in the browser, once the server answers, through a page that leads to it.
+
+    Other users can read the arguments of a browser, but not this page, and so not the token.
+    """
+    page.write_text(f'<meta http-equiv="refresh" content="0;url={html.escape(address)}">')
+    for _ in range(100):
+        with socket.socket() as client:
+            if client.connect_ex((ADDRESS, port)) == 0:
+                webbrowser.open(page.as_uri())
+                return
+        time.sleep(0.1)
+
+
+TOKEN: Final = secrets.token_urlsafe(32)
+app = App(
+    Path(__file__).with_name("app.py"),
+    lifespan=announced,
+    middleware=[Middleware(Guard, token=TOKEN)],
+)

@@ -1,0 +1,190 @@
+"""Files and folders that kvsim writes: they appear whole or not at all.
+
+An output is written to a hidden folder next to its path, flushed to disk, and renamed. Until then
+what is at the path stays as it is, whatever fails.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+from kvsim.errors import KvsimError, OutputError
+
+#: Hidden folders with outputs that are being written.
+_PREFIX = ".kvsim-"
+#: Written to test whether a folder is writable: one block, as the smallest file takes.
+_PROBE = bytes(4096)
+
+
+def check_output(
+    path: Path, *, overwrite: bool = False, advice: str = "give another --out, or --overwrite"
+) -> None:
+    """Raise OutputError if no file or new folder can be written to `path`; before any work.
+
+    overwrite: a file at `path` may be replaced. advice: what users can do.
+    """
+    try:
+        _check_free(path, overwrite=overwrite, advice=advice)
+        check_writable(Path(os.path.realpath(path)).parent)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OutputError if nothing can be written to `folder`, which need not exist yet.
+
+    A temporary file is written to the nearest folder that exists: permissions alone do not show
+    that a disk is full or read-only.
+    """
+    nearest = folder
+    try:
+        nearest = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+        if nearest.is_dir():
+            with TemporaryFile(dir=nearest, prefix=_PREFIX) as probe:
+                probe.write(_PROBE)
+            return
+    except OSError as error:
+        raise OutputError(
+            f"{nearest} cannot be written to ({error.strerror or error}), expected a writable "
+            "folder; change that or give another output path"
+        ) from error
+    raise OutputError(
+        f"{nearest} is a file; expected a folder to write to, give another output path"
+    )
+
+
+def write_file(path: Path, content: bytes | str, *, overwrite: bool = False) -> None:
+    """Write a file, text as UTF-8. Raises OutputError as `published` does."""
+    with published(path, overwrite=overwrite) as draft:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Provide a path to write a file or a folder to; at the end, flush it and rename it to `path`.
+
+    overwrite: replace what is at `path`, a file by a file or a folder by a folder; of a link, what
+    it points to.
+
+    Raises:
+        OutputError: something is at `path`, or the system refuses.
+    """
+    target = Path(os.path.realpath(path))  # renaming to a link would replace the link
+    aside, moved = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}"), False
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(
+            prefix=_PREFIX, dir=target.parent, ignore_cleanup_errors=True
+        ) as folder:
+            draft = Path(folder, target.name)
+            yield draft
+            sync_tree(draft)
+            if not (overwrite and draft.is_dir() and target.is_dir()):
+                _check_free(path, overwrite=overwrite, advice="give another path")
+            with unbroken():
+                _move(draft, target, aside)
+            moved = True
+        sync(target.parent)
+        if aside.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+    except KvsimError:
+        raise
+    except OSError as error:
+        if not moved:
+            raise refused(path, error) from error
+        raise OutputError(
+            f"{path} is written, but could not be flushed to disk ({error.strerror or error}); "
+            "check the disk"
+        ) from error
+
+
+def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
+    """Raise OutputError for what is at `path`, unless it is a file that may be replaced."""
+    if path.is_symlink() or path.exists():
+        if not overwrite:
+            raise OutputError(f"{path} exists; {advice}, nothing was changed")
+        if not path.is_file():
+            raise OutputError(f"{path} exists and is not a file; {advice}, nothing was changed")
+
+
+def _move(draft: Path, target: Path, aside: Path) -> None:
+    """Rename `draft` to `target`; a folder there is set aside, a file is replaced."""
+    if target.is_file():
+        shutil.copymode(target, draft)
+    if not target.is_dir():
+        draft.replace(target)
+        return
+    target.rename(aside)
+    try:
+        draft.rename(target)
+    except BaseException:
+        try:
+            aside.rename(target)
+        except OSError as error:
+            raise OutputError(
+                f"{target} cannot be put back ({error.strerror or error}), the folder that was "
+                f"there is {aside}; rename it when {target} is free"
+            ) from error
+        raise
+
+
+def refused(path: Path, error: OSError) -> OutputError:
+    """Return the error of an output that the system refused, and that is as it was."""
+    return OutputError(
+        f"{path} cannot be written ({error.strerror or error}), nothing was changed; "
+        "free some space, change the permissions or give another path"
+    )
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Run a block to its end; an interrupt meanwhile is raised after it.
+
+    A file is then whole, and what is being replaced is either old or new. Python interrupts the
+    main thread only, so other threads just run the block.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    pending: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
+
+
+def sync_tree(path: Path) -> None:
+    """Flush a file, or a folder with everything in it, to disk."""
+    folders: list[Path] = []
+    files = [path] if path.is_file() else []
+    for root, _, names in os.walk(path):
+        folders.append(Path(root))
+        files += [Path(root, name) for name in names]
+    # in parallel, because each waits for the disk
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync, files))
+        list(pool.map(sync, folders))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
