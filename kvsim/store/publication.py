@@ -75,13 +75,15 @@ def complete(
     shapes = {name: array.shape for name, array in group.arrays.items()}
     n_layers, n_qheads, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
-    group.set(
-        **attributes_of(header),
-        n_tokens=n_pos,
-        committed_tokens=n_pos,
-        checksums=checksums,
-        digest=digest.total(header, shapes),
-        complete=True,
+    group.seal(
+        {
+            **attributes_of(header),
+            "n_tokens": n_pos,
+            "committed_tokens": n_pos,
+            "checksums": checksums,
+            "digest": digest.total(header, shapes),
+            "complete": True,
+        }
     )
 
 

@@ -30,6 +30,7 @@ from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
+from mutations import reseal_folder
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "
@@ -332,6 +333,7 @@ def test_verify_finds_a_wrong_row_of_the_window(tmp_path):
     )
     array = zarr.open_group(trace.path, mode="r+")["attention_window"]
     array[1, 2, 7, 5] = array[1, 2, 7, 5] + 0.01
+    reseal_folder(trace.path)
 
     report = verify(trace.path, deep=True)
 

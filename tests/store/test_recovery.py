@@ -380,7 +380,7 @@ def test_recovery_does_not_overwrite_unasked(tmp_path, whole):
         ({"committed_tokens": -256}, "has no committed tokens"),
         ({"committed_tokens": "many"}, "has no committed tokens"),
         ({"committed_tokens": 2**20}, "q has 4 of 8192 chunks"),
-        ({"rope": {}}, "attribute rope is not readable"),
+        ({"ropes": [{}]}, "attribute rope is not readable"),
         ({"prompt_len": None}, "attribute prompt_len is None"),
     ],
 )
