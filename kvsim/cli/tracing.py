@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +87,10 @@ def recover(
     except KeyboardInterrupt:
         raise Stop("interrupted, the draft is kept; run the same command again", 130) from None
     facts = store.describe(trace)
+    for draft in store.find_drafts(trace.parent):
+        if draft.target == trace and draft.kind == "old":
+            removal = f"kvsim trace discard {shlex.quote(str(draft.path))}"
+            typer.echo(f"note: {draft} is left over; `{removal}` removes it", err=True)
     if as_json:
         echo_json({"trace": facts})
         return

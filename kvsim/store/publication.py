@@ -162,7 +162,14 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
             f"({error.strerror or error}){kept}; check it with `kvsim verify`"
         ) from error
     if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it stays a draft, which `kvsim traces` lists
+            remove_trace(aside)
+
+
+def remove_trace(folder: Path) -> None:
+    """Remove a trace or a draft, its root first: what a kill leaves is no trace."""
+    (folder / "zarr.json").unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _exists(path: Path) -> str:

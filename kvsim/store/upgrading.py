@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from kvsim.core.digest import text_checksum
 from kvsim.errors import TraceError
+from kvsim.files import write_file
 from kvsim.schema import FORMAT_VERSION
 from kvsim.store.binding import bind, sealed
 from kvsim.store.chunks import read_crc
-from kvsim.store.draft import PARTIAL
 from kvsim.store.metadata import attributes_of, find_document
 from kvsim.store.place import Folder
-from kvsim.store.publication import sync, unbroken
 from kvsim.store.reader import StoredTrace
 from kvsim.store.verification import verify_stored
 
@@ -29,8 +27,8 @@ def upgrade(path: str | Path, *, progress: Callable[[int, int], None] | None = N
         Whether the trace was of an older format.
 
     Raises:
-        TraceError: the trace cannot be opened, does not verify, is not a folder, or cannot be
-            written.
+        TraceError: the trace cannot be opened, does not verify, or is not a folder.
+        OutputError: it cannot be written.
     """
     stored = StoredTrace(path)
     place = stored.place
@@ -63,19 +61,5 @@ def upgrade(path: str | Path, *, progress: Callable[[int, int], None] | None = N
     }
     root = {**(find_document(place, "zarr.json") or {})}
     root["attributes"] = sealed(attributes, stored.arrays, chunks)
-    target = place.path / "zarr.json"
-    partial = target.with_name(target.name + PARTIAL)
-    try:
-        with unbroken():
-            partial.write_text(json.dumps(root, indent=2), encoding="ascii")
-            sync(partial)
-            partial.replace(target)
-            sync(place.path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise TraceError(
-            f"{target} cannot be written ({error.strerror or error}); free some space, or copy the "
-            "trace to where you may write"
-        ) from error
+    write_file(place.path / "zarr.json", json.dumps(root, indent=2), overwrite=True)
     return True

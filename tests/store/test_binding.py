@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import kvsim
+import mutations
 from kvsim.cli import main
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-from kvsim.store import open_trace, upgrade, verify
+from kvsim.store import open_trace, reader, upgrade, verify
 from kvsim.store.packing import pack, unpack
 from mutations import as_version, read_files, renew_digest, reseal_folder
 
@@ -301,3 +302,33 @@ def test_older_traces_are_packed_as_they_are(saved, tmp_path):
     again = unpack(pack(path), tmp_path / "b.zarr")
 
     assert read_files(again) == read_files(path)
+
+
+# --- the mutator ---
+
+
+@pytest.mark.parametrize(("version", "cases"), [(1, 30), (2, 30), (3, 150)])
+def test_no_mutation_goes_unnoticed(version, cases, tmp_path):
+    """Mutations are refused in one line, have another digest, or change nothing at all."""
+    originals = list(mutations.originals_in(tmp_path, version))
+
+    outcomes = {mutations.run_case(originals, seed, tmp_path) for seed in range(cases)}
+
+    assert {"refused", "identical"} <= outcomes
+    if version == 3:
+        assert {"another digest", "reported by verify"} <= outcomes
+
+
+@pytest.mark.parametrize("trusted", ["check_binding", "bound"])
+def test_the_mutator_notices_a_reader_that_trusts(trusted, tmp_path, monkeypatch):
+    """Without the checks at opening, or without those of chunks, there are findings."""
+    originals = list(mutations.originals_in(tmp_path, 3))
+    nothing = {"check_binding": lambda *_: None, "bound": lambda arrays, *_: dict(arrays)}
+    monkeypatch.setattr(reader, trusted, nothing[trusted])
+
+    def run():
+        for seed in range(150):
+            mutations.run_case(originals, seed, tmp_path)
+
+    with pytest.raises(AssertionError, match="changed, "):
+        run()
