@@ -886,6 +886,7 @@ def test_info_says_what_ended_the_response(ended, said, run, folder):
     found = json.loads(root.read_text())
     found["attributes"]["meta"]["generation"]["stopped"] = ended
     root.write_text(json.dumps(found))
+    reseal_folder(root.parent)
 
     _, text, _ = run("info", folder / "b.zarr")
 
@@ -1021,6 +1022,7 @@ def test_a_recovered_trace_is_no_whole_one(folder, runs):
     found = json.loads(root.read_text())
     found["attributes"]["meta"]["generation"]["stopped"] = "interrupted"
     root.write_text(json.dumps(found))
+    reseal_folder(root.parent)
 
     with pytest.raises(CaptureError, match=r"b.zarr .*recovered from an interrupted capture"):
         capture_many(small(), words(), MANY, folder, resume=True, **SAME)
