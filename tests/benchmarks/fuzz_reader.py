@@ -40,6 +40,9 @@ from kvsim.store.packing import pack
 from kvsim.tiny.sample import sample_trace
 from mutations import reseal
 
+#: Errors of resealing files that are damaged beyond reading.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
 SECONDS = 5
 BYTES = 1 << 30
 
@@ -390,7 +393,7 @@ def run_case(originals: list[Original], seed: int, folder: Path) -> str:
                 if files:
                     rng.choice(DAMAGE)(rng, files)
             if rng.random() < 0.5:  # what lies behind the seal has to withstand it too
-                with contextlib.suppress(TraceError, ValueError, KeyError, TypeError):
+                with contextlib.suppress(TraceError, *UNREADABLE):
                     reseal(files)
             _write(original, rng, files, path)
         with watched():
