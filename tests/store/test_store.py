@@ -591,7 +591,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(publication, "sync", full)
+    monkeypatch.setattr(publication, "sync_tree", full)
 
     with pytest.raises(TraceError, match=r"cannot be written \(No space left on device\)"):
         make().save(tmp_path / "a.zarr")
