@@ -9,9 +9,12 @@ from collections.abc import Sequence
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
 
-#: Version of the trace format (docs/trace-format.md). A reader refuses a larger one; a writer
-#: writes the oldest one that holds what the trace says.
-FORMAT_VERSION = 2
+#: Version of the trace format (docs/trace-format.md) that writers write; a reader refuses a larger
+#: one.
+FORMAT_VERSION = 3
+
+#: First version whose chunks are bound to their place.
+BOUND = 3
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256

@@ -14,10 +14,13 @@ import typer
 from kvsim.cli import show
 from kvsim.cli.values import Json, OptionError, Stop, TracePaths, locate, path_argument
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import LABELS, is_url, plural, ranges, visible
+from kvsim.schema import BOUND, LABELS, is_url, plural, ranges, visible
 
 if TYPE_CHECKING:
     from kvsim.store.index import Entry
+
+#: What is said of a trace of an older format.
+_UNBOUND = "chunks are not bound to their place; `kvsim trace upgrade` binds them"
 
 
 def info(traces: TracePaths, as_json: Json = False) -> None:
@@ -41,6 +44,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
     model = facts["model"]
     fields = {
         "trace": f"{facts['path']} (format {facts['format']}, {size_text(facts['bytes'])})",
+        "binding": "" if facts["format"] >= BOUND else _UNBOUND,
         "name": quoted(facts["name"]),
         "digest": facts["digest"],
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
@@ -209,6 +213,8 @@ def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single
     show.echo_text(f"{show.one_line(report['path'])}: {verdict}{more}")
     for problem in report["problems"]:
         show.echo_text(f"  {show.one_line(problem)}")
+    if report["ok"] and report["format"] < BOUND:
+        show.echo_text(f"  format {report['format']}: {_UNBOUND}")
     if not (single and report["ok"]):
         return
     fields = {
@@ -261,6 +267,10 @@ def traces(
     if whole:
         _echo_traces(whole)
         typer.echo()
+    older = [entry.path for entry in whole if entry.format is not None and entry.format < BOUND]
+    if older:
+        first = show.one_line(older[0]) + (", ..." if len(older) > 1 else "")
+        show.echo_text(f"{plural(len(older), 'trace')} of an older format ({first}): {_UNBOUND}")
     for entry in broken:
         show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
     for entry in hidden:

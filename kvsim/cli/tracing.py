@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvsim.cli.show import bar, echo_json, echo_text, one_line
-from kvsim.cli.values import Json, Overwrite, Stop, locate, path_argument, path_option
+from kvsim.cli.values import Json, Overwrite, Stop, TracePaths, locate, path_argument, path_option
+from kvsim.schema import FORMAT_VERSION
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Work on traces as files: recover, discard, pack and unpack.",
+    help="Work on traces as files: recover, discard, pack, unpack and upgrade.",
 )
 
 DraftPath = Annotated[
@@ -85,6 +87,10 @@ def recover(
     except KeyboardInterrupt:
         raise Stop("interrupted, the draft is kept; run the same command again", 130) from None
     facts = store.describe(trace)
+    for draft in store.find_drafts(trace.parent):
+        if draft.target == trace and draft.kind == "old":
+            removal = f"kvsim trace discard {shlex.quote(str(draft.path))}"
+            typer.echo(f"note: {draft} is left over; `{removal}` removes it", err=True)
     if as_json:
         echo_json({"trace": facts})
         return
@@ -104,3 +110,23 @@ def discard(path: DraftPath) -> None:
 
     draft = store.discard(path)
     echo_text(f"removed {one_line(str(draft.path))} ({draft.tokens} tokens)")
+
+
+@app.command()
+def upgrade(traces: TracePaths) -> None:
+    """Bind traces of an older format: their chunks to their places, and their header.
+
+    Every chunk is read and compared with its checksums first. Only the metadata of the group is
+    written again; the digest stays.
+    """
+    for path in map(locate, traces):
+        changed = _upgraded(path)
+        state = "upgraded to" if changed else "has already"
+        echo_text(f"{one_line(str(path))}: {state} format {FORMAT_VERSION}")
+
+
+def _upgraded(path: Path | str) -> bool:
+    from kvsim.store import upgrade
+
+    with bar("layers") as report:
+        return upgrade(path, progress=lambda n, of: report(n, of, str(path)))

@@ -90,7 +90,7 @@ def read_chunk(array: StoredArray, index: Index, place: Place) -> Values:
 def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
     """Return a chunk whose checksum is right, still compressed and without the checksum.
 
-    Raises TraceError if it is missing or damaged.
+    Raises TraceError if it is missing, damaged, or not the one that belongs to its place.
     """
     key = array.key(index)
     try:
@@ -101,9 +101,25 @@ def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes
             "all; copy the trace again or record it again"
         ) from error
     body = data[:-4]
-    if len(data) < 4 or google_crc32c.value(body) != int.from_bytes(data[-4:], "little"):
+    if len(data) < 4 or _crc(body) != data[-4:]:
         raise _damaged(array, index, place, "its checksum is wrong")
+    if array.crc(index) not in (None, data[-4:]):
+        raise TraceError(
+            f"{place.path}: chunk {key.partition('/')[2]} of {array.name} is not the recorded one, "
+            "it was replaced, or the whole trace since it was opened; open it again or copy it "
+            "again"
+        )
     return body
+
+
+def read_crc(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
+    """Return the CRC-32C with which a chunk ends; raise as `check_chunk`."""
+    return _crc(check_chunk(array, index, place))
+
+
+def _crc(body: bytes) -> bytes:
+    crc: int = google_crc32c.value(body)
+    return crc.to_bytes(4, "little")
 
 
 def _damaged(array: StoredArray, index: Sequence[int], place: Place, reason: str) -> TraceError:
@@ -131,7 +147,7 @@ def encode_chunk(array: StoredArray, values: Values) -> tuple[bytes, bytes]:
     shuffle = numcodecs.blosc.BITSHUFFLE
     name = COMPRESSOR.encode("ascii")
     body: bytes = numcodecs.blosc.compress(data, name, LEVEL, shuffle, 0, size)
-    return body, google_crc32c.value(body).to_bytes(4, "little")
+    return body, _crc(body)
 
 
 def _decode(array: StoredArray, body: bytes) -> Values:

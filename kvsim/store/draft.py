@@ -16,14 +16,15 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.store.chunks import encode_chunk, read_part
+from kvsim.store.binding import sealed
+from kvsim.store.chunks import encode_chunk, read_crc, read_part
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
 from kvsim.store.metadata import find_document, group_attributes
 from kvsim.store.place import Folder
@@ -167,6 +168,7 @@ class Group:
         self.attributes: dict[str, Any] = {}
         self.arrays: dict[str, StoredArray] = {}
         self._documents: dict[str, dict[str, Any]] = {}
+        self._crcs: dict[str, bytes] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -221,7 +223,9 @@ class Group:
         for place in itertools.product(*map(range, -(-(end - first) // chunks))):
             low = place * chunks
             part = values[tuple(map(slice, low, low + chunks))]
-            self._put(array.key(place + first // chunks), *encode_chunk(array, part))
+            key = array.key(place + first // chunks)
+            body, self._crcs[key] = encode_chunk(array, part)
+            self._put(key, body, self._crcs[key])
 
     def read(self, name: str, part: Sequence[slice]) -> NDArray[Any]:
         """Return part of an array: a slice for each leading axis."""
@@ -231,6 +235,20 @@ class Group:
         """Return the number of chunks of an array that are written."""
         array = self.arrays[name]
         return sum((self.folder / array.key(index)).is_file() for index in array.indices())
+
+    def crcs(self, name: str) -> bytes:
+        """Return the CRC-32C of each chunk of an array; chunks of an earlier process are read."""
+        array = self.arrays[name]
+        return b"".join(
+            self._crcs.get(array.key(index)) or read_crc(array, index, self.place)
+            for index in array.indices()
+        )
+
+    def seal(self, attributes: Mapping[str, Any]) -> None:
+        """Replace the attributes of the group by these, bound to the arrays and all chunks."""
+        chunks = {name: self.crcs(name) for name in self.arrays}
+        self.attributes = sealed(attributes, self.arrays, chunks)
+        self._put(_ROOT, _json(self._root()))
 
     def consolidate(self) -> None:
         """Copy the metadata of all arrays into that of the group, for readers of zarr."""

@@ -58,12 +58,14 @@ class StoredArray:
     """One array of a stored trace.
 
     dtype: as stored; object for text. source_dtype: in the model; None if not recorded.
+    crcs: the CRC-32C of each chunk, four bytes each, in order; None where they are not listed.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     source_dtype: str | None
+    crcs: bytes | None = None
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -96,6 +98,15 @@ class StoredArray:
         """Yield the index of each chunk in order, lazily: the grid may claim any size."""
         for place in range(self.nchunks):
             yield tuple(map(int, np.unravel_index(place, self.grid)))
+
+    def crc(self, index: Sequence[int]) -> bytes | None:
+        """Return the listed CRC-32C of the chunk at an index of the grid, None if not listed."""
+        if self.crcs is None:
+            return None
+        place = 0
+        for at, n in zip(index, self.grid, strict=True):
+            place = place * n + int(at)
+        return self.crcs[4 * place : 4 * place + 4]
 
     def key(self, index: Sequence[int]) -> str:
         """Return the key of the chunk at an index of the grid."""

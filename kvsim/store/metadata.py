@@ -104,18 +104,13 @@ def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def attributes_of(header: Header) -> dict[str, Any]:
-    """Return the attributes, in the oldest format version that can hold the header."""
-    attributes: dict[str, Any] = {
-        "kvsim_format": 1 if header.uniform else FORMAT_VERSION,
+    """Return the attributes that describe the header."""
+    ropes = list(dict.fromkeys(header.ropes))
+    return {
+        "kvsim_format": FORMAT_VERSION,
         "name": header.name,
         "prompt_len": header.prompt_len,
-    }
-    if header.uniform:
-        attributes["scale"], attributes["mask"] = header.formulas[0].scale, {"kind": "causal"}
-        attributes["rope"] = _rope_attributes(header.ropes[0])
-    else:
-        ropes = list(dict.fromkeys(header.ropes))
-        attributes["attention"] = [
+        "attention": [
             {
                 "scale": formula.scale,
                 **({} if formula.softcap is None else {"softcap": formula.softcap}),
@@ -124,9 +119,10 @@ def attributes_of(header: Header) -> dict[str, Any]:
                 "rope": ropes.index(rope),
             }
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
-        ]
-        attributes["ropes"] = [_rope_attributes(rope) for rope in ropes]
-    return {**attributes, "meta": dict(header.meta)}
+        ],
+        "ropes": [{**asdict(rope), "inv_freq": list(rope.inv_freq)} for rope in ropes],
+        "meta": dict(header.meta),
+    }
 
 
 def read_header(
@@ -174,11 +170,11 @@ def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mappi
     """Return attributes of format version 1, which describes all layers at once, as version 2."""
     if attributes.get("kvsim_format") != 1:
         return attributes
-    mask = _get(attributes, "mask", dict, where).get("kind")
-    if mask != "causal":
+    mask = _get(attributes, "mask", dict, where)
+    if mask != {"kind": "causal"}:
         raise TraceError(
-            f"{where}: attribute mask.kind is {short_repr(mask)}, expected 'causal', the only one "
-            "of format version 1; record the trace again"
+            f"{where}: attribute mask is {short_repr(mask)}, expected {{'kind': 'causal'}}, the "
+            "only one of format version 1; record the trace again"
         )
     layer = {"scale": attributes.get("scale"), "rope": 0}
     return {
@@ -186,10 +182,6 @@ def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mappi
         "attention": [layer] * n_layers,
         "ropes": [_get(attributes, "rope", dict, where)],
     }
-
-
-def _rope_attributes(rope: Rope) -> dict[str, Any]:
-    return {**asdict(rope), "inv_freq": list(rope.inv_freq)}
 
 
 @contextmanager
@@ -207,6 +199,7 @@ def _converting(label: str, keys: str) -> Iterator[None]:
 def _formula(attributes: Any, where: str) -> Formula:
     keys = "scale, and optionally softcap, window and sinks"
     with _converting(f"{where}: the attention of a layer", keys):
+        _require_known(attributes, "scale", "softcap", "window", "sinks", "rope")
         softcap, window = attributes.get("softcap"), attributes.get("window")
         return Formula(
             _number(attributes["scale"]),
@@ -219,12 +212,19 @@ def _formula(attributes: Any, where: str) -> Formula:
 def _rope(attributes: Any, where: str) -> Rope:
     keys = "inv_freq, attention_scaling, rotary_dim and layout"
     with _converting(f"{where}: attribute rope", keys):
+        _require_known(attributes, "inv_freq", "attention_scaling", "rotary_dim", "layout")
         return Rope(
             tuple(_number(frequency) for frequency in attributes["inv_freq"]),
             _number(attributes["attention_scaling"]),
             operator.index(attributes["rotary_dim"]),
             attributes["layout"],
         )
+
+
+def _require_known(attributes: Mapping[str, Any], *keys: str) -> None:
+    """Raise ValueError for another key: it could change what the layer computes."""
+    if unknown := attributes.keys() - set(keys):
+        raise ValueError(f"{short_repr(min(unknown))} is not a key of it")
 
 
 def _number(value: Any) -> float:

@@ -69,7 +69,8 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
     target = Path(out) if out is not None else place.path.with_name(plain)
     with _published(target) as draft, unbroken():
-        for key, size in place.sizes().items():
+        # the root comes last: what a kill leaves is no trace
+        for key, size in sorted(place.sizes().items(), key=lambda item: item[0] == "zarr.json"):
             file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(place.read(key, size))

@@ -75,13 +75,15 @@ def complete(
     shapes = {name: array.shape for name, array in group.arrays.items()}
     n_layers, n_qheads, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
-    group.set(
-        **attributes_of(header),
-        n_tokens=n_pos,
-        committed_tokens=n_pos,
-        checksums=checksums,
-        digest=digest.total(header, shapes),
-        complete=True,
+    group.seal(
+        {
+            **attributes_of(header),
+            "n_tokens": n_pos,
+            "committed_tokens": n_pos,
+            "checksums": checksums,
+            "digest": digest.total(header, shapes),
+            "complete": True,
+        }
     )
 
 
@@ -160,7 +162,14 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
             f"({error.strerror or error}){kept}; check it with `kvsim verify`"
         ) from error
     if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it stays a draft, which `kvsim traces` lists
+            remove_trace(aside)
+
+
+def remove_trace(folder: Path) -> None:
+    """Remove a trace or a draft, its root first: what a kill leaves is no trace."""
+    (folder / "zarr.json").unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _exists(path: Path) -> str:

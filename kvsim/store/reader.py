@@ -18,6 +18,7 @@ from kvsim.core.checks import check_finite, check_shapes, first_row
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import FORMAT_VERSION, is_url
+from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.layout import (
     DENSE,
@@ -99,6 +100,7 @@ class StoredTrace:
         self.path = self.place.path
         self.where = str(self.path)
         self.attributes = _root_attributes(self.place)
+        self.format = int(self.attributes["kvsim_format"])
         self.digest = str(self.attributes["digest"])
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
@@ -109,11 +111,14 @@ class StoredTrace:
             if name not in ("layer", "token_text")
         }
         self._check()
+        self.arrays = bound(self.arrays, self.attributes, self.where)
         self.header = read_header(self.attributes, self.arrays, self.place)
         n_layers, n_qheads, n_pos, dim = self.shapes["q"]
         self.header.check(
             n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
         )
+        # last, because the checks above say more precisely what was changed
+        check_binding(self.attributes, self.header, self.arrays, self.where)
 
     @property
     def positions(self) -> Tensor:
@@ -232,6 +237,7 @@ def _root_attributes(place: Place) -> dict[str, Any]:
     digest = attributes.get("digest")
     if not (isinstance(digest, str) and re.fullmatch("sha256:[0-9a-f]{64}", digest)):
         raise TraceError(f"{where} has no digest, expected one; record the trace again")
+    check_attributes(attributes, where)
     for key, value in attributes.items():
         if key != "meta":  # the configuration of a model may hold an infinity
             check_numbers(value, f"attribute {short_repr(key)}", where)

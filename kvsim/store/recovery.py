@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,11 +33,16 @@ from kvsim.store.draft import (
 from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
 from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
 from kvsim.store.place import Folder
-from kvsim.store.publication import check_target, complete, put, require_chunks
+from kvsim.store.publication import (
+    check_target,
+    complete,
+    put,
+    remove_trace,
+    require_chunks,
+)
 from kvsim.store.reader import StoredTrace
+from kvsim.store.verification import Progress, verify
 from kvsim.store.writer import LATE
-
-Progress = Callable[[int, int], None]
 
 #: `generation.stopped` of a recovered trace.
 INTERRUPTED = "interrupted"
@@ -95,8 +100,8 @@ def recover(
     """Make a trace of the draft of an interrupted capture and return its path.
 
     The trace has the committed tokens, exactly as they were recorded. A complete draft is published
-    as it is; a trace that was set aside to be replaced is moved back. The draft stays until the
-    trace is published, so a recovery that is interrupted can be repeated.
+    as it is; a trace that was set aside to be replaced is moved back. Every chunk is read before.
+    The draft stays until the trace is published, so an interrupted recovery can be repeated.
 
     Args:
         path: the intended path of the trace, or the hidden folder of the draft.
@@ -114,7 +119,7 @@ def recover(
     target = draft.target if out is None else Path(out)
     try:
         if draft.kind == "old":
-            _restore(draft.path, target)
+            _restore(draft.path, target, progress)
         else:
             if not overwrite:
                 _check_free(draft, target)
@@ -122,8 +127,11 @@ def recover(
             target.parent.mkdir(parents=True, exist_ok=True)
             with _locked(draft.path) as file:
                 group = _group(draft.path)
-                if group.attributes.get("complete") is not True:
+                if group.attributes.get("complete") is True:
+                    _verify(draft.path, progress)
+                else:
                     _finish(group, progress or (lambda *_: None))
+                    StoredTrace(draft.path)  # nothing is published that does not open
                 with unbroken():
                     put(group, target, file=file, overwrite=overwrite)
     except TraceError:
@@ -155,7 +163,7 @@ def discard(path: str | Path) -> Draft:
     draft = _find(Path(path))
     try:
         with _locked(draft.path):
-            shutil.rmtree(draft.path)
+            remove_trace(draft.path)
     except OSError as error:
         raise TraceError(
             f"{draft.path} cannot be removed ({error.strerror or error}), part of it may be left"
@@ -236,10 +244,17 @@ def _committed(attributes: Mapping[str, Any]) -> int:
     return max(tokens, 0) if isinstance(tokens, int) else 0
 
 
-def _restore(folder: Path, target: Path) -> None:
+def _verify(folder: Path, progress: Progress | None) -> None:
+    """Raise TraceError, with the first problem, unless a complete draft is undamaged."""
+    problems = verify(folder, progress=progress).problems
+    if problems:
+        raise TraceError(f"{problems[0]}; nothing was published")
+
+
+def _restore(folder: Path, target: Path, progress: Progress | None) -> None:
     """Move a trace that was set aside back, never over another one."""
     try:
-        StoredTrace(folder)
+        _verify(folder, progress)
     except TraceError as error:
         raise TraceError(
             f"{folder} is the rest of a trace that was replaced ({error}); "
@@ -277,9 +292,17 @@ def _finish(group: Group, progress: Progress) -> None:
     """Complete a draft with its committed tokens; each step can be repeated by the next attempt."""
     where, committed = str(group.folder), _committed(group.attributes)
     require_arrays(group.arrays, where)
+    lost = _lost(group)
+    if gone := [name for name in lost if name not in LATE]:
+        raise TraceError(
+            f"{where}: no array {', '.join(gone)}, which the capture had begun; nothing was "
+            f"published, remove it with `{_removal(group.folder)}`"
+        )
     n_pos = group.arrays["q"].shape[2]
     dropped = [
-        name for name in LATE if name in group.arrays and not _usable(group, name, committed)
+        name
+        for name in LATE
+        if name in lost or (name in group.arrays and not _usable(group, name, committed))
     ]
     ids, texts = read_tokens(group.folder)
     tokens = np.array(ids[:committed]) if len(ids) >= committed else None
@@ -309,6 +332,14 @@ def _finish(group: Group, progress: Progress) -> None:
                         digest.update(name, layer, block)
         progress(layer + 1, n_layers)
     complete(group, header, digest, tokens, texts, where)
+
+
+def _lost(group: Group) -> list[str]:
+    """Return the arrays that the writer had begun and that are not there."""
+    begun = group.attributes.get("arrays")
+    if not isinstance(begun, list):  # older drafts do not list them
+        return []
+    return [name for name in DIMENSIONS if name in begun and name not in group.arrays]
 
 
 def _usable(group: Group, name: str, committed: int) -> bool:

@@ -11,15 +11,17 @@ import torch
 
 from kvsim.core.attention import attention_weights, causal_attention
 from kvsim.core.checks import first_row, relative_error, tolerance
-from kvsim.core.digest import CHECKSUMMED, ContentDigest, content_digest, text_checksum
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
-from kvsim.store.layout import DENSE, pos_axis
+from kvsim.store.layout import DENSE
 from kvsim.store.metadata import object_at
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Verification:
         lse_tolerance: its limit.
         attention_error: the same for dense attention, the largest difference of a weight.
         digest: the recorded digest.
+        format: the version of its format; chunks are bound to their place since version 3.
         problems: one sentence for each problem.
     """
 
@@ -51,6 +54,7 @@ class Verification:
     lse_tolerance: float
     attention_error: tuple[float, ...]
     digest: str
+    format: int
     problems: tuple[str, ...]
 
     @property
@@ -64,7 +68,7 @@ class Verification:
 
 
 def verify(
-    path: str | Path, *, deep: bool = False, progress: Callable[[int, int], None] | None = None
+    path: str | Path, *, deep: bool = False, progress: Progress | None = None
 ) -> Verification:
     """Read every chunk of the trace at `path` and compare it with checksums and digest.
 
@@ -79,7 +83,13 @@ def verify(
         TraceError: the trace cannot be opened: incomplete, newer, a chunk missing, wrong shapes.
             Later problems are in the result.
     """
-    stored = StoredTrace(path)
+    return verify_stored(StoredTrace(path), deep=deep, progress=progress)
+
+
+def verify_stored(
+    stored: StoredTrace, *, deep: bool = False, progress: Progress | None = None
+) -> Verification:
+    """Verify an open trace; see `verify`."""
     check = _Check(stored, deep=deep)
     n_layers = len(stored.header.layer_ids)
     for layer in range(n_layers):
@@ -94,7 +104,6 @@ class _Check:
 
     def __init__(self, stored: StoredTrace, *, deep: bool) -> None:
         self.stored, self.deep = stored, deep
-        self.digest = ContentDigest()
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
@@ -183,18 +192,18 @@ class _Check:
             )
 
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
-        if "pos" in AXES[name]:
-            self.digest.update_all(name, layer, values.numpy(), pos_axis(name))
+        digest, axes = ContentDigest(), AXES[name]
+        if "pos" in axes:
+            digest.update_all(name, layer, values.numpy(), axes.index("pos") - ("layer" in axes))
         else:
-            self.digest.update(name, layer, values.numpy())
-        recorded = object_at(self.stored.attributes, "checksums").get(name)
-        expected = recorded[layer : layer + 1] if isinstance(recorded, list) else []
-        computed = self.digest.checksums()[name][-1]
-        if expected != [computed]:
+            digest.update(name, layer, values.numpy())
+        ((computed,),) = digest.checksums().values()
+        recorded = self.stored.attributes["checksums"][name][layer]
+        if computed != recorded:
+            place = f" in layer {layer}" if "layer" in axes else ""
             self.problems.append(
-                f"{self.stored.where}: the checksum of {name} in layer {layer} is "
-                f"{computed[:12]}..., expected {str(expected)[2:14]}...; "
-                "the array was changed after recording"
+                f"{self.stored.where}: the checksum of {name}{place} is {computed[:12]}..., "
+                f"expected {recorded[:12]}...; the array was changed after recording"
             )
 
     def _judge(self, name: str, layer: int, error: float, allowed: float) -> None:
@@ -207,36 +216,23 @@ class _Check:
 
     def result(self) -> Verification:
         stored = self.stored
-        shapes = dict(stored.shapes)
-        recorded = object_at(stored.attributes, "checksums")
         try:
-            texts, checksum = stored.token_text, recorded.get("token_text")  # None in older traces
+            # older traces may have no checksum of the text
+            checksum = stored.attributes["checksums"].get("token_text")
+            texts = stored.token_text
             if texts is not None and checksum not in (None, [text_checksum(texts)]):
                 self.problems.append(
                     f"{stored.where}: the text of the tokens is not the recorded one; "
                     "copy the trace again or record it again"
                 )
-            if "tokens" in shapes:
+            if "tokens" in stored.shapes:
                 tokens = stored.read("tokens", _ALL, _ALL)
-                self.digest.update_all("tokens", 0, tokens.numpy(), axis=0)
-                if "residual" in shapes and stored.header.layer_ids[0] == 0 and not self.problems:
+                self._checksum("tokens", 0, tokens)
+                embedded = "residual" in stored.shapes and stored.header.layer_ids[0] == 0
+                if embedded and not self.problems:
                     self._embeddings(tokens)
         except TraceError as error:
             self.problems.append(str(error))
-        self.problems += [
-            f"{stored.where}: {name} has checksums and is not there, expected it; "
-            "copy the trace again or record it again"
-            for name in (*CHECKSUMMED, "token_text")
-            if name in recorded and name not in stored.arrays
-        ]
-        if not self.problems:
-            dtypes = {name: array.dtype.name for name, array in stored.arrays.items()}
-            digest = content_digest(stored.header, shapes, dtypes, self.digest.checksums())
-            if digest != stored.digest:
-                self.problems.append(
-                    f"{stored.where}: the digest is {digest[:19]}..., recorded is "
-                    f"{stored.digest[:19]}...; tokens or attributes were changed after recording"
-                )
         return Verification(
             path=stored.where,
             layers=stored.header.layer_ids,
@@ -247,6 +243,7 @@ class _Check:
             lse_tolerance=self.lse_tolerance,
             attention_error=tuple(error for name in DENSE for error in self.errors[name]),
             digest=stored.digest,
+            format=stored.format,
             problems=tuple(self.problems),
         )
 
@@ -268,7 +265,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     return {
         "path": stored.where,
         "name": stored.header.name,
-        "format": stored.attributes["kvsim_format"],
+        "format": stored.format,
         "digest": stored.digest,
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,

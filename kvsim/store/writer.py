@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -23,7 +22,7 @@ from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.draft import Group, TokenFile, hidden, recover_command
 from kvsim.store.layout import DENSE, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
-from kvsim.store.publication import check_target, complete, put, write_whole
+from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
 from kvsim.store.remote import check_free, upload
 
 #: Largest magnitude that float16 holds.
@@ -81,7 +80,12 @@ class TraceWriter:
             with self._writing():
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
-                self._group.set(kvsim_format=FORMAT_VERSION, complete=False, committed_tokens=0)
+                self._group.set(
+                    kvsim_format=FORMAT_VERSION,
+                    complete=False,
+                    committed_tokens=0,
+                    arrays=sorted(shapes),  # what a recovery expects
+                )
                 for name, shape in shapes.items():
                     source = source_dtypes[name]
                     narrow = store_dtype is not None and name not in ("lse", *DENSE)
@@ -110,7 +114,8 @@ class TraceWriter:
     def _discard(self) -> None:
         if self._file is not None:
             self._file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            remove_trace(self.folder)
 
     def begin(self, header: Header, so_far: Callable[[Header], Header] | None = None) -> None:
         """Write the header, so that tokens committed from here on can be recovered.

@@ -38,6 +38,10 @@ from kvsim.errors import TraceError
 from kvsim.store import TraceWriter, describe, verify
 from kvsim.store.packing import pack
 from kvsim.tiny.sample import sample_trace
+from mutations import reseal
+
+#: Errors of resealing files that are damaged beyond reading.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 SECONDS = 5
 BYTES = 1 << 30
@@ -388,6 +392,9 @@ def run_case(originals: list[Original], seed: int, folder: Path) -> str:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 if files:
                     rng.choice(DAMAGE)(rng, files)
+            if rng.random() < 0.5:  # what lies behind the seal has to withstand it too
+                with contextlib.suppress(TraceError, *UNREADABLE):
+                    reseal(files)
             _write(original, rng, files, path)
         with watched():
             return outcome(original, path)

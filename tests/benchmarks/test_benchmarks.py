@@ -73,3 +73,14 @@ def test_capture_benchmark_prints_its_ratios(capsys):
         print("", *lines, sep="\n")
     assert set(ratios) == {"generation", "prompt", "memory in blocks", "bytes"}
     assert ratios["bytes"] > 1
+
+
+def test_binding_benchmark_prints_its_ratio(capsys):
+    """Opening, and reading with and without the listed checksums, are measured in pairs."""
+    load("binding").main(["--rounds", "2", "--tokens", "300"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == [
+        "opening the sample",
+        "reading, bound over unbound",
+    ]

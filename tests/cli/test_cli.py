@@ -32,6 +32,7 @@ from kvsim.core.record import read_records
 from kvsim.tiny import ledger
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS
+from mutations import reseal_folder
 
 OWN = """
 from dataclasses import dataclass
@@ -500,6 +501,7 @@ def test_info_shows_what_the_prompt_says_of_itself(run, trace, tmp_path):
     shutil.copytree(trace, path)
     labels = {"task": "walk\x1b", "level": 2}
     edit(path, lambda attributes: attributes["meta"].update(labels=labels))
+    reseal_folder(path)
 
     _, text, _ = run("info", path)
     _, bare, _ = run("info", trace)
@@ -514,6 +516,7 @@ def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
     path = tmp_path / "t.zarr"
     shutil.copytree(trace, path)
     edit(path, lambda attributes: attributes["meta"]["text"].update(prompt="a\x1b[2Jb"))
+    reseal_folder(path)
 
     _, text, _ = run("info", path)
 
@@ -992,6 +995,7 @@ def hostile(tmp_path_factory):
         "notes": [HOSTILE],
     }
     (path / "zarr.json").write_text(json.dumps(stored))
+    reseal_folder(path)
     return path
 
 

@@ -30,6 +30,7 @@ from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
+from mutations import reseal_folder
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "
@@ -332,6 +333,7 @@ def test_verify_finds_a_wrong_row_of_the_window(tmp_path):
     )
     array = zarr.open_group(trace.path, mode="r+")["attention_window"]
     array[1, 2, 7, 5] = array[1, 2, 7, 5] + 0.01
+    reseal_folder(trace.path)
 
     report = verify(trace.path, deep=True)
 
@@ -884,6 +886,7 @@ def test_info_says_what_ended_the_response(ended, said, run, folder):
     found = json.loads(root.read_text())
     found["attributes"]["meta"]["generation"]["stopped"] = ended
     root.write_text(json.dumps(found))
+    reseal_folder(root.parent)
 
     _, text, _ = run("info", folder / "b.zarr")
 
@@ -1019,6 +1022,7 @@ def test_a_recovered_trace_is_no_whole_one(folder, runs):
     found = json.loads(root.read_text())
     found["attributes"]["meta"]["generation"]["stopped"] = "interrupted"
     root.write_text(json.dumps(found))
+    reseal_folder(root.parent)
 
     with pytest.raises(CaptureError, match=r"b.zarr .*recovered from an interrupted capture"):
         capture_many(small(), words(), MANY, folder, resume=True, **SAME)

@@ -24,6 +24,7 @@ from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.store.publication import require_chunks
 from kvsim.tiny import tasks
+from mutations import reseal_folder
 
 NAMES = ("llama", "qwen2", "qwen3")
 
@@ -165,12 +166,11 @@ def test_other_arrays_and_digest_are_the_same(tmp_path):
     assert not without.has("residual")
 
 
-def test_the_version_of_the_format_stays(tmp_path):
-    """A trace with a residual stream has format 1 and checksums for it."""
+def test_a_residual_stream_has_checksums(tmp_path):
+    """A trace with a residual stream has a checksum for each layer of it."""
     path = make().save(tmp_path / "a.zarr")
 
     attributes = json.loads((path / "zarr.json").read_text())["attributes"]
-    assert attributes["kvsim_format"] == 1
     assert len(attributes["checksums"]["residual"]) == 2
 
 
@@ -484,11 +484,12 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
 
 
 def rewrite(path, change):
-    """Change the stored values, with valid chunks."""
+    """Change the stored values, with valid chunks and a valid seal."""
     array = zarr.open_group(path, mode="r+", use_consolidated=False)["residual"]
     values = np.asarray(array[:])
     change(values)
     array[:] = values
+    reseal_folder(path)
 
 
 def test_verify_finds_damage(tmp_path):

@@ -22,8 +22,10 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
+from kvsim.schema import FORMAT_VERSION
 from kvsim.store import open_trace, verify
 from kvsim.store.layout import array_document
+from mutations import as_version, renew_digest, reseal_folder
 
 N = 300
 
@@ -174,14 +176,32 @@ def test_metadata_of_an_array_that_is_refused(stored, array, changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_attributes_of_later_versions_are_ignored(stored):
-    """Attributes that this version does not know, of an array or the group, have no effect."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_unknown_attributes_of_older_versions_are_ignored(stored, version):
+    """Attributes that kvsim does not know, of an array or the group, have no effect."""
+    as_version(stored, version)
     for key in ("zarr.json", "q/zarr.json"):
         metadata = document(stored / key)
         metadata["attributes"]["later"] = {"a": 1}
         write(stored / key, metadata)
 
     assert verify(stored).ok
+
+
+@pytest.mark.parametrize("place", ["attributes", "attention", "ropes"])
+def test_unknown_keys_that_could_change_a_meaning_are_refused(stored, place):
+    """An unknown key of the group, of a layer's attention or of a rotary embedding is refused."""
+    metadata = document(stored / "zarr.json")
+    attributes = metadata["attributes"]
+    target = attributes if place == "attributes" else attributes[place][0]
+    target["bias"] = 1.5
+    write(stored / "zarr.json", metadata)
+    reseal_folder(stored)
+
+    with pytest.raises(TraceError, match=r"'bias' is not (part|a key) of") as caught:
+        open_trace(stored)
+
+    assert "\n" not in str(caught.value)
 
 
 def test_metadata_of_the_group_that_is_refused(stored):
@@ -207,7 +227,7 @@ def test_metadata_of_the_group_that_is_refused(stored):
         ("scale", float("inf"), "attribute 'scale' is inf"),
         ("scale", [1], r"\[1\] is not a finite number"),
         ("n_tokens", "300", "n_tokens is '300'"),
-        ("mask", {"kind": ["causal"]}, "mask.kind is"),
+        ("mask", {"kind": ["causal"]}, "attribute mask is"),
         ("rope", {"inv_freq": "abcd"}, "attribute rope"),
         ("rope", [[1.0]], "attribute rope is"),
         ("scale", "x" * 1_000_000, "xxx' is not a finite number"),
@@ -215,6 +235,7 @@ def test_metadata_of_the_group_that_is_refused(stored):
 )
 def test_attributes_that_are_refused(stored, attribute, value, message):
     """Attributes of another kind, or numbers that are none, are refused in one short line."""
+    as_version(stored, 1)
     found = document(stored / "zarr.json")
     found["attributes"][attribute] = value
     write(stored / "zarr.json", found)
@@ -229,6 +250,7 @@ def test_attributes_that_are_refused(stored, attribute, value, message):
 @pytest.mark.parametrize("rope", ["inv_freq", "attention_scaling"])
 def test_a_rope_of_no_numbers_is_refused(stored, rope):
     """NaN among the frequencies would be in every rotated query of a policy."""
+    as_version(stored, 1)
     found = document(stored / "zarr.json")
     old = found["attributes"]["rope"][rope]
     found["attributes"]["rope"][rope] = [float("nan"), *old[1:]] if rope == "inv_freq" else 1e999
@@ -240,6 +262,7 @@ def test_a_rope_of_no_numbers_is_refused(stored, rope):
 
 def test_a_million_frequencies_are_refused(stored):
     """More frequencies than a head has pairs are refused without a message as long as they."""
+    as_version(stored, 1)
     found = document(stored / "zarr.json")
     found["attributes"]["rope"] |= {"inv_freq": [0.5] * 1_000_000, "rotary_dim": 2_000_000}
     write(stored / "zarr.json", found)
@@ -348,6 +371,7 @@ def test_a_chunk_that_claims_more_is_refused(stored, array, bomb):
     """Room for more than the chunk that the format says is there is never made."""
     chunk = stored / array / "c" / ("0/0/0/0" if array == "q" else "0")
     chunk.write_bytes(seal(bytes(BOMBS[bomb])))
+    reseal_folder(stored)
 
     with pytest.raises(TraceError, match=f"a chunk of {array} is damaged"):
         open_trace(stored).read("q", slice(0, 1))
@@ -366,6 +390,7 @@ def test_text_that_claims_more_is_refused(stored, body):
     """Neither the number of texts nor the length of one makes room for itself."""
     encoded = numcodecs.Blosc("lz4").encode(body)
     (stored / "token_text" / "c" / "0").write_bytes(seal(bytes(encoded)))
+    reseal_folder(stored)
 
     with pytest.raises(TraceError, match="a chunk of token_text is damaged"):
         open_trace(stored)
@@ -392,6 +417,9 @@ def test_chunks_of_zarr_are_read_as_zarr_reads_them(stored, dtype):
         config={"write_empty_chunks": True},
     )
     array[:] = values
+    reseal_folder(stored)
+    renew_digest(stored)  # whatever the dtype: the values are what counts here
+    reseal_folder(stored)
 
     trace = open_trace(stored)
 
@@ -405,6 +433,8 @@ def test_tokens_and_layers_that_are_no_numbers_of_such_are_refused(stored, tmp_p
     other = shutil.copytree(stored, tmp_path / "other.zarr")
     zarr.open_group(stored, mode="r+", use_consolidated=False)["tokens"][7] = -3
     zarr.open_group(other, mode="r+", use_consolidated=False)["layer"][:] = [4, 4]
+    for path in (stored, other):
+        reseal_folder(path)
 
     with pytest.raises(TraceError, match="tokens has -3, expected 0 or more"):
         _ = open_trace(stored).tokens
@@ -507,8 +537,8 @@ if grown > 100_000:
         ("a/residual/c/1/1/0", "b/residual/c/1/1/0"),
     ],
 )
-def test_verify_finds_chunks_that_took_each_others_place(saved, tmp_path, one, other):
-    """Every checksum of a chunk still fits; those of the layers do not."""
+def test_chunks_that_took_each_others_place_are_refused(saved, tmp_path, one, other):
+    """A chunk in another place is refused when it is read; `verify` finds it if all is sealed."""
     for name in ("a", "b"):
         shutil.copytree(saved / f"{name}.zarr", tmp_path / name)
     first, second = tmp_path / one, tmp_path / other
@@ -518,8 +548,14 @@ def test_verify_finds_chunks_that_took_each_others_place(saved, tmp_path, one, o
     second.write_bytes(data[0])
 
     for name in {one.split("/")[0], other.split("/")[0]}:
-        problems = verify(tmp_path / name).problems
         changed = [at.split("/")[1] for at in (one, other) if at.startswith(f"{name}/")]
+        trace = open_trace(tmp_path / name)
+        for array in changed:
+            with pytest.raises(TraceError, match=f"of {array} is not the recorded one") as caught:
+                trace.source.read(array, slice(None), slice(None))
+            assert "\n" not in str(caught.value)
+        reseal_folder(tmp_path / name)
+        problems = verify(tmp_path / name).problems
         for array in changed:
             assert any(f"the checksum of {array} in layer" in problem for problem in problems)
 
@@ -533,17 +569,23 @@ def test_verify_finds_files_of_another_trace(saved, stored, tmp_path, key):
     else:
         shutil.copy(other / key, stored / key)
 
-    assert not verify(stored).ok
+    try:
+        problems = verify(stored).problems
+    except TraceError as error:
+        problems = (str(error),)
+    assert problems
 
 
-@pytest.mark.parametrize("name", ["attn_out", "lse", "o_proj", "residual", "tokens"])
-def test_verify_finds_an_array_that_is_gone(stored, name):
-    """An array that has checksums has to be there."""
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("name", ["attn_out", "lse", "o_proj", "residual", "tokens", "token_text"])
+def test_an_array_that_is_gone_is_refused(stored, name, version):
+    """An array that has checksums has to be there, in every version of the format."""
+    if version < FORMAT_VERSION:
+        as_version(stored, version)
     shutil.rmtree(stored / name)
 
-    assert any(
-        f"{name} has checksums and is not there" in problem for problem in verify(stored).problems
-    )
+    with pytest.raises(TraceError, match=f"{name} has checksums and is not there"):
+        open_trace(stored)
 
 
 @pytest.mark.parametrize("fault", ["flipped", "truncated", "empty", "missing"])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvsim.cli import main
 from kvsim.errors import CaptureError, TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.recorder import capture, capture_many, load_model
 from kvsim.recorder.prompts import Prompt
@@ -33,6 +34,7 @@ from kvsim.store import (
     verify,
 )
 from kvsim.store.draft import Group
+from mutations import as_version
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PROMPT, RESPONSE = 300, 260
@@ -380,7 +382,7 @@ def test_recovery_does_not_overwrite_unasked(tmp_path, whole):
         ({"committed_tokens": -256}, "has no committed tokens"),
         ({"committed_tokens": "many"}, "has no committed tokens"),
         ({"committed_tokens": 2**20}, "q has 4 of 8192 chunks"),
-        ({"rope": {}}, "attribute rope is not readable"),
+        ({"ropes": [{}]}, "attribute rope is not readable"),
         ({"prompt_len": None}, "attribute prompt_len is None"),
     ],
 )
@@ -404,6 +406,118 @@ def test_a_draft_without_an_array_is_an_error(tmp_path):
 
     with pytest.raises(TraceError, match="no array k, expected layer, q, k, v"):
         recover(left.path)
+
+
+@pytest.mark.parametrize("name", ["attn_out", "lse", "residual"])
+def test_a_draft_without_an_optional_array_is_an_error(name, tmp_path):
+    """An array that the capture had begun is not silently left out of the trace."""
+    left = interrupted(tmp_path / "a.zarr", residual=True)
+    shutil.rmtree(left.path / name)
+
+    with pytest.raises(TraceError, match=f"no array {name}, which the capture had begun") as caught:
+        recover(left.path)
+
+    assert f"`kvsim trace discard {left.path}`" in str(caught.value)
+    assert names(tmp_path) == [left.path.name]
+
+
+HIDDEN = {"tmp": ".a.zarr.tmp-1-0123abcd", "old": ".a.zarr.old-1-0123abcd"}
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("damage", ["array", "chunk", "exchanged", "flipped"])
+def test_a_complete_draft_is_read_before_it_is_published(damage, kind, version, tmp_path, whole):
+    """What a kill has left of a complete trace is no trace, whatever it lacks."""
+    folder = shutil.copytree(whole.path, tmp_path / HIDDEN[kind])
+    if version == 1:
+        as_version(folder, 1)
+    chunk = folder / "attn_out" / "c" / "1" / "0" / "1" / "0"
+    if damage == "array":
+        shutil.rmtree(folder / "attn_out")
+    elif damage == "chunk":
+        chunk.unlink()
+    elif damage == "exchanged":
+        shutil.copy(folder / "q" / "c" / "1" / "0" / "1" / "0", chunk)
+    else:
+        data = bytearray(chunk.read_bytes())
+        data[len(data) // 2] ^= 1
+        chunk.write_bytes(data)
+
+    with pytest.raises(TraceError, match="attn_out") as caught:
+        recover(folder)
+
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == [HIDDEN[kind]]
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_complete_draft_of_an_older_version_is_published_as_it_is(kind, tmp_path, whole):
+    """A whole trace is renamed, of whatever version it is."""
+    as_version(shutil.copytree(whole.path, tmp_path / HIDDEN[kind]), 1)
+
+    path = recover(tmp_path / "a.zarr")
+
+    assert (verify(path).format, open_trace(path).digest) == (1, whole.digest)
+
+
+def test_a_draft_of_an_older_version_becomes_a_bound_trace(tmp_path, whole):
+    """A draft whose header is that of version 1 is recovered as a trace of today."""
+    left = interrupted(tmp_path / "a.zarr")
+    root = json.loads((left.path / "zarr.json").read_text())
+    attributes = root["attributes"]
+    attributes.pop("arrays")
+    (attributes["rope"],) = attributes.pop("ropes")
+    attributes["scale"] = attributes.pop("attention")[0]["scale"]
+    attributes.update(kvsim_format=1, mask={"kind": "causal"})
+    (left.path / "zarr.json").write_text(json.dumps(root))
+
+    path = recover(left.path)
+
+    check_prefix(open_trace(path), whole)
+    assert verify(path).format == 3
+
+
+def test_a_removal_that_is_killed_leaves_no_trace(tmp_path, whole, monkeypatch):
+    """The root goes first, so that what is left of a replaced trace cannot pass for one."""
+    path = shutil.copytree(whole.path, tmp_path / "a.zarr")
+
+    def killed(folder, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publication.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        record(path, prompt=20, max_new_tokens=0, overwrite=True)
+    monkeypatch.undo()
+
+    (left,) = find_drafts(tmp_path)
+    assert (left.kind, (left.path / "zarr.json").exists()) == ("old", False)
+    with pytest.raises(TraceError, match="the rest of a trace that was replaced") as caught:
+        recover(left.path, out=tmp_path / "b.zarr")
+    assert f"`kvsim trace discard {left.path}`" in str(caught.value)
+    assert open_trace(path).n_pos == 20
+
+
+def test_a_recovery_names_the_trace_that_was_replaced(tmp_path, whole, capsys):
+    """After a kill between two renames both traces are there; the older one is not forgotten."""
+    new, old = (shutil.copytree(whole.path, tmp_path / HIDDEN[kind]) for kind in ("tmp", "old"))
+
+    with pytest.raises(SystemExit) as caught:
+        main(["trace", "recover", str(new)])
+
+    assert not caught.value.code
+    assert f"`kvsim trace discard {old}` removes it" in capsys.readouterr().err
+    assert names(tmp_path) == [HIDDEN["old"], "a.zarr"]
+
+
+def test_a_window_of_attention_that_is_left_out_is_noted(tmp_path):
+    """The last rows of a capture that was cut are not those of the trace."""
+    interrupted(tmp_path / "a.zarr", attention="window:16")
+
+    found = open_trace(recover(tmp_path / "a.zarr"))
+
+    assert not found.has("attention_window")
+    assert found.meta["notes"][-1] == "recovered without attention_window, which was not complete"
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
@@ -594,6 +708,7 @@ def processes(tmp_path_factory):
     program = """
 import importlib.util, multiprocessing, os, resource, sys
 from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parents[1] / "benchmarks"))
 spec = importlib.util.spec_from_file_location("test_recovery", sys.argv[1])
 tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tests)

@@ -184,6 +184,25 @@ def test_nothing_is_overwritten(stored, tmp_path, kind):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_unpacking_writes_the_root_last(stored, tmp_path, monkeypatch):
+    """What a killed unpacking leaves is no trace, in whatever order the members come."""
+    packed = tmp_path / "first.zip"
+    with zipfile.ZipFile(pack(stored)) as source, zipfile.ZipFile(packed, "w") as target:
+        for member in reversed(source.infolist()):
+            target.writestr(member, source.read(member))
+        assert target.namelist()[0] == "zarr.json"
+    written = []
+    write = Path.write_bytes
+    monkeypatch.setattr(
+        Path, "write_bytes", lambda path, data: (written.append(path), write(path, data))
+    )
+
+    again = unpack(packed)
+
+    assert verify(again).ok
+    assert written[-1].name == "zarr.json"
+
+
 def test_an_unpacking_that_fails_leaves_nothing(stored, tmp_path):
     """A member that is damaged is found, and no folder is there then."""
     packed = pack(stored)

@@ -25,6 +25,7 @@ from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publicat
 from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
+from mutations import as_version, reseal_folder
 
 N = 300
 
@@ -178,7 +179,7 @@ def test_arrays_follow_the_format(saved):
     assert np.isnan(group["q"].fill_value)
     assert group["layer"][:].tolist() == [2, 5]
     attributes = dict(group.attrs)
-    assert attributes["kvsim_format"] == 1
+    assert attributes["kvsim_format"] == FORMAT_VERSION
     assert attributes["complete"] is True
     assert attributes["n_tokens"] == attributes["committed_tokens"] == N
 
@@ -590,7 +591,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(publication, "sync", full)
+    monkeypatch.setattr(publication, "sync_tree", full)
 
     with pytest.raises(TraceError, match=r"cannot be written \(No space left on device\)"):
         make().save(tmp_path / "a.zarr")
@@ -626,11 +627,12 @@ def test_verify_reports_progress(saved):
 
 
 def rewrite(path, name, change):
-    """Change the values of a stored array, with valid chunks."""
+    """Change the values of a stored array, with valid chunks and a valid seal."""
     array = zarr.open_group(path, mode="r+", use_consolidated=False)[name]
     values = np.asarray(array[:])
     change(values)
     array[:] = values
+    reseal_folder(path)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "attn_out", "lse"])
@@ -649,15 +651,15 @@ def test_verify_finds_a_changed_number(stored, name):
     assert any("from what q, k, v give" in problem for problem in report.problems)
 
 
-def test_verify_finds_changed_tokens_and_facts(stored):
-    """Tokens or a scale that were changed are found by the digest."""
+def test_verify_finds_changed_tokens(stored):
+    """Tokens that were changed are found by their checksum."""
 
     def change(values):
         values[0] = 99
 
     rewrite(stored, "tokens", change)
 
-    assert "the digest is" in verify(stored, deep=True).problems[0]
+    assert "the checksum of tokens is" in verify(stored, deep=True).problems[0]
 
 
 def test_verify_finds_every_damaged_chunk(stored):
@@ -706,11 +708,12 @@ def test_verify_finds_a_changed_output_projection(tmp_path):
 
 
 def test_arrays_of_a_later_version_are_ignored(stored):
-    """An array that a reader does not know, with its checksums, changes nothing for it."""
+    """An array that a reader does not know, with its checksums, has no effect."""
     group = zarr.open_group(stored, mode="r+", use_consolidated=False)
     group.create_array("later", data=np.ones((2, 3)), dimension_names=("layer", "thing"))
     sums = {**group.attrs["checksums"], "later": ["0" * 64, "1" * 64]}
     change_root(checksums=sums)(stored)
+    reseal_folder(stored)
 
     assert verify(stored, deep=True).ok
     assert not open_trace(stored).has("later")
@@ -721,17 +724,19 @@ def test_arrays_of_a_later_version_are_ignored(stored):
 def test_foreign_provenance_is_harmless(stored, value):
     """Provenance of another shape than ours is ignored: nothing depends on it."""
     change_root(meta=value)(stored)
+    reseal_folder(stored)
 
     assert describe(stored)["model"] == {}
     assert verify(stored, deep=True).ok
 
 
-def test_missing_checksums_are_a_problem(stored):
-    """A trace without checksums is readable, and does not verify."""
-    change_root(checksums=None)(stored)
+@pytest.mark.parametrize("value", [None, {"q": []}, {"tokens": ["0" * 64], "q": ["x", "y"]}])
+def test_missing_checksums_are_refused(stored, value):
+    """A trace without the checksums of its arrays cannot be opened."""
+    change_root(checksums=value)(stored)
 
-    assert open_trace(stored).n_pos == N
-    assert "checksum" in verify(stored, deep=True).problems[0]
+    with pytest.raises(TraceError, match=r"attribute checksums\.\w+ is .*, expected \d of 64 hex"):
+        open_trace(stored)
 
 
 # --- bad input ---
@@ -875,11 +880,11 @@ def damaged_layer(path):
         (change_root(kvsim_format=FORMAT_VERSION + 1), "install a newer kvsim"),
         (change_root(kvsim_format="1"), "has no kvsim_format"),
         (change_root(digest=None), "has no digest"),
-        (change_root(mask={"kind": "sliding"}), "mask.kind is 'sliding'"),
-        (change_root(rope={"inv_freq": [1.0]}), "attribute rope is not readable"),
+        (change_root(ropes=[{"inv_freq": [1.0]}]), "attribute rope is not readable"),
+        (change_root(attention=[{"scale": True, "rope": 0}]), "True is not a finite number"),
+        (change_root(later=1), "attribute 'later' is not part of format version 3"),
         (change_root(prompt_len=301), "prompt_len is 301, expected 1 to 300"),
         (change_root(prompt_len="ten"), "attribute prompt_len is 'ten'"),
-        (change_root(scale=True), "True is not a finite number"),
         (change_root(n_tokens=299), "n_tokens is 299, but q has 300"),
         (drop_array, "no array k, expected layer, q, k, v"),
         (drop_chunk, "k has 3 of 4 chunks, the first missing is c/1/0/1/0, expected all"),
@@ -899,6 +904,29 @@ def damaged_layer(path):
 def test_what_cannot_be_opened(stored, damage, message):
     """Each way in which a trace can be unusable is one line that says found and expected."""
     damage(stored)
+
+    with pytest.raises(TraceError, match=message) as caught:
+        open_trace(stored)
+
+    assert one_line(caught)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"mask": {"kind": "sliding"}}, "mask is {'kind': 'sliding'}"),
+        ({"mask": {"kind": "causal", "window": 4}}, "mask is {'kind': 'causal', 'window': 4}"),
+        ({"rope": {"inv_freq": [1.0]}}, "attribute rope is not readable"),
+        ({"scale": True}, "True is not a finite number"),
+        ({"scale": 0.25}, "the digest of its header and checksums is"),
+        ({"prompt_len": 11}, "the digest of its header and checksums is"),
+        ({"kvsim_format": 2}, "attribute ropes is None"),
+        ({"seal": "sha256:"}, "attribute 'seal' is not part of format version 1"),
+    ],
+)
+def test_what_cannot_be_opened_in_version_1(stored, attributes, message):
+    """A header of version 1 that was changed is refused in one line, by its digest at least."""
+    change_root(**attributes)(as_version(stored, 1))
 
     with pytest.raises(TraceError, match=message) as caught:
         open_trace(stored)
@@ -950,9 +978,11 @@ def test_other_texts_of_tokens_are_found(saved, tmp_path):
     assert open_trace(path).digest == other.digest
     shutil.rmtree(saved / "token_text")
     shutil.copytree(path / "token_text", saved / "token_text")
+    reseal_folder(saved)
 
     (problem,) = verify(saved).problems
 
     assert "the text of the tokens is not the recorded one" in problem
     shutil.rmtree(saved / "token_text")
-    assert "token_text has checksums and is not there" in verify(saved).problems[0]
+    with pytest.raises(TraceError, match="token_text has checksums and is not there"):
+        verify(saved)

@@ -19,6 +19,7 @@ from kvsim.store import describe, open_trace, recover, verify
 from kvsim.store.draft import TokenFile
 from kvsim.store.index import index
 from kvsim.store.packing import pack
+from mutations import reseal_folder
 
 
 def make(path, n=20, layers=2, **meta):
@@ -204,6 +205,7 @@ def test_foreign_metadata_is_harmless(value, tmp_path):
     trace = make(tmp_path / "a.zarr")
     edit(trace, lambda document: document.update(consolidated_metadata={"metadata": value}))
     edit(trace, lambda document: document["attributes"].update(meta={"model": value}))
+    reseal_folder(trace)
     other = make(tmp_path / "b.zarr")
     edit(other, lambda document: document.update(attributes=value))
 

@@ -1,0 +1,143 @@
+"""The binding of a trace: one seal over its header, its arrays and the checksum of every chunk.
+
+docs/trace-format.md, section 5, is the definition. With it, an open trace is one snapshot: what is
+read later is what the header that was read first describes, or an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from reprlib import repr as short_repr
+from typing import Any
+
+from kvsim.core.digest import CHECKSUMMED, content_digest
+from kvsim.core.header import Header
+from kvsim.errors import TraceError
+from kvsim.schema import BOUND
+from kvsim.store.layout import StoredArray
+from kvsim.store.metadata import object_at
+
+#: The attributes that bind a trace: the checksums of all chunks, and the seal.
+BINDING = ("chunks", "seal")
+
+#: Attributes of a bound trace; anything else could change a meaning that no seal describes.
+ATTRIBUTES = frozenset(
+    (
+        *("kvsim_format", "complete", "n_tokens", "committed_tokens", "prompt_len", "attention"),
+        *("ropes", "digest", "checksums", "name", "meta", *BINDING),
+    )
+)
+
+Arrays = Mapping[str, StoredArray]
+
+
+def seal(attributes: Mapping[str, Any], arrays: Arrays) -> str:
+    """Return the seal, ``sha256:`` and 64 hex digits; attributes as JSON gives them."""
+    facts = {
+        "attributes": {key: value for key, value in attributes.items() if key != "seal"},
+        "arrays": {
+            name: {
+                "shape": array.shape,
+                "dtype": "string" if array.dtype.hasobject else array.dtype.name,
+                "source_dtype": array.source_dtype,
+            }
+            for name, array in arrays.items()
+        },
+    }
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def sealed(
+    attributes: Mapping[str, Any], arrays: Arrays, chunks: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """Return the attributes with the seal; chunks: the checksums of each array's chunks."""
+    listed = {name: data.hex() for name, data in chunks.items()}
+    # as a reader gets them: keys that are numbers would be sorted differently
+    plain: dict[str, Any] = json.loads(json.dumps({**attributes, "chunks": listed}))
+    return {**plain, "seal": seal(plain, arrays)}
+
+
+def check_attributes(attributes: Mapping[str, Any], where: str) -> None:
+    """Raise TraceError for attributes that the format version of a trace does not have."""
+    version = attributes["kvsim_format"]
+    unexpected = [key for key in BINDING if key in attributes]
+    if version >= BOUND:
+        unexpected = sorted(attributes.keys() - ATTRIBUTES)
+    if unexpected:
+        raise TraceError(
+            f"{where}: attribute {short_repr(unexpected[0])} is not part of format version "
+            f"{version}; copy the trace again or install a newer kvsim"
+        )
+
+
+def bound(arrays: Arrays, attributes: Mapping[str, Any], where: str) -> dict[str, StoredArray]:
+    """Return the arrays with the checksums of their chunks, of an older trace without.
+
+    Raises TraceError if the attributes list others than an array has.
+    """
+    if attributes["kvsim_format"] < BOUND:
+        return dict(arrays)
+    listed, chunks = object_at(attributes, "chunks"), {}
+    for name, array in arrays.items():
+        text = listed.get(name)
+        if not (isinstance(text, str) and re.fullmatch(f"[0-9a-f]{{{8 * array.nchunks}}}", text)):
+            raise TraceError(
+                f"{where}: attribute chunks.{name} is {short_repr(text)}, expected 8 hex digits "
+                f"for each of {array.nchunks} chunks; copy the trace again or record it again"
+            )
+        chunks[name] = bytes.fromhex(text)
+    return bind(arrays, chunks)
+
+
+def bind(arrays: Arrays, chunks: Mapping[str, bytes]) -> dict[str, StoredArray]:
+    """Return the arrays with the checksums that their chunks must have."""
+    return {name: replace(array, crcs=chunks[name]) for name, array in arrays.items()}
+
+
+def check_binding(
+    attributes: Mapping[str, Any], header: Header, arrays: Arrays, where: str
+) -> None:
+    """Raise TraceError unless digest and seal fit the header, the arrays and their checksums.
+
+    No chunk is read for it. The digest protects older traces too; they have no seal.
+    """
+    checksums = object_at(attributes, "checksums")
+    for name in (*CHECKSUMMED, "token_text"):
+        if name in checksums and name not in arrays:
+            raise TraceError(
+                f"{where}: {name} has checksums and is not there, expected it; "
+                "copy the trace again or record it again"
+            )
+        older = name == "token_text" and attributes["kvsim_format"] < BOUND
+        if name not in arrays or (older and name not in checksums):
+            continue
+        count = 1 if name.startswith("token") else len(header.layer_ids)
+        recorded = checksums.get(name)
+        if not (isinstance(recorded, list) and len(recorded) == count and all(map(_hex, recorded))):
+            raise TraceError(
+                f"{where}: attribute checksums.{name} is {short_repr(recorded)}, expected "
+                f"{count} of 64 hex digits; copy the trace again or record it again"
+            )
+    shapes = {name: array.shape for name, array in arrays.items()}
+    dtypes = {name: array.dtype.name for name, array in arrays.items()}
+    digest = content_digest(header, shapes, dtypes, checksums)
+    if digest != attributes["digest"]:
+        raise TraceError(
+            f"{where}: the digest of its header and checksums is {digest[:19]}..., recorded is "
+            f"{attributes['digest'][:19]}...; they were changed after recording, "
+            "copy the trace again or record it again"
+        )
+    if attributes["kvsim_format"] >= BOUND and attributes.get("seal") != seal(attributes, arrays):
+        raise TraceError(
+            f"{where}: its seal does not fit its attributes and arrays, which were changed after "
+            "recording; copy the trace again or record it again"
+        )
+
+
+def _hex(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None

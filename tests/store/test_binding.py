@@ -1,0 +1,334 @@
+"""The binding of a trace: digest and seal at opening, listed checksums of chunks at reading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+import mutations
+from kvsim.cli import main
+from kvsim.core.attention import Formula, Rope
+from kvsim.core.trace import Trace
+from kvsim.errors import TraceError
+from kvsim.store import open_trace, reader, upgrade, verify
+from kvsim.store.packing import pack, unpack
+from mutations import as_version, read_files, renew_digest, reseal_folder
+
+N = 300
+
+
+def make(seed=0, *, mixed=False):
+    """A trace in memory of two layers and two blocks, with tokens and text."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, N, 8, generator=generator) for heads in (4, 2, 2))
+    formulas = [
+        Formula(0.5, window=9, sinks=(0.5, 0.0, -1.0, 2.0)),
+        Formula(0.25, softcap=3.0, window=20),
+    ]
+    ropes = [Rope.default(8), Rope((0.5,), 1.1, layout="interleaved")]
+    facts = {
+        "prompt_len": 200,
+        "rope": ropes if mixed else ropes[0],
+        "formulas": formulas if mixed else None,
+        "tokens": np.arange(N) % 5,
+        "token_text": [f"t{i}" for i in range(N)],
+    }
+    trace = Trace.from_arrays(q, k, v, **facts)
+    return Trace.from_arrays(q, k, v, attn_out=trace.attn_out, lse=trace.lse, **facts)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Stored traces of one shape, to be copied before they are changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    make().save(folder / "plain.zarr")
+    make(mixed=True).save(folder / "mixed.zarr")
+    make(seed=1).save(folder / "other.zarr")
+    return folder
+
+
+@pytest.fixture
+def stored(saved, tmp_path):
+    """A stored trace that a test may damage."""
+    return shutil.copytree(saved / "plain.zarr", tmp_path / "a.zarr")
+
+
+def edit(path, change):
+    """Change the attributes of a trace in a folder."""
+    document = json.loads((path / "zarr.json").read_text())
+    change(document["attributes"])
+    (path / "zarr.json").write_text(json.dumps(document))
+
+
+def refused(path):
+    """Return the message with which a trace is refused; an assertion fails if it opens."""
+    with pytest.raises(TraceError) as caught:
+        open_trace(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+HEADER = {
+    "prompt_len": lambda a: a.update(prompt_len=100),
+    "scale": lambda a: a["attention"][0].update(scale=0.51),
+    "window": lambda a: a["attention"][0].update(window=8),
+    "window of no layer": lambda a: a["attention"][1].pop("window"),
+    "softcap": lambda a: a["attention"][1].update(softcap=3.5),
+    "sinks": lambda a: a["attention"][0]["sinks"].reverse(),
+    "which rope": lambda a: a["attention"][0].update(rope=1),
+    "order of layers": lambda a: a["attention"].reverse(),
+    "order of ropes": lambda a: a["ropes"].reverse(),
+    "frequency": lambda a: a["ropes"][0]["inv_freq"].__setitem__(1, 0.11),
+    "scaling": lambda a: a["ropes"][1].update(attention_scaling=1.0),
+    "layout": lambda a: a["ropes"][1].update(layout="half"),
+    "checksums of two layers": lambda a: a["checksums"]["q"].reverse(),
+    "checksums of two arrays": lambda a: a["checksums"].update(
+        k=a["checksums"]["v"], v=a["checksums"]["k"]
+    ),
+    "digest": lambda a: a.update(digest="sha256:" + "0" * 64),
+}
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("name", HEADER)
+def test_an_edited_header_is_refused(saved, tmp_path, name, version):
+    """Whatever the digest covers is refused at opening, with a valid seal and without one."""
+    path = shutil.copytree(saved / "mixed.zarr", tmp_path / "a.zarr")
+    if version == 2:
+        as_version(path, 2)
+    assert open_trace(path).prompt_len == 200
+    edit(path, HEADER[name])
+
+    assert "the digest of its header and checksums is" in refused(path)
+    if version == 3:
+        reseal_folder(path)
+        assert "the digest of its header and checksums is" in refused(path)
+
+
+OUTSIDE = {
+    "name": lambda a: a.update(name="another"),
+    "labels": lambda a: a["meta"].update(labels={"task": "sort"}),
+    "committed tokens": lambda a: a.update(committed_tokens=256),
+    "checksum of the text": lambda a: a["checksums"].update(token_text=["0" * 64]),
+    "list of chunks": lambda a: a["chunks"].update(q=a["chunks"]["q"][::-1]),
+    "seal": lambda a: a.update(seal="sha256:" + "0" * 64),
+    "no seal": lambda a: a.pop("seal"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_the_digest_leaves_out_is_sealed(stored, name):
+    """The rest of the header, and the list of checksums, is refused by the seal."""
+    edit(stored, OUTSIDE[name])
+
+    assert "its seal does not fit" in refused(stored)
+
+
+def test_the_source_dtype_is_sealed(stored):
+    """The dtype that an array had in the model cannot be edited."""
+    document = json.loads((stored / "k" / "zarr.json").read_text())
+    document["attributes"]["source_dtype"] = "bfloat16"
+    (stored / "k" / "zarr.json").write_text(json.dumps(document))
+
+    assert "its seal does not fit" in refused(stored)
+
+
+@pytest.mark.parametrize("value", [None, "", "0" * 8, "g" * 32, 3])
+def test_the_list_of_chunks_has_every_chunk(stored, value):
+    """A list of other length or of no digits is refused by name."""
+    edit(stored, lambda a: a["chunks"].update(k=value))
+
+    assert "attribute chunks.k is" in refused(stored)
+    assert "expected 8 hex digits for each of 4 chunks" in refused(stored)
+
+
+@pytest.mark.parametrize("key", ["chunks", "seal"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sealed_trace_cannot_be_called_an_older_one(saved, tmp_path, key, version):
+    """A smaller version number does not switch the checks off."""
+    path = shutil.copytree(saved / "plain.zarr", tmp_path / "a.zarr")
+    value = json.loads((path / "zarr.json").read_text())["attributes"][key]
+    edit(as_version(path, version), lambda a: a.update({key: value}))
+
+    assert f"attribute '{key}' is not part of format version {version}" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("plain.zarr/k/c/0/0/0/0", "k/c/0/0/1/0"),
+        ("plain.zarr/k/c/0/0/0/0", "k/c/1/0/0/0"),
+        ("plain.zarr/k/c/0/0/0/0", "v/c/0/0/0/0"),
+        ("plain.zarr/attn_out/c/0/0/0/0", "q/c/0/0/0/0"),
+        ("other.zarr/v/c/1/0/1/0", "v/c/1/0/1/0"),
+    ],
+)
+def test_a_valid_chunk_of_another_place_is_refused(saved, stored, source, target):
+    """A chunk whose own checksum fits is refused where it does not belong, and replay fails."""
+    shutil.copy(saved / source, stored / target)
+    trace = open_trace(stored)
+
+    name, _, short = target.partition("/")
+    with pytest.raises(TraceError, match=f"chunk {short} of {name} is not the recorded one"):
+        kvsim.measure(trace, kvsim.replay(trace, kvsim.policy("snapkv"), budget=64))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_open_trace_is_one_snapshot(saved, tmp_path, packed):
+    """A trace that is overwritten while it is open is not read any further."""
+    path = make().save(tmp_path / "a.zarr")
+    if packed:
+        path = pack(path, tmp_path / "a.zip")
+    trace = open_trace(path)
+    before = trace.read("k", slice(0, 1)).clone()
+    digest = trace.digest
+
+    if packed:
+        pack(saved / "other.zarr", tmp_path / "b.zip").replace(path)
+    else:
+        make(seed=1).save(path, overwrite=True)
+
+    assert trace.digest == digest
+    with pytest.raises(TraceError, match=r"is not the recorded one|is damaged|not where"):
+        trace.read("k", slice(0, 1))
+    assert not torch.equal(open_trace(path).read("k", slice(0, 1)), before)
+
+
+def test_verify_finds_what_a_forger_seals(saved, stored):
+    """Another chunk with a renewed list and seal opens; its SHA-256 is wrong for `verify`."""
+    shutil.copy(saved / "other.zarr" / "v/c/1/0/1/0", stored / "v/c/1/0/1/0")
+    reseal_folder(stored)
+
+    assert open_trace(stored).digest == open_trace(saved / "plain.zarr").digest
+    (problem,) = verify(stored).problems
+    assert "the checksum of v in layer 1" in problem
+
+
+def test_a_forger_of_the_header_gets_another_digest(stored):
+    """A header that is changed, with digest and seal renewed, is another trace by its digest."""
+    digest = open_trace(stored).digest
+    edit(stored, lambda a: a.update(prompt_len=100))
+    renew_digest(stored)
+    reseal_folder(stored)
+
+    assert open_trace(stored).digest != digest
+
+
+def test_the_seal_does_not_depend_on_keys_that_are_numbers(tmp_path):
+    """Provenance whose keys are integers, such as labels of a configuration, is sealed as read."""
+    trace = make()
+    header = replace(trace.header, meta={"labels": {10: "a", 2: "b", 1: "c"}, "t": (1, 2)})
+    path = Trace(trace.source, header).save(tmp_path / "a.zarr")
+
+    assert open_trace(path).meta["labels"] == {"10": "a", "2": "b", "1": "c"}
+
+
+# --- upgrade ---
+
+
+@pytest.mark.parametrize(("name", "version"), [("plain", 1), ("plain", 2), ("mixed", 2)])
+def test_an_upgrade_binds_and_changes_nothing_else(saved, tmp_path, name, version):
+    """An older trace becomes byte for byte what is written today, apart from the group's file."""
+    path = as_version(shutil.copytree(saved / f"{name}.zarr", tmp_path / "a.zarr"), version)
+    edit(path, lambda a: a["checksums"].pop("token_text"))  # as the first traces
+    before, digest = read_files(path), open_trace(path).digest
+    assert verify(path).format == version
+
+    assert upgrade(path)
+    assert not upgrade(path)
+
+    after = read_files(path)
+    assert {key for key in after if before.get(key) != after[key]} == {"zarr.json"}
+    assert open_trace(path).digest == digest
+    assert (verify(path, deep=True).format, verify(path).problems) == (3, ())
+    today = json.loads((saved / f"{name}.zarr" / "zarr.json").read_text())
+    assert json.loads((path / "zarr.json").read_text()) == today
+
+
+@pytest.mark.parametrize("fault", ["exchanged", "flipped", "text", "packed"])
+def test_an_upgrade_verifies_first(saved, tmp_path, fault):
+    """What does not verify is not upgraded; nothing is changed."""
+    path = as_version(shutil.copytree(saved / "plain.zarr", tmp_path / "a.zarr"), 1)
+    if fault == "exchanged":
+        shutil.copy(path / "k/c/0/0/0/0", path / "v/c/0/0/0/0")
+    elif fault == "flipped":
+        data = bytearray((path / "q/c/0/0/0/0").read_bytes())
+        data[50] ^= 1
+        (path / "q/c/0/0/0/0").write_bytes(bytes(data))
+    elif fault == "text":
+        shutil.copy(saved / "other.zarr/token_text/c/0", path / "token_text/c/0")
+        edit(path, lambda a: a["checksums"].update(token_text=["0" * 64]))
+    else:
+        path = pack(path)
+    before = read_files(tmp_path)
+
+    with pytest.raises(TraceError, match=r"nothing was changed|is damaged|not a folder") as caught:
+        upgrade(path)
+
+    assert "\n" not in str(caught.value)
+    assert read_files(tmp_path) == before
+
+
+def test_commands_say_that_older_traces_are_not_bound(saved, tmp_path, capsys):
+    """`info`, `verify` and `traces` say so, until `kvsim trace upgrade` has bound the trace."""
+    path = as_version(shutil.copytree(saved / "plain.zarr", tmp_path / "a.zarr"), 1)
+    commands = (["info", str(path)], ["verify", str(path)], ["traces", str(tmp_path)])
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert not caught.value.code
+        return capsys.readouterr().out
+
+    advice = "chunks are not bound to their place; `kvsim trace upgrade` binds them"
+    for command in commands:
+        assert advice in run(*command)
+    assert "a.zarr: upgraded to format 3" in run("trace", "upgrade", str(path))
+    assert "a.zarr: has already format 3" in run("trace", "upgrade", str(path))
+    for command in commands:
+        assert advice not in run(*command)
+
+
+def test_older_traces_are_packed_as_they_are(saved, tmp_path):
+    """Packing and unpacking keep every byte, whatever the version."""
+    path = as_version(shutil.copytree(saved / "plain.zarr", tmp_path / "a.zarr"), 1)
+
+    again = unpack(pack(path), tmp_path / "b.zarr")
+
+    assert read_files(again) == read_files(path)
+
+
+# --- the mutator ---
+
+
+@pytest.mark.parametrize(("version", "cases"), [(1, 30), (2, 30), (3, 150)])
+def test_no_mutation_goes_unnoticed(version, cases, tmp_path):
+    """Mutations are refused in one line, have another digest, or change nothing at all."""
+    originals = list(mutations.originals_in(tmp_path, version))
+
+    outcomes = {mutations.run_case(originals, seed, tmp_path) for seed in range(cases)}
+
+    assert {"refused", "identical"} <= outcomes
+    if version == 3:
+        assert {"another digest", "reported by verify"} <= outcomes
+
+
+@pytest.mark.parametrize("trusted", ["check_binding", "bound"])
+def test_the_mutator_notices_a_reader_that_trusts(trusted, tmp_path, monkeypatch):
+    """Without the checks at opening, or without those of chunks, there are findings."""
+    originals = list(mutations.originals_in(tmp_path, 3))
+    nothing = {"check_binding": lambda *_: None, "bound": lambda arrays, *_: dict(arrays)}
+    monkeypatch.setattr(reader, trusted, nothing[trusted])
+
+    def run():
+        for seed in range(150):
+            mutations.run_case(originals, seed, tmp_path)
+
+    with pytest.raises(AssertionError, match="changed, "):
+        run()
