@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
                 check_chunk(array, index, place)
         sizes = place.sizes()
         with unbroken(), zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
-            for key in sorted(filter(MEMBER.fullmatch, sizes)):
+            for key in _keys(sizes, arrays):
                 member = zipfile.ZipInfo(key)  # dated 1980, whatever the time
                 member.external_attr = (stat.S_IFREG | 0o644) << 16
                 member.create_system = 3
@@ -53,6 +53,8 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
 def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     """Write the packed trace `path` as a folder and return its path.
 
+    Members that do not belong to the trace are left out.
+
     Args:
         path: a packed trace.
         out: the folder, the file's name without ``.zip`` by default.
@@ -62,17 +64,18 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the file is damaged or not a packed trace, or the folder cannot be written;
             nothing is left behind.
     """
-    place, _ = _open(path, "unpack")
+    place, arrays = _open(path, "unpack")
     if not isinstance(place, Packed):
         raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
     name = place.path.name
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
     target = Path(out) if out is not None else place.path.with_name(plain)
+    sizes = place.sizes()
     with _published(target) as draft, unbroken():
-        for key, size in place.sizes().items():
+        for key in _keys(sizes, arrays):
             file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(place.read(key, size))
+            file.write_bytes(place.read(key, sizes[key]))
     return target
 
 
@@ -81,6 +84,17 @@ def _open(path: str | Path, verb: str) -> tuple[Place, dict[str, StoredArray]]:
         raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
     stored = StoredTrace(path)
     return stored.place, stored.arrays
+
+
+def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str]:
+    """Return the keys of the files of a trace, and of arrays of later versions, sorted."""
+    known = {f"{name}/zarr.json" for name in arrays}
+    known.update(array.key(index) for array in arrays.values() for index in array.indices())
+    return sorted(
+        key
+        for key in filter(MEMBER.fullmatch, sizes)
+        if key in known or key.partition("/")[0] not in arrays
+    )
 
 
 @contextmanager
