@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Collection
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 
@@ -19,9 +19,6 @@ from kvsim.engine.source import longest_unmasked, windows
 from kvsim.errors import BudgetError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER, plural
 
-if TYPE_CHECKING:
-    from kvsim.engine.replay import Options
-
 
 def whole(budget: int) -> int:
     """The budget as an int. BudgetError for anything else, a share or a truth value included."""
@@ -33,7 +30,9 @@ def whole(budget: int) -> int:
     )
 
 
-def check_arguments(trace: object, policy: object, options: Options) -> None:
+def check_arguments(
+    trace: object, policy: object, device: object, memory: object, internals: object
+) -> None:
     """Raise a KvsimError where an argument of `replay` is of another kind than it says."""
     if not isinstance(trace, Trace):
         raise TraceError(
@@ -44,20 +43,15 @@ def check_arguments(trace: object, policy: object, options: Options) -> None:
             f"policy is {reprlib.repr(policy)}; expected a Policy, as kvsim.policy(NAME) returns"
         )
     try:
-        device = torch.device(options.device)
-        torch.empty(0, device=device)
+        kind = torch.empty(0, device=torch.device(cast("str", device))).device.type
     except (RuntimeError, TypeError, AssertionError):  # unknown, another kind, not on this machine
-        device = None
-    if device is None or device.type == "meta":
-        raise PolicyError(
-            f"device is {options.device!r}; expected cpu, or cuda where PyTorch finds a GPU"
-        )
-    memory: object = options.memory
+        kind = "meta"
+    if kind == "meta":
+        raise PolicyError(f"device is {device!r}; expected cpu, or cuda where PyTorch finds a GPU")
     if memory is not None and (
         isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory)
     ):
         raise MemoryLimitError(f"memory is {memory!r}; expected a number of bytes, or None")
-    internals: object = options.internals
     if not isinstance(internals, bool | Collection) or isinstance(internals, str):
         raise PolicyError(
             f"internals are {internals!r}; expected True, False or a set of names of notes"

@@ -48,7 +48,7 @@ def replay(
     where the policy has no rule for the budget, ScoreError, MemoryLimitError.
     """
     options = Options(layers, device, memory, internals, progress)
-    check_arguments(trace, policy, options)
+    check_arguments(trace, policy, device, memory, internals)
     return run(trace, policy, whole(budget), policy.schedule.override(interval, prefill), options)
 
 

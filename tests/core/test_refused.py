@@ -128,6 +128,7 @@ def test_a_rotation_and_a_formula_of_no_meaning_are_refused(kind, changed):
         {"interval": 2**31},
         {"layers": 0},
         {"device": "abc"},
+        {"device": None},
         {"device": "meta"},
         {"device": "cuda:99"},
         {"memory": "1"},
