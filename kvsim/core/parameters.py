@@ -49,7 +49,7 @@ class _Limit(Bound):
         return type(self).compare(value, self.limit)
 
     def __str__(self) -> str:
-        return f"{self.words} {self.limit:g}"
+        return f"{self.words} {self.limit:.10g}"
 
 
 class AtLeast(_Limit):

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
-from kvsim.core.parameters import AtLeast, check_fields
+from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
+from kvsim.schema import NEVER
 
 
 class Piece:
@@ -105,7 +106,7 @@ class Schedule:
     prefill: whether m = 0 fires.
     """
 
-    interval: Annotated[int, AtLeast(1)] | None = 1
+    interval: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = 1
     prefill: bool = True
 
     def __post_init__(self) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Collection
+from math import isfinite
+from numbers import Real
+from typing import cast
+
+import torch
+
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
 from kvsim.engine.source import longest_unmasked, windows
-from kvsim.errors import BudgetError, PolicyError
+from kvsim.errors import BudgetError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER, plural
 
 
@@ -20,6 +28,34 @@ def whole(budget: int) -> int:
     raise BudgetError(
         f"budget is {budget!r}; expected a whole number of entries per KV head, at most {NEVER}"
     )
+
+
+def check_arguments(
+    trace: object, policy: object, device: object, memory: object, internals: object
+) -> None:
+    """Raise a KvsimError where an argument of `replay` is of another kind than it says."""
+    if not isinstance(trace, Trace):
+        raise TraceError(
+            f"trace is {reprlib.repr(trace)}; expected a Trace, as kvsim.open_trace returns"
+        )
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy is {reprlib.repr(policy)}; expected a Policy, as kvsim.policy(NAME) returns"
+        )
+    try:
+        kind = torch.empty(0, device=torch.device(cast("str", device))).device.type
+    except (RuntimeError, TypeError, AssertionError):  # unknown, another kind, not on this machine
+        kind = "meta"
+    if kind == "meta":
+        raise PolicyError(f"device is {device!r}; expected cpu, or cuda where PyTorch finds a GPU")
+    if memory is not None and (
+        isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory)
+    ):
+        raise MemoryLimitError(f"memory is {memory!r}; expected a number of bytes, or None")
+    if not isinstance(internals, bool | Collection) or isinstance(internals, str):
+        raise PolicyError(
+            f"internals are {internals!r}; expected True, False or a set of names of notes"
+        )
 
 
 def check_cell(
@@ -89,6 +125,11 @@ def remark(
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
     remarks = [policy.remark(budget)]
+    if fires and trace.prompt_len == trace.n_pos and policy.propagation is None:
+        remarks.append(
+            "the prompt fills the text: no row sees what is evicted, and metrics of rows after the "
+            "prompt have no value"
+        )
     if trace.windowed:
         remarks.append(  # about the trace, so that it appears once for all policies
             f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "

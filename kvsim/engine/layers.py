@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,8 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
                 f"{longest_unmasked(trace)} tokens"
             )
         return chosen
+    if not isinstance(layers, Iterable):
+        raise PolicyError(f"layers are {layers!r}; expected a list of layers, such as [0, 1]")
     chosen = tuple(layers)
     for layer in chosen:
         if integer(layer) is None or not 0 <= layer < trace.n_layers:

@@ -14,7 +14,7 @@ from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
-from kvsim.engine.checks import check_cell, remark, whole
+from kvsim.engine.checks import check_arguments, check_cell, remark, whole
 from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import Run, check_together, layers_per_block, replayed, runs
 from kvsim.engine.rows import replay_rows
@@ -48,6 +48,7 @@ def replay(
     where the policy has no rule for the budget, ScoreError, MemoryLimitError.
     """
     options = Options(layers, device, memory, internals, progress)
+    check_arguments(trace, policy, device, memory, internals)
     return run(trace, policy, whole(budget), policy.schedule.override(interval, prefill), options)
 
 

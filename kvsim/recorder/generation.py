@@ -73,10 +73,11 @@ def generate(
 
 
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
+    # on the CPU in float64, so that the draw is the same on every device
+    scaled = logits.to("cpu", torch.float64) / (temperature or 1.0)
+    if temperature == 0 or bool(scaled.isinf().any()):  # so cold that it overflows
         return int(logits.argmax())
-    # drawn on the CPU in float64, so that the draw is the same on every device
-    weights = (logits.to("cpu", torch.float64) / temperature).softmax(-1)
+    weights = scaled.softmax(-1)
     return int(torch.multinomial(weights, 1, generator=generator))
 
 

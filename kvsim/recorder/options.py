@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
-from kvsim.core.parameters import AtLeast, check_fields, parameters
+from kvsim.core.parameters import AtLeast, Between, Finite, check_fields, parameters
 from kvsim.errors import CaptureError, PolicyError, suggest
 
 Progress = Callable[[int, int], None]
@@ -46,9 +46,12 @@ class Options:
         ),
     ] = 512
     temperature: Annotated[
-        float, AtLeast(0), Help("0 takes the most likely token; above 0, tokens are drawn.")
+        float,
+        Finite(),
+        AtLeast(0),
+        Help("0 takes the most likely token; above 0, tokens are drawn."),
     ] = 0.0
-    seed: Annotated[int, Help("The seed of the draws.")] = 0
+    seed: Annotated[int, Between(-(2**63), 2**63 - 1), Help("The seed of the draws.")] = 0
     stop: Annotated[
         str | Sequence[str],
         Help(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -329,6 +330,12 @@ def read_prompts(
 def _lines(source: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not empty, with their numbers from 1."""
     try:
+        kind = stat.S_IFMT(source.stat().st_mode)
+        if kind not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe may never end, nor a device
+            raise CaptureError(
+                f"{source} is not a regular file, expected a JSONL file of prompts; write them to "
+                "one first"
+            )
         with source.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 try:

@@ -226,6 +226,8 @@ def _checked(archive: zipfile.ZipFile, where: str, size: int) -> dict[str, zipfi
         names.add(name.casefold())
         if stat.S_IFMT(member.external_attr >> 16) not in (0, stat.S_IFREG):
             raise refuse(member, "is not a regular file")
+        if not member.file_size:
+            raise refuse(member, "is empty")
         if member.flag_bits & 0x1:
             raise refuse(member, "is encrypted")
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:

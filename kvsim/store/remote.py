@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
+import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvsim.errors import TraceError, TraceExistsError, error_line
 from kvsim.store.place import Folder, Place, check_limit
@@ -21,6 +24,9 @@ _READERS = 16
 
 #: Seconds without an answer.
 _TIMEOUT = 60
+
+#: Fewest bytes a second of a server that keeps a request longer than `_TIMEOUT`.
+_SLOWEST = 1000
 
 _ROOT = "zarr.json"
 
@@ -39,17 +45,24 @@ class Web:
         parts = _split(self.path)
         path = f"{parts.path.rstrip('/')}/{key}"
         url = parts._replace(path=path).geturl()
+        watch, data = _Watch(), b""
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT) as response:  # noqa: S310  http only
-                data: bytes = response.read(limit + 1)
+            opener = urllib.request.build_opener(_Http(watch), _Https(watch))
+            with watch, opener.open(url, timeout=_TIMEOUT) as response:
+                while len(data) <= limit and (part := response.read1(limit + 1 - len(data))):
+                    data += part
+                    watch.received = len(data)
+                if len(data) <= limit and response.length:
+                    raise http.client.IncompleteRead(data, response.length)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (404, 410):
                 raise FileNotFoundError(key) from None
             raise TraceError(f"{url} is not readable (HTTP {error.code} {error.reason})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = "the server is too slow" if watch.expired else error_line(error)
             raise TraceError(
-                f"{url} is not readable ({error_line(error)}), expected a server that has the "
+                f"{url} is not readable ({reason}), expected a server that has the "
                 "trace; check the URL and the network"
             ) from error
         check_limit(self.path, key, len(data), limit)
@@ -57,6 +70,79 @@ class Web:
 
     def sizes(self) -> None:
         """Return None: HTTP has no lists of files."""
+
+
+class _Watch:
+    """Ends a request that gets less than `_SLOWEST` bytes a second once `_TIMEOUT` has passed.
+
+    The timeout of a socket is for silence alone: single bytes could hold a read for hours.
+    """
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self.received, self.expired = 0, False
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._run, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        while not self._ended.wait(_TIMEOUT):
+            if self.received < _SLOWEST * (time.monotonic() - start):
+                self.expired = True
+                self._shut()
+                return
+
+    def _shut(self) -> None:
+        """Shut the connection, if there is one, which ends a read that waits for it."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+
+    def connecting(self, kind: Callable[..., http.client.HTTPConnection]) -> Any:
+        """Return `kind`, with the socket of each connection known to the watch."""
+
+        def connection(*args: Any, **keywords: Any) -> http.client.HTTPConnection:
+            client = kind(*args, **keywords)
+            connect = client.connect
+
+            def connecting() -> None:
+                connect()
+                self._connection = client.sock
+                if self.expired:
+                    self._shut()
+
+            client.connect = connecting  # type: ignore[method-assign]  # of this one
+            return client
+
+        return connection
+
+
+class _Http(urllib.request.HTTPHandler):
+    """Opens HTTP connections that a watch can shut."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._watch.connecting(http.client.HTTPConnection), req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    """Opens HTTPS connections that a watch can shut."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._watch.connecting(http.client.HTTPSConnection), req)
 
 
 class Remote:

@@ -349,7 +349,7 @@ def test_what_comes_late_is_refused_early():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"interval": 2.5}, "interval is 2.5; expected an integer of at least 1, or None"),
+        ({"interval": 2.5}, "interval is 2.5; expected an integer of at least 1 and at most"),
         ({"interval": "32"}, "interval is '32'"),
         ({"layers": []}, "expected some layers"),
         ({"layers": [1.0]}, "layer is 1.0; expected 0..0"),

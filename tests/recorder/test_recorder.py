@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import socket
 import socketserver
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -825,6 +827,27 @@ def test_a_missing_prompt_file(tmp_path):
         read_prompts(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_prompts_are_read_from_regular_files_alone(kind, tmp_path):
+    """A pipe that nobody writes to, or a device without end, is refused and not waited for."""
+    source = tmp_path / "prompts.jsonl" if kind == "fifo" else Path("/dev/zero")
+    if kind == "fifo":
+        os.mkfifo(source)
+
+    with pytest.raises(CaptureError, match="is not a regular file, expected a JSONL file"):
+        read_prompts(source)
+
+
+def test_the_coldest_temperature_takes_the_most_likely_token():
+    """Logits that overflow when they are divided by it have one outcome, and no error."""
+    tokens = [
+        capture(small("llama"), None, [1, 2], max_new_tokens=4, temperature=temperature).tokens
+        for temperature in (0.0, 1e-320)
+    ]
+
+    assert torch.equal(*tokens)
+
+
 # --- bad input ---
 
 
@@ -876,7 +899,9 @@ def test_text_needs_a_tokenizer():
         ({"max_new_tokens": -1}, "max_new_tokens is -1; expected an integer of at least 0"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": "warm"}, "temperature is 'warm'; expected a number"),
+        ({"temperature": float("inf")}, "temperature is inf; expected a finite number"),
+        ({"temperature": "warm"}, "temperature is 'warm'; expected a finite number of at least 0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; expected an integer from"),
         ({"chat": 1}, "chat is 1; expected True or False"),
         ({"store_dtype": "int8"}, "store_dtype is 'int8'; expected 'float16' or None"),
         ({"attention": True}, "out is None"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import http.server
@@ -9,9 +10,11 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import struct
 import threading
+import time
 import uuid
 import zipfile
 from pathlib import Path
@@ -26,7 +29,7 @@ import kvsim
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.store import describe, open_trace, verify
+from kvsim.store import describe, open_trace, remote, verify
 from kvsim.store.packing import pack, unpack
 from kvsim.tiny import tasks
 from kvsim.tiny.sample import sample_trace
@@ -512,6 +515,81 @@ def web(request, tmp_path):
     server.shutdown()
     thread.join(10)
     server.server_close()
+
+
+def drip(request, head, pause=0.05):
+    """The URL of a server that sends `head`, and then single bytes for five seconds."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def serve():
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(head)
+                    for _ in range(100):
+                        if ended.wait(pause):
+                            return
+                        connection.sendall(b"x")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+
+    def stop():
+        ended.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+    request.addfinalizer(stop)
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/run.zarr"
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"], ids=["header", "content"]
+)
+def test_a_server_that_sends_single_bytes_is_given_up(request, monkeypatch, head):
+    """A read ends in one line soon after its time is over, however often a byte arrives."""
+    monkeypatch.setattr(remote, "_TIMEOUT", 0.3)
+    url = drip(request, head)
+    start = time.monotonic()
+
+    with pytest.raises(TraceError, match=r"is not readable \(the server is too slow\)") as caught:
+        open_trace(url)
+
+    assert time.monotonic() - start < 3
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_slow_and_steady_is_read(request, monkeypatch):
+    """What arrives fast enough is read to its end, longer than a silence may last."""
+    monkeypatch.setattr(remote, "_TIMEOUT", 0.3)
+    monkeypatch.setattr(remote, "_SLOWEST", 5)
+    url = drip(request, b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n")
+
+    assert remote.Web(url).read("zarr.json", 1000) == b"x" * 20
+
+
+@pytest.mark.parametrize("content", [b"", b"x"], ids=["empty", "one byte"])
+def test_twenty_thousand_members_of_no_trace_take_no_time(stored, tmp_path, content):
+    """Empty members are refused before any work; chunks that no array has are left out."""
+    packed = pack(stored)
+    with zipfile.ZipFile(packed, "a") as archive:
+        for number in range(20_000):
+            archive.writestr(f"q/c/{number}/9/9/9", content)
+    start = time.monotonic()
+
+    if not content:
+        with pytest.raises(TraceError, match="member 'q/c/0/9/9/9' is empty, expected those of"):
+            unpack(packed, tmp_path / "again.zarr")
+    else:
+        folder = unpack(packed, tmp_path / "again.zarr")
+        files = [[*filter(Path.is_file, root.rglob("*"))] for root in (folder, stored)]
+        assert len(files[0]) == len(files[1])
+
+    assert time.monotonic() - start < 5
 
 
 def test_a_trace_goes_to_a_url_and_comes_back(memory, run):
