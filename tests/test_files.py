@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import resource
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from matplotlib.figure import Figure
 
 import kvsim
 from kvsim import Rope, Trace, files, plots
-from kvsim.cli import demo
+from kvsim.cli import app, demo
 from kvsim.errors import OutputError
 from kvsim.files import check_output, published, write_file
 from kvsim.report import write_report
@@ -122,6 +125,26 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
         assert f"{out} cannot be written (No space left on device)" in outcome[2]
     assert run(*arguments)[0] == 0
     assert out.read_bytes() == whole.read_bytes()
+
+
+def test_every_command_that_writes_is_tried_on_a_full_disk():
+    """`full_disk.py` has each command with an output; two have tests of their own."""
+    path = Path(__file__).with_name("benchmarks") / "full_disk.py"
+    spec = importlib.util.spec_from_file_location("benchmark_full_disk", path)
+    script = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, script)
+        spec.loader.exec_module(script)
+
+    def writing(group):
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from writing(command)
+            elif {"--out", "--figures"} & {flag for each in command.params for flag in each.opts}:
+                yield name
+
+    elsewhere = {"replay", "recover"}  # tests/sweeps and tests/store/test_recovery.py
+    assert {*writing(typer.main.get_command(app))} == {*script.COMMANDS} | elsewhere
 
 
 def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path, monkeypatch):
