@@ -24,29 +24,29 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
     The same trace has the same bytes. Files that do not belong to a trace are left out.
 
     Args:
- the root comes last.*path: a folder with a trace.
- the root comes last.*out: the file, the folder's name and ``.zip`` by default.
+        path: a folder with a trace.
+        out: the file, the folder's name and ``.zip`` by default.
 
     Raises:
- the root comes last.*TraceExistsError: something is at `out`.
- the root comes last.*TraceError: the trace cannot be opened, one of its chunks is damaged, or the file cannot be
- the root comes last.*    written.
+        TraceExistsError: something is at `out`.
+        TraceError: the trace cannot be opened, one of its chunks is damaged, or the file cannot be
+            written.
     """
     place, arrays = _open(path, "pack")
     if not isinstance(place, Folder):
- the root comes last.*raise TraceError(f"{place.path} is already packed, expected the folder of a trace")
+        raise TraceError(f"{place.path} is already packed, expected the folder of a trace")
     target = Path(out) if out is not None else place.path.with_name(place.path.name + SUFFIX)
     with _published(target) as draft:
- the root comes last.*for array in arrays.values():
- the root comes last.*    for index in array.indices():
- the root comes last.*        check_chunk(array, index, place)
- the root comes last.*sizes = place.sizes()
- the root comes last.*with unbroken(), zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
- the root comes last.*    for key in _keys(sizes, arrays):
- the root comes last.*        member = zipfile.ZipInfo(key)  # dated 1980, whatever the time
- the root comes last.*        member.external_attr = (stat.S_IFREG | 0o644) << 16
- the root comes last.*        member.create_system = 3
- the root comes last.*        archive.writestr(member, place.read(key, sizes[key]))
+        for array in arrays.values():
+            for index in array.indices():
+                check_chunk(array, index, place)
+        sizes = place.sizes()
+        with unbroken(), zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
+            for key in _keys(sizes, arrays):
+                member = zipfile.ZipInfo(key)  # dated 1980, whatever the time
+                member.external_attr = (stat.S_IFREG | 0o644) << 16
+                member.create_system = 3
+                archive.writestr(member, place.read(key, sizes[key]))
     return target
 
 
@@ -56,33 +56,33 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     Members that do not belong to the trace are left out.
 
     Args:
- the root comes last.*path: a packed trace.
- the root comes last.*out: the folder, the file's name without ``.zip`` by default.
+        path: a packed trace.
+        out: the folder, the file's name without ``.zip`` by default.
 
     Raises:
- the root comes last.*TraceExistsError: something is at `out`.
- the root comes last.*TraceError: the file is damaged or not a packed trace, or the folder cannot be written;
- the root comes last.*    nothing is left behind.
+        TraceExistsError: something is at `out`.
+        TraceError: the file is damaged or not a packed trace, or the folder cannot be written;
+            nothing is left behind.
     """
     place, arrays = _open(path, "unpack")
     if not isinstance(place, Packed):
- the root comes last.*raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
+        raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
     name = place.path.name
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
     target = Path(out) if out is not None else place.path.with_name(plain)
     sizes = place.sizes()
     with _published(target) as draft, unbroken():
- the root comes last.*# the root comes last: what a kill leaves is no trace
- the root comes last.*for key in sorted(_keys(sizes, arrays), key=lambda key: key == "zarr.json"):
- the root comes last.*    file = draft / key
- the root comes last.*    file.parent.mkdir(parents=True, exist_ok=True)
- the root comes last.*    file.write_bytes(place.read(key, sizes[key]))
+        # the root comes last: what a kill leaves is no trace
+        for key in sorted(_keys(sizes, arrays), key=lambda key: key == "zarr.json"):
+            file = draft / key
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(place.read(key, sizes[key]))
     return target
 
 
 def _open(path: str | Path, verb: str) -> tuple[Place, dict[str, StoredArray]]:
     if isinstance(path, str) and is_url(path):
- the root comes last.*raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
+        raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
     stored = StoredTrace(path)
     return stored.place, stored.arrays
 
@@ -92,9 +92,9 @@ def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str
     known = {f"{name}/zarr.json" for name in arrays}
     known.update(array.key(index) for array in arrays.values() for index in array.indices())
     return sorted(
- the root comes last.*key
- the root comes last.*for key in filter(MEMBER.fullmatch, sizes)
- the root comes last.*if key in known or key.partition("/")[0] not in arrays
+        key
+        for key in filter(MEMBER.fullmatch, sizes)
+        if key in known or key.partition("/")[0] not in arrays
     )
 
 
@@ -103,22 +103,22 @@ def _published(target: Path) -> Iterator[Path]:
     """Provide a path to write to; at the end, flush it and rename it to `target`.
 
     Raises:
- the root comes last.*TraceExistsError: something is at `target`, before any work or at the end.
- the root comes last.*TraceError: the system refuses.
+        TraceExistsError: something is at `target`, before any work or at the end.
+        TraceError: the system refuses.
     """
     try:
- the root comes last.*_check_free(target)
- the root comes last.*check_writable(target.parent)
- the root comes last.*with published(target) as draft:
- the root comes last.*    yield draft
- the root comes last.*    _check_free(target)
+        _check_free(target)
+        check_writable(target.parent)
+        with published(target) as draft:
+            yield draft
+            _check_free(target)
     except TraceError:
- the root comes last.*raise
+        raise
     except OSError as error:
- the root comes last.*failure = error if isinstance(error, OutputError) else refused(target, error)
- the root comes last.*raise TraceError(str(failure)) from error
+        failure = error if isinstance(error, OutputError) else refused(target, error)
+        raise TraceError(str(failure)) from error
 
 
 def _check_free(target: Path) -> None:
     if target.exists() or target.is_symlink():
- the root comes last.*raise TraceExistsError(f"{target} exists, expected a free path; give another one (--out)")
+        raise TraceExistsError(f"{target} exists, expected a free path; give another one (--out)")
