@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -67,12 +68,12 @@ class StoredArray:
     source_dtype: str | None
     crcs: bytes | None = None
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[int, ...]:
         """Shape of a chunk."""
         return chunk_shape(self.name, self.shape)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each axis."""
         return tuple(-(-n // size) for n, size in zip(self.shape, self.chunks, strict=True))
