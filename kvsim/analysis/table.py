@@ -15,6 +15,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
+from kvsim.core.checks import check_device
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -76,6 +77,7 @@ def measure(
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
     regret without oracles, TraceError where a record belongs to another trace.
     """
+    check_device(device)
     records = [record] if isinstance(record, Record) else record
     chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
     if isinstance(trace, Analysis):

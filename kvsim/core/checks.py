@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 import warnings
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.errors import TraceError
+from kvsim.errors import PolicyError, TraceError, error_line
 from kvsim.schema import AXES
 
 ArrayLike = Tensor | np.ndarray[Any, Any]
@@ -97,6 +98,27 @@ def check_texts(texts: Any, n_pos: int, where: str) -> None:
         raise TraceError(
             f"{where}: token_text has {len(texts)} entries, expected {n_pos}, one per token"
         )
+
+
+def check_meta(meta: Any, where: str) -> None:
+    """Raise TraceError unless provenance is a dict that JSON can hold."""
+    try:
+        json.dumps(dict(meta))
+    except (TypeError, ValueError, RecursionError) as error:  # other objects, cycles, depth
+        raise TraceError(
+            f"{where}: meta cannot be written as JSON ({error_line(error)}), expected a dict of "
+            "numbers, texts, lists and dicts"
+        ) from error
+
+
+def check_device(device: Any) -> None:
+    """Raise PolicyError unless tensors can be on a device of this name."""
+    try:
+        kind = torch.empty(0, device=torch.device(device)).device.type
+    except (RuntimeError, TypeError, AssertionError):  # unknown, another kind, not on this machine
+        kind = "meta"
+    if kind == "meta":
+        raise PolicyError(f"device is {device!r}; expected cpu, or cuda where PyTorch finds a GPU")
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

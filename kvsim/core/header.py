@@ -82,7 +82,8 @@ class Header:
                 raise TraceError(
                     f"{where}: {name} are {reprlib.repr(values)}, expected {kind.__name__} each"
                 )
-        if self.layer_ids[0] < 0 or any(b <= a for a, b in pairwise(self.layer_ids)):
+        ordered = all(a < b for a, b in pairwise(self.layer_ids))
+        if not (ordered and 0 <= self.layer_ids[0] <= self.layer_ids[-1] < 1 << 31):
             raise TraceError(
                 f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
                 "layer numbers, increasing from 0 or more"

@@ -24,6 +24,7 @@ from kvsim.core.checks import (
     as_tensor,
     as_tokens,
     check_finite,
+    check_meta,
     check_shapes,
     check_texts,
     in_memory,
@@ -170,8 +171,7 @@ class Trace:
             formulas = [Formula(dim**-0.5 if scale is None else scale)] * n_layers
         elif scale is not None:
             raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
-        if not isinstance(meta, Mapping | None):
-            raise TraceError(f"{name}: meta is {reprlib.repr(meta)}, expected a dict")
+        check_meta(meta or {}, name)
         ids = range(n_layers) if layer_ids is None else layer_ids
         header = Header(
             prompt_len=prompt_len,

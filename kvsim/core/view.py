@@ -130,7 +130,10 @@ class Entries:
 
 
 class View:
-    """What a policy may know right after row `row` has attended."""
+    """What a policy may know right after row `row` has attended.
+
+    Its tensors are read by others too, and must not be written to.
+    """
 
     def __init__(
         self,

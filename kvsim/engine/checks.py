@@ -6,10 +6,8 @@ import reprlib
 from collections.abc import Collection
 from math import isfinite
 from numbers import Real
-from typing import cast
 
-import torch
-
+from kvsim.core.checks import check_device
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
@@ -42,12 +40,7 @@ def check_arguments(
         raise PolicyError(
             f"policy is {reprlib.repr(policy)}; expected a Policy, as kvsim.policy(NAME) returns"
         )
-    try:
-        kind = torch.empty(0, device=torch.device(cast("str", device))).device.type
-    except (RuntimeError, TypeError, AssertionError):  # unknown, another kind, not on this machine
-        kind = "meta"
-    if kind == "meta":
-        raise PolicyError(f"device is {device!r}; expected cpu, or cuda where PyTorch finds a GPU")
+    check_device(device)
     if memory is not None and (
         isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory)
     ):

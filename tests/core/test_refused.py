@@ -53,9 +53,9 @@ FACTS = {
     "scale": ["1", True, [1], 10**400, 1j, NAN, INF, 0, -1],
     "rope": [None, 5, "half", [], [None, None]],
     "formulas": [5, "ab", [], [None, None]],
-    "layer_ids": [5, "01", [0, 1.5], ["0", "1"], [True, 2], [0, NAN], [1, 0]],
+    "layer_ids": [5, "01", [0, 1.5], ["0", "1"], [True, 2], [0, NAN], [1, 0], [0, 2**31]],
     "name": [None, 5, b"x"],
-    "meta": [5, [1]],
+    "meta": [5, [1], {"x": {1}}, {"x": object()}],
     "token_text": [5, [1] * N, [None] * N, ["a"]],
     "tokens": [5, "a" * N, ["a"] * N, [None] * N, [0.5] * N, [True] * N, [-1] * N, [2**63] * N],
     "attn_out": [np.zeros_like(CASE.q), np.ones_like(CASE.q)],
@@ -146,6 +146,14 @@ def test_arguments_of_a_replay_that_mean_nothing_are_refused(changed):
 
     with pytest.raises(KvsimError, match=f"^[^\n]*{word} (is|are) [^\n]+$"):
         kvsim.replay(**{**whole, **changed})
+
+
+def test_metrics_on_a_device_that_is_not_there_are_refused():
+    """The same line as for a replay."""
+    record = kvsim.replay(build(), kvsim.policy("snapkv", window=4), 8)
+
+    with pytest.raises(KvsimError, match=r"^device is 'cuda:99'; expected cpu, or cuda where"):
+        kvsim.measure(build(), record, device="cuda:99")
 
 
 @pytest.mark.parametrize(
