@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 
 from kvsim.errors import KvsimError, OutputError
 
@@ -84,9 +84,8 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     aside, moved = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}"), False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(
-            prefix=_PREFIX, dir=target.parent, ignore_cleanup_errors=True
-        ) as folder:
+        folder = mkdtemp(prefix=_PREFIX, dir=target.parent)
+        try:
             draft = Path(folder, target.name)
             yield draft
             sync_tree(draft)
@@ -94,7 +93,10 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 _check_free(path, overwrite=overwrite, advice="give another path")
             with unbroken():
                 _move(draft, target, aside)
-            moved = True
+                moved = True
+        finally:
+            with unbroken():
+                shutil.rmtree(folder, ignore_errors=True)
         sync(target.parent)
         if aside.exists():
             shutil.rmtree(aside, ignore_errors=True)

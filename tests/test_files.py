@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
             outcome = run(*arguments)
         check(*outcome)
         assert "File too large" in outcome[2]
-    for owner, call in ((files.os, "fsync"), (Path, "replace"), (files, "TemporaryDirectory")):
+    for owner, call in ((files.os, "fsync"), (Path, "replace"), (files, "mkdtemp")):
         with monkeypatch.context() as patch:
             refuse(patch, owner, call)
             outcome = run(*arguments)
