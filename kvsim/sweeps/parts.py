@@ -34,6 +34,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
+from kvsim.schema import plural
 from kvsim.store.draft import lock
 from kvsim.files import check_writable, sync, sync_tree, unbroken
 from kvsim.sweeps.folder import RUN
@@ -278,13 +279,15 @@ class Parts:
         with self._writing():
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
-            write(draft)
-            sync_tree(draft)
-            (self.folder / RUN).unlink(missing_ok=True)  # an older one, before what it describes
-            for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN):
-                _remove(self.folder / path.name)
-                path.rename(self.folder / path.name)
-            draft.rmdir()
+            try:
+                write(draft)
+                sync_tree(draft)
+                (self.folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
+                for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN):
+                    _remove(self.folder / path.name)
+                    path.rename(self.folder / path.name)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
             sync(self.folder)
             for name in (SWEEP, PARTS, LOCK) if complete else ():
                 _remove(self.folder / name)
@@ -299,7 +302,7 @@ class Parts:
             raise
         except OSError as error:
             count = sum(name.startswith("cell-") for name in self._names())
-            kept = f"{count} replayed cells are kept" if count else "no cell was done"
+            kept = f"with {plural(count, 'replayed cell')} kept" if count else "with nothing done"
             raise OutputError(
                 f"{self.folder} cannot be written ({error.strerror or error}), {kept}; make room "
                 "or change the permissions, and continue with the same command and --resume"
