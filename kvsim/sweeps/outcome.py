@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,7 +13,7 @@ import polars as pl
 
 from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
-from kvsim.files import unbroken
+from kvsim.files import published, unbroken
 from kvsim.sweeps.folder import write_run
 from kvsim.sweeps.parts import check_output
 
@@ -63,16 +61,9 @@ class Run:
         """
         folder = Path(out)
         check_output(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
-        try:
-            with unbroken():
-                self.write(draft)
-            draft.chmod(0o755)  # a temporary folder is private, a result is not
-            draft.rename(folder)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        with published(folder) as draft, unbroken():
+            draft.mkdir()
+            self.write(draft)
         return folder
 
     def write(self, folder: Path) -> None:

@@ -34,9 +34,9 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
+from kvsim.files import check_writable, sync, sync_tree, unbroken
 from kvsim.schema import plural
 from kvsim.store.draft import lock
-from kvsim.files import check_writable, sync, sync_tree, unbroken
 from kvsim.sweeps.folder import RUN
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
