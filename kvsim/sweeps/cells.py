@@ -28,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 
 #: Cells that are measured together where results go to a folder. Records of a trace share most of
 #: the work, and a kill loses the measurements of so many at most.
-TOGETHER = 16
+TOGETHER = 32
 
 
 class Cell(NamedTuple):
