@@ -76,16 +76,27 @@ def replay(
     out: Annotated[
         Path | None,
         values.path_option(
-            "DIR", "Write run.json, records.zarr and results.parquet to a new folder."
+            "DIR",
+            "Write run.json, records.zarr and results.parquet to a new folder; what is done is "
+            "there at once.",
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the run in --out, if there is one that is not done."
+        ),
+    ] = False,
     as_json: values.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
 
     Prints what each policy would have kept and lost, and how far the attention output would have
-    moved. An interrupt keeps the cells that are done.
+    moved. With --out, whatever ends the command keeps the cells that are done, and --resume
+    continues.
     """
+    if resume and out is None:
+        raise OptionError("--resume continues the run in --out; give --out DIR as well")
     if events and out is None:
         raise OptionError("--events is about the results in --out; give --out DIR as well")
     if regret and metric is not None:
@@ -97,33 +108,66 @@ def replay(
     from kvsim.sweeps.run import SUMMARY, check_output, sweep
 
     if out is not None:
-        check_output(out)
+        check_output(out, resume=resume)
     choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
     policies = values.build_policies(policy, settings, protect)
     values.parse_device(device)
     opened = values.open_traces(traces)
-    with show.bar("cells") as report:
-        run = sweep(
-            opened,
-            policies,
-            budget,
-            interval=interval,
-            prefill=prefill,
-            metrics=metric if metric or out is not None else SUMMARY,
-            regret=regret,
-            events=events,
-            memory=limit,
-            device=device,
-            progress=report,
-        )
-    total = len(opened) * len(policies) * len(budget)
+    try:
+        with show.bar("cells") as report:
+            run = sweep(
+                opened,
+                policies,
+                budget,
+                interval=interval,
+                prefill=prefill,
+                metrics=metric if metric or out is not None else SUMMARY,
+                regret=regret,
+                events=events,
+                memory=limit,
+                device=device,
+                out=out,
+                resume=resume,
+                progress=report,
+            )
+        _show(run, opened, policies, protect, metric, out, as_json=as_json)
+    except KeyboardInterrupt:  # at any other moment than those that a sweep handles
+        raise Stop(f"interrupted, {_left(out)}", 130) from None
+
+
+def _left(out: Path | None) -> str:
+    """Return what is in the folder of a sweep that is over."""
+    from kvsim.sweeps.parts import is_complete
+
+    if out is None or not out.exists():
+        return "nothing was written"
+    if is_complete(out):
+        return f"the run in {out} is complete"
+    return f"what is done is kept in {out}; continue with the same command and --resume"
+
+
+def _show(
+    run: Run,
+    opened: Sequence[Trace],
+    policies: Sequence[Policy],
+    protect: Protection,
+    metric: Sequence[str] | None,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the outcome of a sweep, and end with the right status."""
+    from kvsim.sweeps.run import SUMMARY
+
+    cells = len(run.parameters["policies"]) * len(run.parameters["budgets"])
+    total = len(opened) * cells
     if not run.records and run.interrupted:
-        raise Stop("interrupted, no cell was done and nothing was written", 130)
+        done = "no cell was done and nothing was written"
+        raise Stop(f"interrupted, {_unmeasured(run, total, out) or done}", 130)
     if not run.records:
-        raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), 2)
-    if out is not None:
-        run.save(out)
+        status = 1 if any(failure.unexpected for failure in run.failures) else 2
+        raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), status)
     measured = set(run.table["metric"])
     shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
     if as_json:
@@ -267,8 +311,21 @@ def _finish(run: Run, total: int, out: Path | None) -> None:
         cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
         show.echo_text(f"failed: {cell}: {failure.error}", err=True)
     kept = "shown above" if out is None else f"kept in {out}"
+    again = "" if out is None else "; continue with the same command and --resume"
     if run.interrupted:
-        raise Stop(f"interrupted, {len(run.records)} of {total} cells are done and {kept}", 130)
+        more = _unmeasured(run, total, out)
+        done = f"{len(run.records)} of {total} cells are done and {kept}"
+        raise Stop(f"interrupted, {done}{', ' * bool(more)}{more or again}", 130)
     if run.failures:
         failed = len({(each.trace, each.policy, each.budget) for each in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)
+
+
+def _unmeasured(run: Run, total: int, out: Path | None) -> str:
+    """Return what became of cells that were replayed and not measured; empty without any."""
+    if not run.unmeasured:
+        return ""
+    count = f"{run.unmeasured} of {total} cells are replayed and not measured"
+    if out is None:
+        return f"{count}, their results are lost"
+    return f"{count}; continue the run in {out} with the same command and --resume"

@@ -132,6 +132,11 @@ def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> No
 
 def check(policy: Policy, values: Tensor, live: Tensor, layers: Tensor, row: int) -> None:
     """Raise ScoreError unless each live entry has a score below infinity, float32 or better."""
+    if not isinstance(values, Tensor):
+        raise ScoreError(
+            f"{policy.name}: scores at row {row} are {type(values).__name__}; expected a tensor or "
+            "kvsim.core.policy.Scores"
+        )
     if values.shape != live.shape or values.dtype not in (torch.float32, torch.float64):
         raise ScoreError(
             f"{policy.name}: scores at row {row} are {values.dtype} {list(values.shape)}; expected "

@@ -285,6 +285,8 @@ def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
             f"cannot import {module_name!r} for policy {name!r}: {error}; "
             "is it installed, or on PYTHONPATH?"
         ) from error
+    except SystemExit as error:  # it would end kvsim, with the status of a success
+        raise PolicyError(_ends(f"importing {module_name!r} for policy {name!r}")) from error
     except AttributeError as error:
         raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
     built = target
@@ -293,6 +295,8 @@ def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
             built = target(**params)
         except TypeError as error:
             raise PolicyError(f"{name!r} cannot be built from {params}: {error}") from error
+        except SystemExit as error:
+            raise PolicyError(_ends(f"building {name!r}")) from error
     elif params:
         raise PolicyError(f"{name!r} is no function or class and takes no parameters")
     if isinstance(built, Scorer):
@@ -303,3 +307,7 @@ def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
             "returns one of them"
         )
     return built
+
+
+def _ends(what: str) -> str:
+    return f"{what} calls sys.exit; expected a module and a function that return, remove the call"

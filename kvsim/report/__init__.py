@@ -5,7 +5,7 @@ the same prompts, figures, the split by domain, level and stage where there is o
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
 Every text from a run or a trace is escaped (`html`).
 
-    study     run folders, read again, and the analyses of traces
+    study     the Tables of runs together, and the analyses of traces
     sections  what a page says, in order; of runs and papers
     traces    of traces
     html      the pieces
@@ -24,8 +24,9 @@ from kvsim.errors import PolicyError
 from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
-from kvsim.report.study import Progress, Saved, check_traces, joined, read_run, study
+from kvsim.report.study import Progress, check_traces, joined, study
 from kvsim.schema import visible
+from kvsim.sweeps.folder import Saved, read_run
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 

@@ -17,9 +17,10 @@ from kvsim.plots.style import asked_order
 from kvsim.plots.summary import main_variants, over_budgets, pareto
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
-from kvsim.report.study import Saved, Study
+from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
 from kvsim.schema import LABELS, plural, schedule
+from kvsim.sweeps.folder import Saved
 
 
 def sections(

@@ -5,12 +5,9 @@ Of several traces the analyses of the first are kept for figures.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -24,6 +21,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
+from kvsim.sweeps.folder import Saved
 
 #: Called with (steps done, steps, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -35,51 +33,6 @@ RATIOS = (0.25, 0.5, 0.75)
 
 # The others are in the Tables of runs.
 _MEASURED = [name for name, x in METRICS.items() if x.kind == "trace" and not x.default]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A run folder as it was read: its parameters and its Table."""
-
-    path: Path
-    parameters: dict[str, Any]
-    table: pl.DataFrame
-
-
-def read_run(path: str | Path) -> Saved:
-    """The run that `kvsim replay --out` wrote.
-
-    Raises:
-        OutputError: there is no run folder, or it is damaged.
-    """
-    folder = Path(path)
-    try:
-        parameters = json.loads((folder / "run.json").read_text("utf-8"))
-        table = pl.read_parquet(folder / "results.parquet", glob=False)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise OutputError(
-            f"{folder} is no run folder: {error.filename} is missing; expected what `kvsim replay "
-            "... --out DIR` wrote"
-        ) from None
-    except (ValueError, OSError, pl.exceptions.PolarsError) as error:
-        raise OutputError(f"{folder} is damaged: {error}; replay it again") from error
-    missing = [name for name in COLUMNS if name not in table.columns]
-    if not isinstance(parameters, dict):
-        raise OutputError(
-            f"{folder} is damaged: run.json holds no object with parameters; replay it again"
-        )
-    if missing:
-        raise OutputError(
-            f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
-            "kvsim; replay it again"
-        )
-    try:
-        typed = table.select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
-    except pl.exceptions.PolarsError as error:
-        raise OutputError(
-            f"{folder} has values that no result has: {error}; replay it again"
-        ) from error
-    return Saved(folder, parameters, typed)
 
 
 def joined(runs: Sequence[Saved]) -> pl.DataFrame:

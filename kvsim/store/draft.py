@@ -84,7 +84,7 @@ class TokenFile:
         self.path = folder / TOKENS
         # unbuffered: lines reach the system as a whole, so a kill cannot lose them
         self._file = self.path.open("ab", buffering=0)
-        self.locked = _lock(self._file, wait=wait)
+        self.locked = lock(self._file, wait=wait)
 
     def add(self, ids: Sequence[int], texts: Sequence[str] | None) -> None:
         """Append tokens, with their texts if they have any."""
@@ -108,7 +108,7 @@ class TokenFile:
 def is_locked(folder: Path) -> bool:
     """Whether a process is writing the draft."""
     with contextlib.suppress(OSError), (folder / TOKENS).open("r+b", buffering=0) as file:
-        return not _lock(file, wait=False)
+        return not lock(file, wait=False)
     return False
 
 
@@ -131,7 +131,7 @@ def read_tokens(folder: Path) -> tuple[list[int], list[str] | None]:
     return ids, texts if len(texts) == len(ids) else None
 
 
-def _lock(file: Any, *, wait: bool) -> bool:
+def lock(file: Any, *, wait: bool) -> bool:
     """Lock an open file; False if another process has locked it.
 
     Windows has no such locks: there abandoned drafts and those being written look the same.

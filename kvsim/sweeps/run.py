@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import platform
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,84 +12,35 @@ import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.summaries import uneven
-from kvsim.analysis.table import COLUMNS, choose, measure
-from kvsim.core.policy import Policy, Schedule
-from kvsim.core.record import Record, write_records
+from kvsim.analysis.table import choose
+from kvsim.core.policy import Policy
+from kvsim.core.record import read_records
 from kvsim.core.trace import Trace
-from kvsim.engine import check_cell, replay
-from kvsim.errors import BudgetError, KvsimError, OutputError, PolicyError
-from kvsim.files import unbroken
-from kvsim.policies.oracle import Oracle
+from kvsim.engine import check_cell
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.sweeps.cells import Cell, Cells, Progress
+from kvsim.sweeps.folder import RECORDS, read_run
+from kvsim.sweeps.outcome import Failure, Run
+from kvsim.sweeps.parts import (
+    Parts,
+    check_output,
+    is_complete,
+    other_sweep,
+    plan,
+    plan_digest,
+)
 
-#: Called with (cells done, cells, what is being done).
-Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A cell of a sweep that went wrong; the others are kept."""
-
-    trace: str
-    policy: str
-    budget: int
-    error: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
-
-    interrupted: Ctrl-C ended the sweep; records and Table hold what was done until then.
-    """
-
-    records: tuple[Record, ...]
-    table: pl.DataFrame
-    failures: tuple[Failure, ...]
-    parameters: dict[str, Any]
-    interrupted: bool = False
-
-    @property
-    def remarks(self) -> list[str]:
-        """Remarks on the results, each once."""
-        layers = uneven({record.trace: record.layers for record in self.records})
-        remarks = (*(record.remark for record in self.records), layers)
-        return list(dict.fromkeys(filter(None, remarks)))
-
-    def save(self, out: str | Path) -> Path:
-        """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
-
-        The folder appears whole or not at all. Raises OutputError where something is there already.
-        """
-        folder = Path(out)
-        check_output(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
-        try:
-            (draft / "run.json").write_text(json.dumps(self.describe(), indent=2) + "\n")
-            with unbroken():
-                write_records(draft / "records.zarr", self.records)
-            self.table.write_parquet(draft / "results.parquet")
-            draft.chmod(0o755)  # a temporary folder is private, a result is not
-            draft.rename(folder)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        return folder
-
-    def describe(self) -> dict[str, Any]:
-        """Parameters, traces with their digests, versions and failures, ready for JSON."""
-        traces = {record.trace: record.digest for record in self.records}
-        return {
-            **self.parameters,
-            "traces": traces,
-            "failures": [vars(failure) for failure in self.failures],
-            "remarks": self.remarks,
-            "interrupted": self.interrupted,
-            "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
-            | {"python": platform.python_version()},
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+__all__ = [
+    "SUMMARY",
+    "Failure",
+    "Progress",
+    "Run",
+    "check_output",
+    "resolve_budget",
+    "shared_prefill",
+    "summarise",
+    "sweep",
+]
 
 
 def resolve_budget(budget: int | str, n_pos: int) -> int:
@@ -122,12 +66,6 @@ def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
     return True if interval is not None and prefill is None else prefill
 
 
-def check_output(path: Path) -> None:
-    """Raise OutputError where something is at `path` already."""
-    if path.exists():
-        raise OutputError(f"{path} exists; give another --out or move it away, nothing was changed")
-
-
 def sweep(
     traces: Sequence[Trace],
     policies: Sequence[Policy],
@@ -140,6 +78,8 @@ def sweep(
     events: bool = False,
     memory: int | None = None,
     device: str = "cpu",
+    out: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
@@ -153,73 +93,73 @@ def sweep(
     binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
     measured; the records are returned without it.
 
+    out: a new run folder. What is computed is there as soon as it is: each replay, and the values
+    of every `TOGETHER` cells. The folder is a run once `run.json` is in it. resume: continue what
+    an earlier sweep left in `out`; cells that it finished are not computed again, failed ones are.
+
     Budgets that a policy has no rule for (BudgetError), a memory budget that holds no layer
-    (MemoryLimitError) and two traces of one name (TraceError) are found before any work starts. A
-    cell that fails later is listed in `failures`, and the others are kept. Ctrl-C ends the replays;
-    what is done by then is measured and kept, and a second Ctrl-C leaves the last trace unmeasured.
+    (MemoryLimitError), two traces of one name (TraceError), and a folder that cannot be written to
+    or resumed with these parameters (OutputError) are found before any work starts. A cell that
+    fails later is listed in `failures`, whatever its policy raises, and the others are kept. Ctrl-C
+    ends the replays; what is done by then is measured and kept, and Ctrl-C while measuring leaves
+    the last cells unmeasured.
     """
     _check_names(policies)
     check_distinct(traces)
     prefill = shared_prefill(interval, prefill)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
-    read = frozenset[str]().union(*(m.notes for m in choose(metrics, oracles=regret).values()))
-    for trace, policy, budget, _ in _cells(traces, policies, budgets):
-        check_cell(trace, policy, budget, memory, policy.schedule.override(interval, prefill))
-    limits: dict[str, Any] = {"memory": memory, "device": device}
-    total = len(traces) * len(policies) * len(budgets)
-    report = progress or (lambda *_: None)
-    records: list[Record] = []
-    failures: list[Failure] = []
-    tables = [pl.DataFrame(schema=COLUMNS)]
-    interrupted = False
-    done = 0
-    for trace in traces:
-        # records with those of their oracles; equal oracles are replayed once
-        cells: list[tuple[Record, Record | None]] = []
-        bound = functools.cache(functools.partial(replay, trace, **limits))
-        try:
-            for _, policy, budget, share in _cells([trace], policies, budgets):
-                report(done, total, f"{trace.name}: {policy.name}, budget {budget}")
-                terms = {"interval": interval, "prefill": prefill, **limits}
-                try:
-                    internals = read & policy.allocator.notes
-                    record = replay(trace, policy, budget, internals=internals, **terms)
-                    cells.append((replace(record, share=share), None))
-                    if regret and policy.bounded:
-                        cells[-1] = cells[-1][0], bound(_oracle(policy, record), budget)
-                except KvsimError as error:
-                    failures.append(Failure(trace.name, policy.name, budget, str(error)))
-                done += 1
-        except KeyboardInterrupt:
-            interrupted = True
-        of_trace = [record for record, _ in cells]
-        try:
-            report(done, total, f"{trace.name}: measuring")
-            if cells:
-                oracles = [oracle for _, oracle in cells] if regret else None
-                options: dict[str, Any] = {"events": events, "device": device, "oracles": oracles}
-                tables.append(measure(trace, of_trace, metrics, **options))
-        except KvsimError as error:
-            failures += [
-                Failure(trace.name, record.policy, record.budget, f"measuring: {error}")
-                for record in of_trace
-            ]
-        except KeyboardInterrupt:
-            interrupted = True
-        records += [replace(record, internals=()) for record in of_trace]
-        if interrupted:
-            break
-    parameters = {
+    chosen = choose(metrics, oracles=regret)
+    cells = _cells(traces, policies, budgets)
+    for cell in cells:
+        terms = cell.policy.schedule.override(interval, prefill)
+        check_cell(cell.trace, cell.policy, cell.budget, memory, terms)
+    parameters: dict[str, Any] = {
         "policies": {policy.name: policy.params for policy in policies},
         "budgets": [str(budget) for budget in budgets],
         "interval": interval,
         "prefill": prefill,
         "metrics": None if metrics is None else list(metrics),
         "regret": regret,
-        **limits,
+        "events": events,
+        "memory": memory,
+        "device": device,
     }
-    return Run(tuple(records), pl.concat(tables), tuple(failures), parameters, interrupted)
+    report = progress or (lambda *_: None)
+    if out is None:
+        return Cells(cells, chosen, parameters, report).run()
+    folder, content = Path(out), plan(traces, policies, parameters)
+    parameters["plan"] = plan_digest(content)
+    if resume and is_complete(folder):
+        return _finished(folder, parameters)
+    with Parts(folder, content, resume=resume) as parts:
+        run = Cells(cells, chosen, parameters, report, parts).run()
+        if run.records:
+            parts.publish(run.write, complete=not (run.interrupted or run.failures))
+    return run
+
+
+def _finished(folder: Path, parameters: dict[str, Any]) -> Run:
+    """Return a complete run from its folder. Raises OutputError if it is that of another sweep."""
+    saved = read_run(folder)
+    stored, given = saved.parameters, json.loads(json.dumps(parameters))
+    if stored.get("plan") != given["plan"]:
+        names = [name for name in given if name != "plan" and stored.get(name) != given[name]]
+        raise other_sweep(folder, names or ["traces, code or versions"])
+    return Run(tuple(read_records(folder / RECORDS)), saved.table, (), parameters)
+
+
+def _cells(
+    traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
+) -> list[Cell]:
+    """Return every cell, with its budget in entries."""
+    cells: list[Cell] = []
+    for trace, policy, budget in itertools.product(traces, policies, budgets):
+        size = str(budget).strip()
+        share = size if size.endswith("%") else None
+        entries = resolve_budget(budget, trace.n_pos)
+        cells.append(Cell(len(cells), trace, policy, entries, share))
+    return cells
 
 
 def _check_names(policies: Sequence[Policy]) -> None:
@@ -231,27 +171,6 @@ def _check_names(policies: Sequence[Policy]) -> None:
                 f"two different policies are called {policy.name!r}; expected one of a name, so "
                 "that results can be told apart: replay them one by one or name them differently"
             )
-
-
-def _oracle(policy: Policy, record: Record) -> Policy:
-    """Return the mass oracle with the events of a record, the same protection and heads."""
-    return Policy(
-        "oracle",
-        Oracle(by="mass"),
-        schedule=Schedule(record.interval, prefill=record.prefill),
-        protect=policy.protection(record.budget),
-        per_query_head=policy.per_query_head,
-    )
-
-
-def _cells(
-    traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
-) -> Iterator[tuple[Trace, Policy, int, str | None]]:
-    """Every cell: its budget in entries, and the share that was asked for, None where none was."""
-    for trace, policy, budget in itertools.product(traces, policies, budgets):
-        size = str(budget).strip()
-        share = size if size.endswith("%") else None
-        yield trace, policy, resolve_budget(budget, trace.n_pos), share
 
 
 #: Metrics of the summary, in the order in which they are shown.

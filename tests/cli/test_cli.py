@@ -853,6 +853,40 @@ def test_policy_that_needs_what_the_trace_lacks(run, trace, own):
     assert not (own / "x").exists()
 
 
+def test_a_policy_that_exits_is_no_success(run, trace, own):
+    """`sys.exit(0)` in a module, in a function or in a scorer ends neither kvsim nor its errors."""
+    (own / "scorer.py").write_text(OWN.replace("raise KeyboardInterrupt", "raise SystemExit(0)"))
+    (own / "module.py").write_text("raise SystemExit(0)")
+    (own / "function.py").write_text("def odd():\n    raise SystemExit(0)")
+    cells = ["--budget", "16,24", "--set", "stops_at=24", "--out", "x"]
+
+    status, _, err = run("replay", trace, "--policy", "scorer:odd", *cells)
+    assert status == 1
+    assert "SystemExit (0) in scorer.py, line 18; expected scores" in err
+    assert err.splitlines()[-1] == "error: 1 of 2 cells failed, the others are kept in x"
+    for name in ("module:odd", "function:odd"):
+        status, out, err = run("replay", trace, "--policy", name, "--budget", "16")
+        assert (status, out) == (2, "")
+        assert "calls sys.exit; expected" in one_line(err)
+
+
+def test_a_finished_run_is_not_computed_again(run, trace, tmp_path):
+    """`--resume` prints what the folder holds, and refuses another command for it."""
+    arguments = ["replay", trace, "--policy", "tova", "--out", tmp_path / "x", "--resume"]
+    status, text, err = run(*arguments, "--budget", "16")
+    assert (status, err) == (0, "")
+    before = (tmp_path / "x" / "run.json").read_bytes()
+
+    assert run(*arguments, "--budget", "16") == (0, text, "")
+    assert (tmp_path / "x" / "run.json").read_bytes() == before
+    status, out, err = run(*arguments, "--budget", "24")
+    assert (status, out) == (2, "")
+    assert "holds a run with other budgets" in one_line(err)
+    status, _, err = run("replay", trace, "--policy", "tova", "--budget", "16", "--resume")
+    assert status == 2
+    assert "give --out DIR as well" in one_line(err)
+
+
 def test_failed_cells_leave_the_others(run, trace, own):
     """Some cells fail: status 1, the failures on standard error, the others kept."""
     arguments = ["--policy", "tova,mine:odd", "--set", "fails_at=16", "--budget", "16,24"]
@@ -874,7 +908,10 @@ def test_interrupted_sweep_keeps_what_is_done(run, trace, own):
     status, out, err = run("replay", trace, *arguments, "--out", "x", "--json")
 
     assert status == 130
-    assert one_line(err) == "interrupted, 3 of 4 cells are done and kept in x"
+    assert one_line(err) == (
+        "interrupted, 3 of 4 cells are done and kept in x; continue with the same command and "
+        "--resume"
+    )
     assert json.loads(out)["interrupted"] is True
     assert len(json.loads(out)["cells"]) == 3
     assert pl.read_parquet(own / "x" / "results.parquet").height > 0

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import shutil
+import warnings
+from dataclasses import replace
+
 import polars as pl
 import pytest
 import torch
 
 import kvsim
+from kvsim.core.record import read_records, record_document
 from kvsim.errors import OutputError
-from kvsim.report import read_run
+from kvsim.report import read_run, write_report
+from kvsim.sweeps import folder as folder_module
+from kvsim.sweeps.folder import bind
 from kvsim.sweeps.run import sweep
 
 
@@ -43,6 +53,7 @@ def test_values_that_no_run_has_are_refused(run, tmp_path, change, said):
     """Whatever wrote the table."""
     folder = run.save(tmp_path / "run")
     change(pl.read_parquet(folder / "results.parquet")).write_parquet(folder / "results.parquet")
+    bind(folder, json.loads((folder / "run.json").read_text()))
 
     with pytest.raises(OutputError, match=said):
         read_run(folder)
@@ -75,3 +86,168 @@ def test_a_run_comes_back_as_it_was(run, tmp_path, name):
 
     assert found.table.equals(run.table)
     assert found.table.schema == run.table.schema
+
+
+# --- damage ---
+
+
+def contents(folder):
+    """What the readers return for a run folder, comparable."""
+    saved = read_run(folder)
+    records = read_records(folder / "records.zarr")
+    return (
+        saved.parameters,
+        saved.table.to_dicts(),
+        [(record_document(record), record.evicted_at.tolist()) for record in records],
+    )
+
+
+def flips(folder, count, seed):
+    """Yield after each flip of one bit of one file, chosen at random, and undo it."""
+    draw = random.Random(seed)  # noqa: S311  no cryptography
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for number in range(count):
+        path = files[number % len(files)]
+        data = path.read_bytes()
+        place = draw.randrange(8 * len(data))
+        changed = bytearray(data)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        yield path
+        path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(run, tmp_path):
+    """In any file of a run: one line, or exactly what was written."""
+    folder = run.save(tmp_path / "run")
+    expected = contents(folder)
+
+    refused = []
+    for _ in flips(folder, 300, seed=0):
+        try:
+            assert contents(folder) == expected
+        except OutputError as error:
+            refused.append(str(error))
+
+    assert len(refused) > 290
+    assert [line for line in refused if "damaged" not in line or "\n" in line] == []
+
+
+def test_a_flipped_bit_in_a_run_without_digests_is_no_foreign_error(run, tmp_path):
+    """Runs of earlier versions: what does not read ends in one line of kvsim's, or in numbers."""
+    folder = unbound(run.save(tmp_path / "run"))
+
+    refused = []
+    for _ in flips(folder, 200, seed=1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                contents(folder)
+            except OutputError as error:
+                refused.append(str(error))
+
+    assert len(refused) > 50
+    assert [line for line in refused if "\n" in line] == []
+
+
+def unbound(folder):
+    """Make a run folder as earlier versions wrote it."""
+    for path, place in (
+        (folder / "run.json", lambda document: document),
+        (folder / "records.zarr" / "zarr.json", lambda document: document["attributes"]),
+    ):
+        document = json.loads(path.read_text())
+        for name in ("digest", "files"):
+            place(document).pop(name, None)
+        path.write_text(json.dumps(document))
+    return folder
+
+
+def test_a_run_without_digests_is_read_and_says_so(run, tmp_path):
+    """Earlier versions wrote none: a remark in the report, a warning for records."""
+    folder = unbound(run.save(tmp_path / "run"))
+
+    saved = read_run(folder)
+    with pytest.warns(UserWarning, match="written without digests by an earlier version"):
+        (record,) = read_records(folder / "records.zarr")
+
+    assert saved.table.equals(run.table)
+    assert (record.evicted_at == run.records[0].evicted_at).all()
+    assert "without digests" in saved.parameters["remarks"][-1]
+    page = write_report([folder], tmp_path / "r.html").read_text()
+    assert "was written without digests by an earlier version" in page
+
+
+@pytest.mark.parametrize("name", ["run.json", "results.parquet", "records.zarr/0/zarr.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "missing", "empty", "large"])
+def test_what_is_no_file_of_a_run_is_refused_at_once(run, tmp_path, name, kind):
+    """A pipe does not block, a device does not fill the memory, a sparse file is not read."""
+    folder = run.save(tmp_path / "run")
+    path = folder / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    elif kind == "empty":
+        path.touch()
+
+    with pytest.raises(OutputError, match=r"damaged|missing"):
+        contents(folder)
+
+
+def test_more_rows_than_bytes_can_hold_are_not_decoded(run, tmp_path, monkeypatch):
+    """A table that is small on disk does not fill the memory, whatever its digest."""
+    folder = run.save(tmp_path / "run")
+    row = run.table.head(1)
+    pl.concat([row] * 5000).write_parquet(folder / "results.parquet")
+    bind(folder, json.loads((folder / "run.json").read_text()))
+    read_run(folder)
+    monkeypatch.setattr(folder_module, "_ROWS", 1000)
+    monkeypatch.setattr(folder_module, "_ROWS_PER_BYTE", 0.1)
+
+    with pytest.raises(OutputError, match=r"5000 rows in .* bytes, expected at most"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("shape", [1, 1, 1 << 40]),
+        ("shape", [1 << 40, 1, 40]),
+        ("shape", [1, 1]),
+        ("shape", "x"),
+        ("data_type", "float32"),
+        ("codecs", []),
+    ],
+)
+def test_metadata_of_records_bound_what_is_decoded(run, tmp_path, name, value):
+    """Shapes, types and codecs that `write_records` does not write."""
+    folder = unbound(run.save(tmp_path / "run"))
+    path = folder / "records.zarr" / "0" / "evicted_at" / "zarr.json"
+    document = json.loads(path.read_text()) | {name: value}
+    if name == "shape" and value[2:] and value != "x":
+        document["chunk_grid"]["configuration"]["chunk_shape"] = [1, *value[1:]]
+    path.write_text(json.dumps(document))
+
+    with (
+        pytest.warns(UserWarning, match="without digests"),
+        pytest.raises(OutputError, match="damaged"),
+    ):
+        read_records(folder / "records.zarr")
+
+
+def test_records_of_another_run_are_refused(run, tmp_path):
+    """A folder of records is bound to the run that it lies in, file by file."""
+    one, other = run.save(tmp_path / "one"), tmp_path / "other"
+    replace(run, records=(replace(run.records[0], budget=99),)).save(other)
+    shutil.rmtree(one / "records.zarr")
+    shutil.copytree(other / "records.zarr", one / "records.zarr")
+
+    with pytest.raises(OutputError, match="damaged"):
+        read_records(one / "records.zarr")

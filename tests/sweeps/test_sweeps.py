@@ -302,7 +302,7 @@ def test_an_oracle_is_replayed_once_for_equal_terms(monkeypatch):
         calls.append((one.name, budget, one.protect.recent))
         return kvsim.replay(trace, one, budget, **options)
 
-    monkeypatch.setattr("kvsim.sweeps.run.replay", counted)
+    monkeypatch.setattr("kvsim.sweeps.cells.replay", counted)
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
 

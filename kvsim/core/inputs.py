@@ -1,0 +1,100 @@
+"""Files of run folders as untrusted input: regular, of bounded size, and bound by their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvsim.errors import OutputError
+
+#: Most bytes of a JSON document.
+DOCUMENT = 64 << 20
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+#: Sizes and SHA-256 of files by their relative paths.
+Digests = Mapping[str, Mapping[str, Any]]
+
+
+def digests(folder: Path, *names: str) -> Digests:
+    """Return size and SHA-256 of files of a folder."""
+    return {name: _digest((folder / name).read_bytes()) for name in names}
+
+
+def _digest(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None) -> bytes:
+    """Return the content of a file; a pipe or device does not block.
+
+    expected: its entry among `digests`, if it is bound.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        OutputError: it is no regular file, cannot be read, has more than `limit` bytes, or is not
+            what is expected.
+    """
+    try:
+        with os.fdopen(os.open(path, _FLAGS), "rb") as file:
+            status = os.fstat(file.fileno())
+            readable = stat.S_ISREG(status.st_mode) and status.st_size <= limit
+            data = file.read(limit) if readable else b""
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(str(path)) from None
+    except OSError as error:
+        raise damaged(path, f"it cannot be read ({error.strerror or error})") from error
+    if not readable:
+        expected_kind = f"a regular file of at most {limit} bytes"
+        raise damaged(path, f"{status.st_size} bytes of another kind, or too many", expected_kind)
+    if expected is not None and _digest(data) != expected:
+        raise damaged(path, "its SHA-256 is another")
+    return data
+
+
+def damaged(
+    path: Path, reason: str, expected: str = "what `kvsim replay --out` wrote"
+) -> OutputError:
+    """Return the error of a file that is not as it was written; reason: one clause."""
+    line = " ".join(reason.split())[:200]
+    return OutputError(
+        f"{path} is damaged: {line}, expected {expected}; copy the run again or replay it again"
+    )
+
+
+def read_document(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a JSON object from a file.
+
+    Raises as `read_file`, and OutputError for other content.
+    """
+    data = read_file(path, DOCUMENT, expected)
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, str(error), "a JSON object") from error
+    if not isinstance(document, dict):
+        raise damaged(path, f"it holds a {type(document).__name__}", "a JSON object")
+    return document
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its own digest."""
+    return {**document, "digest": _seal(document)}
+
+
+def _seal(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def unsealed(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a `sealed` object without its digest. Raises OutputError if it does not fit."""
+    content = {name: value for name, value in document.items() if name != "digest"}
+    if document.get("digest") != _seal(content):
+        raise damaged(path, "its digest is another")
+    return content

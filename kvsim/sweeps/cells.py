@@ -1,0 +1,221 @@
+"""The cells of a sweep: replayed one by one, measured together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from kvsim.analysis.definition import Metric
+from kvsim.analysis.table import COLUMNS, measure
+from kvsim.core.policy import Policy, Schedule
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.engine import replay
+from kvsim.errors import KvsimError, error_line
+from kvsim.policies.oracle import Oracle
+from kvsim.sweeps.outcome import Failure, Run
+from kvsim.sweeps.parts import Parts, Replayed, Rows
+
+#: Called with (cells done, cells, what is being done).
+Progress = Callable[[int, int, str], None]
+
+#: Cells that are measured together where results go to a folder. Records of a trace share most of
+#: the work, and a kill loses the measurements of so many at most.
+TOGETHER = 32
+
+
+class Cell(NamedTuple):
+    """A policy at a budget on a trace; share: the budget as a share, if it was given as one."""
+
+    number: int
+    trace: Trace
+    policy: Policy
+    budget: int
+    share: str | None
+
+
+class Cells:
+    """The work of a sweep, and what is done of it; with parts, all of it is stored there."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        metrics: Mapping[str, Metric],
+        parameters: dict[str, Any],
+        report: Progress,
+        parts: Parts | None = None,
+    ) -> None:
+        self._cells, self._metrics, self._report = cells, metrics, report
+        self._parameters, self._parts = parameters, parts
+        self._notes = frozenset[str]().union(*(metric.notes for metric in metrics.values()))
+        self._limits = {name: parameters[name] for name in ("memory", "device")}
+        self._replayed: dict[int, Replayed] = {} if parts is None else parts.cells()
+        rows = () if parts is None else parts.rows()
+        self._rows = [each for each in rows if set(each.cells) <= set(self._replayed)]
+        self._whole = set(self._replayed)  # with their oracles
+        self._failures: list[Failure] = []
+        self._unmeasurable: set[int] = set()
+        self._interrupted = False
+        self._release(self._measured)
+
+    @property
+    def _measured(self) -> set[int]:
+        return {number for rows in self._rows for number in rows.cells}
+
+    def run(self) -> Run:
+        """Compute what is not done yet."""
+        for _, cells in itertools.groupby(self._cells, lambda cell: cell.trace.name):
+            try:
+                self._trace(list(cells))
+            except KeyboardInterrupt:  # while it is measured or stored
+                self._interrupted = True
+            if self._interrupted:
+                break
+        done = self._measured | self._unmeasurable
+        return Run(
+            tuple(self._replayed[number].record for number in sorted(done)),
+            self._table(),
+            tuple(self._failures),
+            self._parameters,
+            self._interrupted,
+            len(self._replayed) - len(done),
+        )
+
+    def _trace(self, cells: Sequence[Cell]) -> None:
+        """Replay the cells of a trace and measure them."""
+        bound = functools.cache(functools.partial(replay, cells[0].trace, **self._limits))
+        together = len(cells) if self._parts is None else TOGETHER
+        measured = self._measured
+        missing = [cell for cell in cells if cell.number not in measured]
+        pending: list[Cell] = []
+        try:
+            for cell in missing:
+                label = f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}"
+                self._report(cell.number, len(self._cells), label)
+                if cell.number not in self._whole:
+                    self._replay(cell, bound)
+                pending += [cell] * (cell.number in self._whole)
+                if len(pending) == together:
+                    group, pending = pending, []
+                    self._measure(group)
+                if self._interrupted:
+                    return
+        except KeyboardInterrupt:
+            self._interrupted = True
+        self._measure(pending)
+        # their oracle failed, so they are measured without it and computed again when resumed
+        replayed = [cell for cell in missing if cell.number in self._replayed]
+        self._measure([cell for cell in replayed if cell.number not in self._whole], store=False)
+        self._release({cell.number for cell in cells} & set(self._replayed))
+
+    def _replay(self, cell: Cell, bound: Callable[[Policy, int], Record]) -> None:
+        """Replay a cell, and the oracle on the same terms; `bound` replays equal oracles once."""
+        policy, budget = cell.policy, cell.budget
+        terms = {name: self._parameters[name] for name in ("interval", "prefill")} | self._limits
+        internals = self._notes & policy.allocator.notes
+        try:
+            record = replay(cell.trace, policy, budget, internals=internals, **terms)
+            record = replace(record, share=cell.share)
+            self._replayed[cell.number] = Replayed(record, None)
+            if self._parameters["regret"] and policy.bounded:
+                oracle = bound(_oracle(policy, record), budget)
+                self._replayed[cell.number] = Replayed(record, oracle)
+        except KvsimError as error:
+            self._failures.append(Failure(cell.trace.name, policy.name, budget, str(error)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
+            where = cell.trace.name, policy.name, budget
+            self._failures.append(Failure(*where, _unexpected(error), unexpected=True))
+        else:
+            self._whole.add(cell.number)
+            if self._parts is not None:
+                self._parts.add_cell(cell.number, self._replayed[cell.number])
+
+    def _measure(self, cells: Sequence[Cell], *, store: bool = True) -> None:
+        """Measure replayed cells of a trace; with the first of a trace, the trace itself."""
+        if not cells:
+            return
+        trace, number = cells[0].trace, cells[-1].number
+        self._report(number + 1, len(self._cells), f"{trace.name}: measuring")
+        first = not any(rows.trace == trace.name for rows in self._rows)
+        names = [name for name, x in self._metrics.items() if first or x.kind != "trace"]
+        replayed = [self._replayed[cell.number] for cell in cells]
+        options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
+        if self._parameters["regret"]:
+            options["oracles"] = [each.oracle for each in replayed]
+        try:
+            table = measure(trace, [each.record for each in replayed], names, **options)
+        except KvsimError as error:
+            if len(cells) == 1:
+                failed = Failure(
+                    trace.name, cells[0].policy.name, cells[0].budget, f"measuring: {error}"
+                )
+                self._failures.append(failed)
+                self._unmeasurable.add(number)
+            else:
+                for cell in cells:  # whichever can be measured
+                    self._measure([cell] * (not self._interrupted), store=store)
+            return
+        except KeyboardInterrupt:
+            self._interrupted = True
+            return
+        rows = Rows(tuple(cell.number for cell in cells), trace.name if first else None, table)
+        self._rows.append(rows)
+        if store and self._parts is not None:
+            self._parts.add_rows(rows)
+
+    def _release(self, numbers: set[int]) -> None:
+        """Free what only measuring needs."""
+        for number in numbers:
+            record = self._replayed[number].record
+            self._replayed[number] = Replayed(replace(record, internals=()), None)
+
+    def _table(self) -> pl.DataFrame:
+        """Return the rows of all cells, in the order of cells and metrics.
+
+        Rows of the trace alone stand with its first cell, whatever was measured first.
+        """
+        table = pl.concat([pl.DataFrame(schema=COLUMNS), *(rows.table for rows in self._rows)])
+        measured = self._measured
+        keys = [
+            (cell.trace.name, *names, cell.number)
+            for cell in self._cells
+            if cell.number in measured
+            for names in ((None, None, None), (cell.policy.name, cell.budget, cell.share))
+        ]
+        on = ["trace", "policy", "budget", "share"]
+        schema = {name: COLUMNS[name] for name in on} | {"cell": pl.Int64}
+        order = pl.DataFrame(keys, schema, orient="row").unique(on, keep="first")
+        place = {name: number for number, name in enumerate(self._metrics)}
+        return (
+            table.join(order, on=on, how="left", nulls_equal=True, maintain_order="left")
+            .with_columns(place=pl.col("metric").replace_strict(place, return_dtype=pl.Int64))
+            .sort("cell", "place", maintain_order=True)
+            .select(list(COLUMNS))
+        )
+
+
+def _oracle(policy: Policy, record: Record) -> Policy:
+    """Return the mass oracle with the events of a record, the same protection and heads."""
+    return Policy(
+        "oracle",
+        Oracle(by="mass"),
+        schedule=Schedule(record.interval, prefill=record.prefill),
+        protect=policy.protection(record.budget),
+        per_query_head=policy.per_query_head,
+    )
+
+
+def _unexpected(error: BaseException) -> str:
+    """Return one line on an error of a policy's own code: what, and where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"the policy raised {type(error).__name__} ({error_line(error)}) in "
+        f"{Path(frame.filename).name}, line {frame.lineno}; expected scores"
+    )

@@ -1,0 +1,130 @@
+"""A run folder: `run.json`, `results.parquet` and `records.zarr`, bound to each other by digests.
+
+`run.json` has its own digest and those of `results.parquet` and of the metadata of `records.zarr`,
+which has those of its files. A folder is untrusted input: nothing is parsed before it is known to
+be a regular file of reasonable size with its digest. Runs of earlier versions
+have no digests, and a remark says so.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from kvsim.analysis.table import COLUMNS
+from kvsim.core.inputs import damaged, digests, read_document, read_file, sealed, unsealed
+from kvsim.core.record import Record, write_records
+from kvsim.errors import OutputError
+
+RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
+
+#: Most bytes of the results. Rows are bounded by the bytes: real ones take one or two.
+_RESULTS = 8 << 30
+_ROWS, _ROWS_PER_BYTE = 1_000_000, 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run folder as it was read: its parameters and its Table."""
+
+    path: Path
+    parameters: dict[str, Any]
+    table: pl.DataFrame
+
+
+def write_run(
+    folder: Path, description: Mapping[str, Any], records: Sequence[Record], table: pl.DataFrame
+) -> None:
+    """Write the files of a run into a folder that has none of them."""
+    write_records(folder / RECORDS, records)
+    data = io.BytesIO()  # the errors of a full disk are then Python's
+    table.write_parquet(data)
+    (folder / RESULTS).write_bytes(data.getbuffer())
+    bind(folder, description)
+
+
+def bind(folder: Path, description: Mapping[str, Any]) -> None:
+    """Write `run.json` with the digests of the other files; older digests are replaced."""
+    content = {name: x for name, x in description.items() if name not in ("digest", "files")}
+    files = digests(folder, RESULTS, f"{RECORDS}/zarr.json")
+    text = json.dumps(sealed({**content, "files": files}), indent=2)
+    (folder / RUN).write_bytes(text.encode("ascii") + b"\n")
+
+
+def read_run(path: str | Path) -> Saved:
+    """Return the run that `kvsim replay --out` wrote.
+
+    Raises:
+        OutputError: there is no run folder, or it is damaged or not finished.
+    """
+    folder = Path(path)
+    try:
+        parameters, files = _description(folder)
+        data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS))
+    except FileNotFoundError as error:
+        if (folder / "sweep.json").is_file():
+            raise OutputError(
+                f"{folder} is not finished; continue it with the `kvsim replay ... --out` that "
+                "wrote it and --resume"
+            ) from None
+        raise OutputError(
+            f"{folder} is no run folder: {error} is missing; expected what `kvsim replay ... "
+            "--out DIR` wrote"
+        ) from None
+    return Saved(folder, parameters, _table(folder, data))
+
+
+def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the content of `run.json` without digests, and the digests of the other files."""
+    path = folder / RUN
+    document = read_document(path)
+    bound = not {"digest", "files"}.isdisjoint(document)
+    if bound:
+        document = unsealed(document, path)
+    files = document.pop("files", {})
+    shapes = {"traces": dict, "remarks": list}
+    if not all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items()):
+        raise damaged(path, "its traces or remarks are of another type")
+    if not bound:
+        remark = (
+            f"{folder.name} was written without digests by an earlier version, so changes of its "
+            "files go unnoticed"
+        )
+        document["remarks"] = [*document.get("remarks", ()), remark]
+    return document, files
+
+
+def _table(folder: Path, data: bytes) -> pl.DataFrame:
+    """Return the Table in the bytes of `results.parquet`."""
+    path, limit = folder / RESULTS, _ROWS + _ROWS_PER_BYTE * len(data)
+    errors = ValueError, OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException
+    try:
+        columns = pl.read_parquet_schema(io.BytesIO(data))
+        rows = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
+    except errors as error:
+        raise damaged(path, str(error)) from error
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise OutputError(
+            f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
+            "kvsim; replay it again"
+        )
+    if rows > limit:
+        raise damaged(path, f"it has {rows} rows in {len(data)} bytes", f"at most {limit}")
+    try:
+        table = pl.read_parquet(io.BytesIO(data), columns=list(COLUMNS), n_rows=limit)
+    except errors as error:
+        raise damaged(path, str(error)) from error
+    try:
+        return table.select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
+    except errors as error:
+        reason = " ".join(str(error).split())[:200]
+        raise OutputError(
+            f"{folder} has values that no result has: {reason}; replay it again"
+        ) from error

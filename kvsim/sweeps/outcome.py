@@ -1,0 +1,85 @@
+"""The outcome of a sweep, and the run folder that holds it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from kvsim.analysis.summaries import uneven
+from kvsim.core.record import Record
+from kvsim.files import published, unbroken
+from kvsim.sweeps.folder import write_run
+from kvsim.sweeps.parts import check_output
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell of a sweep that went wrong; the others are kept.
+
+    unexpected: no error of kvsim, but one of a policy's own code.
+    """
+
+    trace: str
+    policy: str
+    budget: int
+    error: str
+    unexpected: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
+
+    interrupted: Ctrl-C ended the sweep; records and Table hold what was measured until then.
+    unmeasured: cells that were replayed by then and are not among the records.
+    """
+
+    records: tuple[Record, ...]
+    table: pl.DataFrame
+    failures: tuple[Failure, ...]
+    parameters: dict[str, Any]
+    interrupted: bool = False
+    unmeasured: int = 0
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on the results, each once."""
+        layers = uneven({record.trace: record.layers for record in self.records})
+        remarks = (*(record.remark for record in self.records), layers)
+        return list(dict.fromkeys(filter(None, remarks)))
+
+    def save(self, out: str | Path) -> Path:
+        """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
+
+        The folder appears whole or not at all. Raises OutputError where something is there already.
+        """
+        folder = Path(out)
+        check_output(folder)
+        with published(folder) as draft, unbroken():
+            draft.mkdir()
+            self.write(draft)
+        return folder
+
+    def write(self, folder: Path) -> None:
+        """Write the three parts of a run into a folder that has none of them."""
+        write_run(folder, self.describe(), self.records, self.table)
+
+    def describe(self) -> dict[str, Any]:
+        """Parameters, traces with their digests, versions and failures, ready for JSON."""
+        traces = {record.trace: record.digest for record in self.records}
+        return {
+            **self.parameters,
+            "traces": traces,
+            "failures": [vars(failure) for failure in self.failures],
+            "remarks": self.remarks,
+            "interrupted": self.interrupted,
+            "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
+            | {"python": platform.python_version()},
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }

@@ -1,0 +1,352 @@
+"""Parts of a sweep that is not finished: what a process has computed is on disk as it finishes.
+
+A run folder without `run.json` is unfinished. It holds
+
+    sweep.json    what is computed: parameters, digests of traces, versions
+    parts/        records of replayed cells, rows of measured cells, each file independent of others
+    lock          locked by the process that writes to the folder
+
+A part appears by a rename, and names its sweep and the SHA-256 of its content. A part that is
+damaged or belongs to another sweep is ignored, and its cells are computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from kvsim.core.policy import Policy
+from kvsim.core.record import Plans, Record, record_document, record_of
+from kvsim.core.trace import Trace
+from kvsim.errors import OutputError
+from kvsim.files import check_writable, sync, sync_tree, unbroken
+from kvsim.schema import plural
+from kvsim.store.draft import lock
+from kvsim.sweeps.folder import RUN
+
+SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
+_PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers", "notes")]
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Replayed(NamedTuple):
+    """A replayed cell, and the record of the mass oracle on the same terms where there is one."""
+
+    record: Record
+    oracle: Record | None
+
+
+class Rows(NamedTuple):
+    """Rows of measured cells; trace: the name of the trace whose own rows are among them."""
+
+    cells: tuple[int, ...]
+    trace: str | None
+    table: pl.DataFrame
+
+
+def check_output(path: Path, *, resume: bool = False) -> None:
+    """Raise OutputError unless a run can be written to `path`, or an unfinished one continued."""
+    if resume and ((path / SWEEP).is_file() or is_complete(path)):
+        return
+    if path.exists() or path.is_symlink():
+        raise OutputError(_exists(path))
+    check_writable(path.parent)
+
+
+def plan(
+    traces: Sequence[Trace], policies: Sequence[Policy], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all that the results of a sweep depend on, ready for JSON."""
+    schedules = {policy.name: vars(policy.schedule) for policy in policies}
+    return {
+        **parameters,
+        "schedules": schedules,
+        "code": {name: code for policy in policies for name, code in _code(policy)},
+        "traces": {trace.name: trace.digest for trace in traces},
+        "versions": {name: version(name) for name in ("kvsim", "torch")},
+    }
+
+
+def plan_digest(plan: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a plan in hex."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+
+
+def other_sweep(folder: Path, differing: Sequence[str]) -> OutputError:
+    """Return the error of a folder in which some parameters differ."""
+    return OutputError(
+        f"{folder} holds a run with other {', '.join(differing)}; expected the same to continue "
+        "it, give another --out"
+    )
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds a run of which nothing is left to do."""
+    return (folder / RUN).is_file() and not (folder / SWEEP).exists()
+
+
+def _code(piece: object) -> Iterator[tuple[str, str]]:
+    """Yield the modules of a policy's pieces that kvsim has not, with the SHA-256 of each."""
+    name = type(piece).__module__
+    path = getattr(sys.modules.get(name), "__file__", None)
+    if not is_dataclass(piece):
+        return
+    if name.partition(".")[0] != "kvsim" and path is not None:
+        yield name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    for each in fields(piece):
+        yield from _code(getattr(piece, each.name))
+
+
+def _exists(path: Path) -> str:
+    if (path / RUN).exists() or not (path / SWEEP).is_file():
+        return f"{path} exists; give another --out or move it away, nothing was changed"
+    return (
+        f"{path} exists and holds an unfinished run; continue it with the same command and "
+        "--resume, or give another --out, nothing was changed"
+    )
+
+
+class Parts:
+    """The parts of one sweep in a folder, locked until the end of the context.
+
+    Args:
+        folder: the run folder; created unless a sweep is resumed.
+        plan: what is computed, ready for JSON. A sweep with another plan is not resumed.
+        resume: continue the sweep in `folder` if there is one.
+
+    Raises OutputError if something else is in the folder, another process writes to it, or the
+    system refuses; any method that writes raises it as well.
+    """
+
+    def __init__(self, folder: Path, plan: Mapping[str, Any], *, resume: bool) -> None:
+        self.folder = folder
+        self._plan = json.loads(json.dumps(plan))
+        self._digest = bytes.fromhex(plan_digest(plan))
+        check_output(folder, resume=resume)
+        self._created = False
+        with self._writing():
+            with contextlib.suppress(FileExistsError):  # resumed, or another process was faster
+                folder.mkdir(parents=True)
+                self._created = True
+            self._lock = (folder / LOCK).open("ab")
+        if not lock(self._lock, wait=False):
+            self._lock.close()
+            raise OutputError(
+                f"{folder} is being written by another process; wait for it, or give another --out"
+            )
+        try:
+            with self._writing():
+                self._begin(resume=resume)
+        except BaseException:
+            self._close()
+            raise
+
+    def _begin(self, *, resume: bool) -> None:
+        """Write the plan of a new sweep, or compare it with that of the old one."""
+        path = self.folder / SWEEP
+        if resume and path.is_file():
+            self._check_plan(path)
+        elif any(other.name != LOCK for other in self.folder.iterdir()):
+            raise OutputError(_exists(self.folder))
+        (self.folder / PARTS).mkdir(exist_ok=True)
+        for partial in (self.folder / PARTS).glob(".*"):  # of a process that was killed
+            partial.unlink()
+        if not path.exists():
+            _write(path, json.dumps(self._plan, indent=2).encode())
+
+    def _check_plan(self, path: Path) -> None:
+        """Raise OutputError unless the sweep in the folder computes the same."""
+        try:
+            stored = json.loads(path.read_bytes())
+            differing = [key for key in self._plan if stored.get(key) != self._plan[key]]
+        except (OSError, ValueError, AttributeError) as error:
+            raise OutputError(
+                f"{self.folder} cannot be continued: {SWEEP} is damaged; give another --out"
+            ) from error
+        if differing:
+            raise other_sweep(self.folder, differing)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Unlock the folder; remove one that was created and has no parts."""
+        with unbroken():
+            if self._created and not self._names() and not (self.folder / RUN).exists():
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
+
+    def _names(self) -> list[str]:
+        folder = self.folder / PARTS
+        return sorted(path.name for path in folder.glob("*.part")) if folder.is_dir() else []
+
+    # --- cells ---
+
+    def add_cell(self, cell: int, replayed: Replayed) -> None:
+        """Store a replayed cell."""
+        arrays: Arrays = {}
+        documents = [
+            None if record is None else _packed(record, f"{place}/", arrays)
+            for place, record in enumerate(replayed)
+        ]
+        self._put(f"cell-{cell:06}.part", documents, arrays)
+
+    def add_rows(self, rows: Rows) -> None:
+        """Store the rows of cells that were measured together."""
+        data = io.BytesIO()
+        rows.table.write_parquet(data)
+        arrays = {"table": np.frombuffer(data.getbuffer(), np.uint8)}
+        meta = {"cells": rows.cells, "trace": rows.trace}
+        self._put(f"rows-{min(rows.cells):06}.part", meta, arrays)
+
+    def cells(self) -> dict[int, Replayed]:
+        """Return the replayed cells by number."""
+        found = {}
+        for name, (documents, arrays) in self._parts("cell-"):
+            record, oracle = (
+                None if document is None else _unpacked(document, f"{place}/", arrays)
+                for place, document in enumerate(documents)
+            )
+            if record is not None:
+                found[int(name[5:11])] = Replayed(record, oracle)
+        return found
+
+    def rows(self) -> list[Rows]:
+        """Return the measured cells."""
+        return [
+            Rows(
+                tuple(meta["cells"]),
+                meta["trace"],
+                pl.read_parquet(io.BytesIO(arrays["table"].tobytes())),
+            )
+            for _, (meta, arrays) in self._parts("rows-")
+        ]
+
+    def _put(self, name: str, meta: object, arrays: Mapping[str, Any]) -> None:
+        data = io.BytesIO()
+        named: dict[str, Any] = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
+        np.savez_compressed(data, **named, **arrays)
+        body = self._digest + data.getbuffer()
+        with self._writing():
+            _write(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
+
+    def _parts(self, prefix: str) -> Iterator[tuple[str, tuple[Any, Arrays]]]:
+        """Yield names and contents of the parts of this sweep that are whole."""
+        for name in self._names():
+            if not name.startswith(prefix):
+                continue
+            data = (self.folder / PARTS / name).read_bytes()
+            checksum, body = data[:32], data[32:]
+            if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
+                continue
+            with np.load(io.BytesIO(body[32:]), allow_pickle=False) as stored:
+                arrays = {key: stored[key] for key in stored.files}
+            yield name, (json.loads(arrays.pop("meta").tobytes()), arrays)
+
+    # --- the whole ---
+
+    def publish(self, write: Callable[[Path], None], *, complete: bool) -> None:
+        """Make the folder a run.
+
+        write: writes the files of the run into an empty folder. complete: nothing is left to do, so
+        the parts are removed.
+        """
+        draft = self.folder / ".run"
+        with self._writing():
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
+            try:
+                write(draft)
+                sync_tree(draft)
+                (self.folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
+                for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN):
+                    _remove(self.folder / path.name)
+                    path.rename(self.folder / path.name)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+            sync(self.folder)
+            for name in (SWEEP, PARTS, LOCK) if complete else ():
+                _remove(self.folder / name)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise OutputError where the system refuses; an interrupt waits for the end."""
+        try:
+            with unbroken():
+                yield
+        except OutputError:
+            raise
+        except OSError as error:
+            count = sum(name.startswith("cell-") for name in self._names())
+            kept = f"with {plural(count, 'replayed cell')} kept" if count else "with nothing done"
+            raise OutputError(
+                f"{self.folder} cannot be written ({error.strerror or error}), {kept}; make room "
+                "or change the permissions, and continue with the same command and --resume"
+            ) from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file under a hidden name next to `path` and rename it."""
+    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
+    """Return the JSON form of a record and its decisions; put their arrays into `arrays`."""
+    arrays[f"{prefix}evicted_at"] = record.evicted_at
+    plans = []
+    for number, plan in enumerate(record.internals):
+        place = f"{prefix}{number}/"
+        plans.append({"row": plan.row, "layers": plan.layers, "notes": list(plan.notes)})
+        arrays |= {f"{place}notes/{name}": note for name, note in plan.notes.items()}
+        values = {name: getattr(plan, name) for name in _PLAN_ARRAYS}
+        arrays |= {place + name: value for name, value in values.items() if value is not None}
+    return record_document(record) | {"internals": plans}
+
+
+def _unpacked(document: dict[str, Any], prefix: str, arrays: Arrays) -> Record:
+    """Return the record that `_packed` stored."""
+    plans = []
+    for number, plan in enumerate(document.pop("internals")):
+        place = f"{prefix}{number}/"
+        values: dict[str, Any] = {name: arrays.get(place + name) for name in _PLAN_ARRAYS}
+        notes = {name: arrays[f"{place}notes/{name}"] for name in plan["notes"]}
+        plans.append(Plans(plan["row"], tuple(plan["layers"]), notes=notes, **values))
+    record = record_of(document, arrays[f"{prefix}evicted_at"])
+    return replace(record, internals=tuple(plans))

@@ -1,0 +1,366 @@
+"""Sweeps that are stopped: finished cells are on disk, and resumed they end as undisturbed ones."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.policy import Policy, Schedule, Scorer
+from kvsim.core.record import read_records
+from kvsim.errors import OutputError
+from kvsim.report import read_run
+from kvsim.schema import plural
+from kvsim.sweeps import cells, parts
+from kvsim.sweeps.run import sweep
+
+METRICS = ["wipeout", "entries_seen", "segment_count", "window_overlap"]
+BUDGETS = [16, "25%", 30]
+
+
+def make_trace(name="a", tokens=60, seed=0):
+    """A small random trace."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=30, rope=rope, name=name)
+
+
+def policies():
+    """Two policies, one of which notes its decisions."""
+    return [kvsim.policy("tova"), kvsim.policy("ams", window=4, recent=4)]
+
+
+def run(out=None, resume=False, **options):
+    """Sweep two policies and three budgets over two traces."""
+    settings = {"interval": 8, "metrics": METRICS, "regret": True, **options}
+    traces = [make_trace("a"), make_trace("b", 50)]
+    return sweep(traces, policies(), BUDGETS, out=out, resume=resume, **settings)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The undisturbed sweep, without a folder."""
+    return run()
+
+
+def check(folder, whole):
+    """Assert that a finished run folder holds what the undisturbed sweep has."""
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "records.zarr",
+        "results.parquet",
+        "run.json",
+    ]
+    assert pl.read_parquet(folder / "results.parquet").equals(whole.table)
+    records = read_records(folder / "records.zarr")
+    for record, expected in zip(records, whole.records, strict=True):
+        assert (record.evicted_at == expected.evicted_at).all()
+        assert (record.policy, record.budget) == (expected.policy, expected.budget)
+
+
+class Stopper:
+    """A stand-in for a function that raises an error at one of its calls and counts them all."""
+
+    def __init__(self, function, at, error=KeyboardInterrupt):
+        self.function, self.at, self.error, self.calls = function, at, error, 0
+
+    def __call__(self, *args, **options):
+        """Call the function, or raise."""
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        return self.function(*args, **options)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_results_do_not_depend_on_what_is_measured_together(tmp_path, monkeypatch, whole, together):
+    """A folder is written part by part, and holds the same rows in the same order."""
+    monkeypatch.setattr(cells, "TOGETHER", together)
+
+    done = run(tmp_path / "x")
+
+    assert done.table.equals(whole.table)
+    check(tmp_path / "x", whole)
+
+
+def test_cells_are_on_disk_as_they_finish(tmp_path):
+    """Before each cell, all earlier ones are in the folder; it is a run only at the end."""
+    seen = []
+
+    def look(done, _, label):
+        if "budget" in label:
+            folder = tmp_path / "x"
+            seen.append(
+                (done, len(list(folder.glob("parts/cell-*"))), (folder / "run.json").exists())
+            )
+
+    run(tmp_path / "x", progress=look)
+
+    assert seen == [(done, done, False) for done in range(12)]
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 12, 14])
+def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, whole, at):
+    """After Ctrl-C at any replay, finished cells are not computed again; the end is the same."""
+    stopped = Stopper(cells.replay, at)
+    monkeypatch.setattr(cells, "replay", stopped)
+    first = run(tmp_path / "x")
+    assert first.interrupted
+    assert first.unmeasured == 0
+    if first.records:
+        assert pl.read_parquet(tmp_path / "x" / "results.parquet").equals(first.table)
+    again = Stopper(stopped.function, 0)
+    monkeypatch.setattr(cells, "replay", again)
+
+    run(tmp_path / "x", resume=True)
+
+    check(tmp_path / "x", whole)
+    total = Stopper(stopped.function, 0)
+    monkeypatch.setattr(cells, "replay", total)
+    run()
+    # the interrupted cell is replayed again, and so is an oracle that several cells share
+    assert total.calls + 1 - at <= again.calls <= total.calls + 3 - at
+
+
+def test_an_interrupt_while_measuring_leaves_replays_to_be_measured(tmp_path, monkeypatch, whole):
+    """No record is without values; the resumed sweep measures and replays nothing of them again."""
+    original = cells.measure
+    monkeypatch.setattr(cells, "TOGETHER", 2)
+    monkeypatch.setattr(cells, "measure", Stopper(original, 2))
+    first = run(tmp_path / "x")
+    assert (len(first.records), first.unmeasured, first.interrupted) == (2, 2, True)
+    assert len(read_records(tmp_path / "x" / "records.zarr")) == 2
+    assert first.table["budget"].drop_nulls().n_unique() == 2
+    monkeypatch.setattr(cells, "measure", original)
+    replays = Stopper(cells.replay, 0)
+    monkeypatch.setattr(cells, "replay", replays)
+
+    run(tmp_path / "x", resume=True, regret=True)
+
+    assert replays.calls == 8 + 8  # with their oracles
+    check(tmp_path / "x", whole)
+
+
+@dataclass(frozen=True)
+class Faulty(Scorer):
+    """A scorer that goes wrong at a budget."""
+
+    how: str = "raise"
+
+    def score(self, view):
+        """Positions, except at budget 20."""
+        if view.setting.budget != 20:
+            return view.pos.float()
+        if self.how == "raise":
+            raise ZeroDivisionError("no\nluck")
+        if self.how == "exit":
+            sys.exit(0)
+        return None
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"raised ZeroDivisionError \(no luck\) in test_parts.py, line \d+"),
+        ("exit", r"raised SystemExit \(0\) in test_parts.py"),
+        ("none", "faulty: scores at row 29 are NoneType; expected a tensor"),
+    ],
+)
+def test_whatever_a_policy_raises_is_a_failed_cell(tmp_path, how, message):
+    """An ordinary exception, an exit and None cost one cell; resuming tries it again."""
+    both = [Policy("faulty", Faulty(how), schedule=Schedule(8)), kvsim.policy("tova")]
+
+    for resume in (False, True):
+        done = sweep(
+            [make_trace()], both, [16, 20], metrics=METRICS, out=tmp_path / "x", resume=resume
+        )
+
+        (failure,) = done.failures
+        assert (failure.policy, failure.budget) == ("faulty", 20)
+        assert re.search(message, failure.error)
+        assert "\n" not in failure.error
+        assert len(read_records(tmp_path / "x" / "records.zarr")) == 3
+        stored = json.loads((tmp_path / "x" / "run.json").read_text())
+        assert len(stored["failures"]) == 1
+
+
+class FullDisk:
+    """A disk on which only so many files fit."""
+
+    def __init__(self, monkeypatch, at):
+        self.files, self.at = 0, at
+        original = Path.write_bytes
+
+        def write(path, data):
+            self.files += 1
+            if self.files == at:
+                original(path, bytes(data)[:10])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return original(path, data)
+
+        monkeypatch.setattr(Path, "write_bytes", write)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 9, 15, 16])
+def test_a_full_disk_loses_no_finished_cell(tmp_path, whole, at):
+    """One line says how many cells are kept; with room again the sweep is resumed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "TOGETHER", 8)
+        disk = FullDisk(patch, at)
+        with pytest.raises(OutputError, match=r"No space left on device.*--resume") as caught:
+            run(tmp_path / "x")
+    assert disk.files == at
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "x" / "run.json").exists()
+    kept = len(list(tmp_path.glob("x/parts/cell-*")))
+    message = f"with {plural(kept, 'replayed cell')} kept" if kept else "with nothing done"
+    assert message in str(caught.value)
+    assert (tmp_path / "x").exists() == bool(kept)
+    assert not list(tmp_path.glob("x/parts/.*")) + list(tmp_path.glob("x/.*"))
+
+    run(tmp_path / "x", resume=True)
+
+    check(tmp_path / "x", whole)
+
+
+def test_a_folder_is_written_by_one_process_at_a_time(tmp_path):
+    """The second writer gets one line, and changes nothing."""
+    with parts.Parts(tmp_path / "x", {}, resume=False):
+        for resume in (True, False):
+            with pytest.raises(OutputError, match=r"by another process|unfinished run"):
+                run(tmp_path / "x", resume=resume)
+        assert {path.name for path in (tmp_path / "x").iterdir()} == {"lock", "parts", "sweep.json"}
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_unfinished_run_is_not_written_over(tmp_path, monkeypatch):
+    """Without resume the folder stays as it is, and the message names the option."""
+    monkeypatch.setattr(cells, "replay", Stopper(cells.replay, 4))
+    run(tmp_path / "x")
+    (tmp_path / "x" / "run.json").unlink()
+
+    with pytest.raises(OutputError, match=r"unfinished run; continue it with .*--resume"):
+        run(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"interval": 9}, "interval"),
+        ({"metrics": None}, "metrics"),
+        ({"memory": 2**30, "events": True}, "events, memory"),
+    ],
+)
+def test_another_sweep_is_not_resumed(tmp_path, monkeypatch, change, names):
+    """The message names the parameters that differ."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "replay", Stopper(cells.replay, 4))
+        run(tmp_path / "x")
+
+    with pytest.raises(OutputError, match=f"a run with other {names}; expected the same"):
+        run(tmp_path / "x", resume=True, **change)
+
+
+def test_another_trace_of_the_same_name_is_not_resumed(tmp_path, monkeypatch):
+    """Traces are compared by their digests, also in memory."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "measure", Stopper(cells.measure, 2))
+        patch.setattr(cells, "TOGETHER", 1)
+        sweep([make_trace()], policies(), [16], out=tmp_path / "x", metrics=METRICS)
+
+    with pytest.raises(OutputError, match="a run with other traces"):
+        sweep(
+            *([make_trace(seed=1)], policies(), [16]),
+            out=tmp_path / "x",
+            metrics=METRICS,
+            resume=True,
+        )
+
+
+def test_damaged_and_foreign_parts_are_computed_again(tmp_path, monkeypatch, whole):
+    """A flipped bit, a cut and a part of another sweep change nothing in the results."""
+    for name, options in (("x", {}), ("other", {"interval": 9})):
+        with monkeypatch.context() as patch:
+            patch.setattr(cells, "replay", Stopper(cells.replay, 12))
+            run(tmp_path / name, **options)
+    flipped, cut, foreign, *_ = sorted((tmp_path / "x" / "parts").glob("cell-*"))
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 4
+    flipped.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    foreign.write_bytes((tmp_path / "other" / "parts" / foreign.name).read_bytes())
+
+    run(tmp_path / "x", resume=True)
+
+    check(tmp_path / "x", whole)
+
+
+def test_an_impossible_folder_is_found_before_any_work(tmp_path):
+    """Something at the path, or a file where a folder is needed: no cell is replayed."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    calls = []
+
+    for out in (tmp_path, tmp_path / "file", tmp_path / "file" / "x", tmp_path / "link"):
+        with pytest.raises((OutputError, kvsim.errors.TraceError), match=r"exists|is a file"):
+            run(out, progress=lambda *call: calls.append(call))
+
+    assert calls == []
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+MINE = """
+import os, signal
+from dataclasses import dataclass
+from kvsim import Policy
+from kvsim.core.policy import Schedule, Scorer
+
+@dataclass(frozen=True)
+class Odd(Scorer):
+    def score(self, view):
+        if view.setting.budget == 24 and os.environ.get("KILL"):
+            os.kill(os.getpid(), int(os.environ["KILL"]))
+        return view.pos.float()
+
+def odd():
+    return Policy("odd", Odd(), schedule=Schedule(interval=64))
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_command_is_resumed(tmp_path, sent):
+    """Its three finished cells stay; the run is refused until then, and whole afterwards."""
+    (tmp_path / "mine.py").write_text(MINE)
+    command = [sys.executable, "-m", "kvsim", "replay", "sample", "--policy", "tova,mine:odd"]
+    command += ["--budget", "16,24", "--interval", "64", "--metric", "wipeout", "--out", "x"]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(kvsim.__file__).parents[1]}"}
+
+    killed = subprocess.run(
+        command, check=False, env=environment | {"KILL": str(int(sent))}, **options
+    )
+
+    assert killed.returncode == -sent
+    assert len(list((tmp_path / "x" / "parts").glob("cell-*"))) == 3
+    with pytest.raises(OutputError, match=r"is not finished.*--resume"):
+        read_run(tmp_path / "x")
+    (tmp_path / "mine.py").write_text(MINE + "# edited\n")
+    other = subprocess.run([*command, "--resume"], check=False, env=environment, **options)
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "a run with other code; expected the same" in other.stderr
+    (tmp_path / "mine.py").write_text(MINE)
+    done = subprocess.run([*command, "--resume"], check=False, env=environment, **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(read_records(tmp_path / "x" / "records.zarr")) == 4
+    assert not (tmp_path / "x" / "parts").exists()
