@@ -18,7 +18,7 @@ from kvsim.analysis.kept.segments import NEAR, ams_segments, proxy_segments
 from kvsim.analysis.registry import METRICS
 from kvsim.core.record import Plans, Record
 from kvsim.schema import NEVER
-from kvsim.sweeps import run as sweeps
+from kvsim.sweeps import cells
 from kvsim.sweeps.run import summarise, sweep
 from kvsim.testing.strategies import make_case
 from reference.strategies import evictions
@@ -431,7 +431,7 @@ def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
         replayed.append((how["internals"], record))
         return record
 
-    monkeypatch.setattr(sweeps, "replay", replay)
+    monkeypatch.setattr(cells, "replay", replay)
     run = sweep([trace], policies, [24], interval=12, prefill=False, metrics=DECIDED)
     sweep([trace], policies[:1], [24], interval=12, metrics=["entries_seen"])
 
