@@ -394,7 +394,7 @@ def _layer(layer: int | None) -> str:
 
 
 def joined(*parts: str) -> str:
-    """What tells a case from the others."""
+    """The parts that distinguish a case, as one text."""
     return ", ".join(filter(None, parts))
 
 

@@ -273,7 +273,7 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
 
 @dataclass(frozen=True)
 class _Data:
-    """What figures are drawn from.
+    """The data that figures are drawn from.
 
     table: of the sweep or the runs, or the errors of single evictions. remarks: what users should
     know of the replays. layers: those of each trace that were replayed.

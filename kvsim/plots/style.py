@@ -1,4 +1,4 @@
-"""What the figures share: colours, panels, means over prompts, captions, legends, files."""
+"""Parts that all figures share: colours, panels, means over prompts, captions, legends, files."""
 
 from __future__ import annotations
 

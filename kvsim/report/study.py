@@ -1,4 +1,4 @@
-"""What a report is made of: run folders, read again, and traces, analysed once.
+"""What a report is made of: the Tables of runs together, and traces, analysed once.
 
 Of several traces the analyses of the first are kept for figures.
 """

@@ -59,7 +59,7 @@ def rotate(x: Floats, by: Any, inv_freq: Sequence[float] | Floats) -> Floats:
 
 @dataclass
 class Event:
-    """What a rule may look at when an event fires on a layer."""
+    """The state of a layer at an event, as a rule may read it."""
 
     layer: int
     row: int
