@@ -36,7 +36,7 @@ AXES = {
 }
 
 #: What a prompt may say of itself beside its text; it goes with the trace into tables.
-LABELS = ("task", "domain", "level")
+LABELS = ("task", "domain", "level", "length", "depth")
 
 #: How far a result can be trusted (architecture section 5).
 FIDELITY = ("exact", "open", "semi", "closed")

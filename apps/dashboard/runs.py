@@ -23,6 +23,7 @@ from kvsim.analysis.summaries import (
     stages,
     strongest,
 )
+from kvsim.analysis.table import in_order
 from kvsim.errors import KvsimError
 from kvsim.policies import CATALOGUE, names
 from kvsim.report import read_run
@@ -153,7 +154,7 @@ def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
 @st.cache_data(max_entries=32, show_spinner="comparing levels")
 def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
     """Compare values of runs that are there at two levels."""
-    return between_levels(pl.concat([load(origin).table for origin in origins]), by)
+    return between_levels(in_order(load(origin).table for origin in origins), by)
 
 
 def run() -> Run:

@@ -21,9 +21,14 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY, LABELS
 
-#: Columns of a Table and their types; one row is one value.
-COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("trace", *LABELS, "policy", "params"), pl.String),
+# Labels that are numbers; a Table has their columns only where a trace has them.
+_NUMBERS: dict[str, Any] = {"length": pl.Int64, "depth": pl.Float64}
+
+#: All columns that a Table may have, and their types; one row is one value.
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("trace", *LABELS), pl.String),
+    **_NUMBERS,
+    **dict.fromkeys(("policy", "params"), pl.String),
     "budget": pl.Int64,
     "share": pl.String,
     "interval": pl.Int64,
@@ -34,6 +39,9 @@ COLUMNS: dict[str, Any] = {
     "unit": pl.String,
     "fidelity": pl.Enum(FIDELITY),
 }
+
+#: Columns of every Table and their types.
+COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _NUMBERS}
 
 
 #: Called with (metrics done, metrics, what is being measured).
@@ -52,8 +60,9 @@ def measure(
 ) -> pl.DataFrame:
     """A Table of `metrics` of one record or of many of the same trace, or of a trace alone.
 
-    One row per value: labels of the prompt (task, domain, level), policy, budget, layer, head (KV
-    head) or qhead (query head), value, chance (what chance alone would give, where that is known)
+    One row per value: labels of the prompt (task, domain, level; length and depth where it has
+    them), policy, budget, layer, head (KV head) or qhead (query head), value, chance (what chance
+    alone would give, where that is known)
     and fidelity (see `fidelity`). Policy, budget and schedule are null where a value is one of the
     trace. With `events` one row for every event too (the row after which it fired); without, the
     last event stands for them all or their mean (`Metric.over_events`).
@@ -97,6 +106,21 @@ def measure(
             progress(done, len(steps), f"{trace.name}: {name}")
         blocks += _blocks(subject, name, entry, events=events)
     return _table(blocks)
+
+
+def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order.
+
+    Columns `length` and `depth`, labels that are numbers, are among them where they have values.
+    """
+    typed = [
+        table.select(pl.col(name).cast(kind) for name, kind in TYPES.items() if name in table)
+        for table in tables
+    ]
+    table = pl.concat([pl.DataFrame(schema=COLUMNS), *typed], how="diagonal")
+    return table.select(
+        name for name in TYPES if name in COLUMNS or (name in table and table[name].count())
+    )
 
 
 def choose(
@@ -169,7 +193,7 @@ def _blocks(
     """The rows of one metric of a trace or of a record."""
     trace, record = subject.trace, subject.record if isinstance(subject, Subject) else None
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
-    shared |= {x: str(label) for x in LABELS if (label := trace.labels.get(x)) is not None}
+    shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
         shared |= {column: getattr(record, column) for column in _OF_RECORD}
         shared["params"] = json.dumps(dict(record.params))
@@ -203,17 +227,17 @@ def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)
     labels, arrays = zip(*blocks, strict=True)
-    schema = {name: kind for name, kind in COLUMNS.items() if name not in _OF_ROW}
+    schema = {name: kind for name, kind in TYPES.items() if name not in _OF_ROW}
     shared = pl.DataFrame(labels, schema=schema)
     rows = map(np.concatenate, zip(*arrays, strict=True))
     block = np.repeat(np.arange(len(blocks)), [len(of_row[0]) for of_row in arrays])
     index, number = pl.col("head", "qhead", "event"), pl.col("value", "chance")
-    return (
+    table = (
         shared[block]
         .with_columns(**dict(zip(_OF_ROW, map(pl.Series, rows), strict=True)))
         .with_columns(pl.when(index >= 0).then(index), number.fill_nan(None))
-        .select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
     )
+    return in_order([table])
 
 
 def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:

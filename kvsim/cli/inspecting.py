@@ -53,6 +53,12 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}",
         "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(label)}" for name, label in facts["labels"].items()),
+        **{
+            f"{quoted(name)} at tokens": ", ".join(
+                f"{a}-{b - 1}" if b > a + 1 else str(a) for a, b in spans
+            )
+            for name, spans in facts["spans"].items()
+        },
         "prompt": quoted(facts["prompt"]),
         "response": quoted(facts["response"]),
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",

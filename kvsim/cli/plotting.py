@@ -317,9 +317,8 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
 
     Attention is expected from the first fifth of each trace, as in the paper.
     """
-    import polars as pl
-
     from kvsim.analysis import Analysis, measure
+    from kvsim.analysis.table import in_order
 
     analyses = [Analysis(trace, cut=trace.n_pos // 5) for trace in traces]
     for analysis in analyses:
@@ -328,7 +327,7 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
                 f"{analysis.trace.name}: attention cannot be compared with what is expected, "
                 f"because of {analysis.left_out['expectation']}; give another trace"
             )
-    return pl.concat(measure(analysis, metrics=metrics) for analysis in analyses)
+    return in_order(measure(analysis, metrics=metrics) for analysis in analyses)
 
 
 def _read(

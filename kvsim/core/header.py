@@ -37,14 +37,23 @@ class Header:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def labels(self) -> dict[str, str | int]:
-        """Labels of the prompt, as far as they are text or integers (`schema.LABELS`)."""
+    def labels(self) -> dict[str, str | int | float]:
+        """Labels of the prompt, as far as they are text or numbers (`schema.LABELS`)."""
         labels = self.meta.get("labels")
         values = labels if isinstance(labels, dict) else {}
         return {
             name: printable(value) if isinstance(value, str) else value
             for name in LABELS
             if isinstance(value := values.get(name), str | int)
+            or (name == "depth" and isinstance(value, float))
+        }
+
+    @property
+    def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Token spans (start, end) of the prompt by name, such as those of its `needle`."""
+        return {
+            name: tuple((start, end) for start, end in spans)
+            for name, spans in self.meta.get("spans", {}).items()
         }
 
     @property
@@ -68,6 +77,7 @@ class Header:
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
                 "the number of tokens"
             )
+        _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         of_layers = {
             "layer numbers": (int, self.layer_ids),
             "formulas": (Formula, self.formulas),
@@ -99,6 +109,19 @@ class Header:
                 raise TraceError(
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
+                )
+
+
+def _check_spans(spans: Any, prompt_len: int, where: str) -> None:
+    """Raise TraceError unless each name has spans of the prompt."""
+    for each in spans.values() if isinstance(spans, dict) else [[[spans]]]:
+        for span in each if isinstance(each, list | tuple) else [each]:
+            whole = isinstance(span, list | tuple) and [*map(type, span)] == [int, int]
+            if not whole or not 0 <= span[0] < span[1] <= prompt_len:
+                raise TraceError(
+                    f"{where}: spans has {reprlib.repr(span)}, expected [start, end] within the "
+                    f"{prompt_len} tokens of the prompt, in a list for each name; record the trace "
+                    "again"
                 )
 
 

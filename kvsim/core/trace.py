@@ -270,9 +270,17 @@ class Trace:
         return self.layer_ids == tuple(range(layers if isinstance(layers, int) else self.n_layers))
 
     @property
-    def labels(self) -> dict[str, str | int]:
-        """Labels of the prompt, as far as it has them: `task`, `domain`, `level`."""
+    def labels(self) -> dict[str, str | int | float]:
+        """Labels of the prompt, as far as it has them (`schema.LABELS`)."""
         return self.header.labels
+
+    @property
+    def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Token spans (start, end) of the prompt by name, such as those of its `needle`.
+
+        Positions in the sequence; the end is behind the last token.
+        """
+        return self.header.spans
 
     @property
     def digest(self) -> str:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvsim.recorder.capturing import capture, capture_many
     from kvsim.recorder.models import load_model
     from kvsim.recorder.options import Options
-    from kvsim.recorder.prompts import Prompt, read_prompts
+    from kvsim.recorder.prompt_file import read_prompts
+    from kvsim.recorder.prompts import Prompt
 
 __all__ = ["Options", "Prompt", "capture", "capture_many", "load_model", "read_prompts"]
 
@@ -25,7 +26,7 @@ _HOME = {
     "capture": "capturing",
     "capture_many": "capturing",
     "load_model": "models",
-    "read_prompts": "prompts",
+    "read_prompts": "prompt_file",
 }
 
 

@@ -23,6 +23,7 @@ from kvsim.recorder.prompts import (
     with_distinct_ids,
 )
 from kvsim.recorder.session import Session
+from kvsim.recorder.spans import Needle
 from kvsim.schema import is_url
 from kvsim.store.publication import check_target, check_writable
 
@@ -36,6 +37,7 @@ def capture(
     out: str | Path | None = None,
     answer: str | None = None,
     labels: Labels | None = None,
+    needle: Needle = (),
     name: str | None = None,
     **options: Any,
 ) -> Trace:
@@ -48,7 +50,8 @@ def capture(
         prompt: text, chat messages, or token ids.
         out: where to write the trace; None keeps it in memory.
         answer: the expected answer, for the answer check.
-        labels: any of `task`, `domain` and `level` of the prompt, for tables.
+        labels: of the prompt, for tables; as `Prompt.labels`.
+        needle: texts in the prompt, or token spans; as `Prompt.needle`.
         name: the trace's name; by default from `out`.
         **options: the fields of `kvsim.recorder.Options`.
 
@@ -56,12 +59,13 @@ def capture(
         The trace, opened from `out` or in memory.
 
     Raises:
-        CaptureError: a prompt that is empty, too long or has unknown words; a label of an unknown
-            name or kind; an option out of range; a layer that the model does not have; a model
-            whose attention recomputed from q, k, v is not what it computed; with `o_proj`, a model
-            that has no such projection, or does something else with the output of its attention;
-            with `residual`, a model whose decoder layers are not found, or do not pass on what they
-            return; with `resume`, a trace at `out` that is of another capture.
+        CaptureError: a prompt that is empty, too long or has unknown words; a needle that is not in
+            it once; a label of an unknown name or kind; an option out of range; a layer that the
+            model does not have; a model whose attention recomputed from q, k, v is not what it
+            computed; with `o_proj`, a model that has no such projection, or does something else
+            with the output of its attention; with `residual`, a model whose decoder layers are not
+            found, or do not pass on what they return; with `resume`, a trace at `out` that is of
+            another capture.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
@@ -75,7 +79,8 @@ def capture(
         check_writable(Path(out).parent)
     checked_labels = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
-    encoded = encode(prompt, model, tokenizer, system=checked.system, chat=checked.chat)
+    form: dict[str, Any] = {"system": checked.system, "chat": checked.chat}
+    encoded = encode(prompt, model, tokenizer, needle=needle, **form)
     session = Session(model, tokenizer, encoded, checked, out, answer, checked_labels, name)
     return session.existing() or session.run()
 
@@ -124,8 +129,9 @@ def capture_many(
     sessions = []
     for prompt, path, label in zip(prompts, paths, labels, strict=True):
         system = checked.system if prompt.system is None else prompt.system
+        form: dict[str, Any] = {"system": system, "chat": checked.chat}
         try:
-            encoded = encode(prompt.content, model, tokenizer, system=system, chat=checked.chat)
+            encoded = encode(prompt.content, model, tokenizer, needle=prompt.needle, **form)
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
         sessions.append(

@@ -1,14 +1,10 @@
-"""Prompts: text, chat messages or token ids, encoded for a model or read from JSONL files."""
+"""Prompts: text, chat messages or token ids, and how they are encoded for a model."""
 
 from __future__ import annotations
 
-import json
 import re
-import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,28 +12,25 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError, error_line, suggest
+from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.models import context_length, is_tiny
+from kvsim.recorder.spans import Needle, Span, located
 from kvsim.schema import LABELS
 
 Messages = Sequence[Mapping[str, Any]]
-Labels = Mapping[str, str | int]
+Labels = Mapping[str, str | int | float]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
 
 _SHOWN_WORDS = 8
 
+# Labels that are numbers, the same in all tables.
+_LABELS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "length": ((int,), "a whole number"),
+    "depth": ((int, float), "a number from 0 to 1"),
+}
+
 # Roles of a system message; a chat has at most one.
 _SYSTEM = ("system", "developer")
-
-#: The keys of a prompt: text, a chat, token ids.
-CONTENT = ("prompt", "messages", "tokens")
-
-#: All keys that are read; others are ignored.
-KEYS = ("id", *CONTENT, "system", "answer", *LABELS, "difficulty")
-
-_EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
-
-_LONGEST_ID = 200
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,11 @@ class Prompt:
         id: the name of the trace.
         content: text, chat messages or token ids.
         answer: the expected answer, or None.
-        labels: any of `task`, `domain` and `level`, which the trace keeps for tables.
+        labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
+            (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).
         system: a system message before the prompt, or None.
+        needle: what the answer depends on, as texts that occur in the prompt once each, or for
+            token ids as token spans (start, end); the trace keeps their token spans.
     """
 
     id: str
@@ -57,28 +53,41 @@ class Prompt:
     answer: str | None = None
     labels: Labels = field(default_factory=dict)
     system: str | None = None
+    needle: Needle = ()
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as token ids, and the text or messages that they were encoded from."""
+    """A prompt as token ids, and the text or messages that they were encoded from.
+
+    needle: its token spans.
+    """
 
     ids: list[int]
     text: str | None
     messages: list[dict[str, Any]] | None
+    needle: list[Span]
 
 
 def encode(
-    prompt: PromptLike, model: PreTrainedModel, tokenizer: Any, *, system: str | None, chat: bool
+    prompt: PromptLike,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    system: str | None,
+    chat: bool,
+    needle: Needle = (),
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 
-    system: a message before it, which makes text a chat. chat: text is a user's message.
+    system: a message before it, which makes text a chat. chat: text is a user's message. needle:
+    as `Prompt.needle`.
 
     Raises:
         CaptureError: a prompt that is empty or longer than the context; unknown ids or words; text
-            without a tokenizer; a chat without a template, or one that the template refuses; or a
-            second system message, or one for token ids.
+            without a tokenizer; a chat without a template, or one that the template refuses; a
+            second system message, or one for token ids; a needle that is not in the prompt once,
+            or with a tokenizer that does not say where its tokens are in the text.
     """
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
@@ -106,7 +115,9 @@ def encode(
             f"the prompt has {len(ids)} tokens, expected at most the model's context of {context}; "
             "give a shorter prompt or a model with a longer context"
         )
-    return Encoded(ids, text, messages)
+    special = messages is None  # a chat template has put the special tokens in already
+    spans = located(needle, text, len(ids), tokenizer, special=special)
+    return Encoded(ids, text, messages, spans)
 
 
 def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dict[str, Any]] | None:
@@ -259,7 +270,7 @@ def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
     return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
 
 
-def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:
+def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float]:
     """Return the labels; raise CaptureError for an unknown name or a value of another kind.
 
     where: the beginning of an error message.
@@ -267,8 +278,10 @@ def check_labels(labels: Labels, where: str = "") -> dict[str, str | int]:
     for name, value in labels.items():
         if name not in LABELS:
             raise CaptureError(f"{where}label {name!r}, expected one of {', '.join(LABELS)}")
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise CaptureError(f"{where}{name} is {value!r}, expected text or a whole number")
+        kinds, expected = _LABELS.get(name, ((str, int), "text or a whole number"))
+        valid = isinstance(value, kinds) and not isinstance(value, bool)
+        if not valid or (name == "depth" and not 0 <= float(value) <= 1):
+            raise CaptureError(f"{where}{name} is {value!r}, expected {expected}")
     return dict(labels)
 
 
@@ -289,157 +302,3 @@ def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
 def file_name(prompt_id: str) -> str:
     """Return the name of a prompt's trace: letters, digits, dots and dashes."""
     return (re.sub(r"[^A-Za-z0-9._-]+", "-", prompt_id).strip(".-") or "prompt") + ".zarr"
-
-
-def read_prompts(
-    path: str | Path, *, limit: int | None = None, note: Callable[[str], None] | None = None
-) -> list[Prompt]:
-    """Read the prompts of a JSONL file, in order.
-
-    A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
-    text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``system``, ``answer`` and the labels ``task``, ``domain`` and ``level`` (or ``difficulty``).
-    Other keys are ignored, and so is ``tokens`` if it is a number. Empty lines and a byte order
-    mark are skipped.
-
-    Args:
-        path: the file, UTF-8.
-        limit: read only the first prompts, so many.
-        note: called once for each ignored key whose name is close to one that is read.
-
-    Raises:
-        CaptureError: no such file, or a line that is no such object; the error gives its number.
-    """
-    source = Path(path)
-    seen: set[str] = set()
-    prompts: list[Prompt] = []
-    for number, line in islice(_lines(source), limit):
-        where = f"{source}, line {number}"
-        row = _object(line, where)
-        prompts.append(_prompt(row, len(prompts), where))
-        for key in row.keys() - seen - set(KEYS):
-            close = suggest(key, KEYS)
-            if note is not None and close:
-                note(f"{where}: {key!r} is not read{close}")
-            seen.add(key)
-    if not prompts:
-        raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")
-    return with_distinct_ids(prompts)
-
-
-def _lines(source: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty, with their numbers from 1."""
-    try:
-        kind = stat.S_IFMT(source.stat().st_mode)
-        if kind not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe may never end, nor a device
-            raise CaptureError(
-                f"{source} is not a regular file, expected a JSONL file of prompts; write them to "
-                "one first"
-            )
-        with source.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                try:
-                    # a byte order mark can only be at the beginning
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                except UnicodeDecodeError as error:
-                    raise CaptureError(
-                        f"{source}, line {number}: byte {error.start} is not UTF-8, expected a "
-                        "JSONL file in UTF-8; convert it first"
-                    ) from None
-                if line:
-                    yield number, line
-    except OSError as error:
-        raise CaptureError(
-            f"{source} cannot be read ({error.strerror}), expected a JSONL file of prompts"
-        ) from error
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CaptureError(
-            f"{where}: {error.object[error.start]!a} is half of a character, expected whole ones; "
-            "write the line again"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        if not line.startswith("["):
-            raise CaptureError(
-                f"{where}: {error}, expected one JSON object on each line; write the line again"
-            ) from None
-        row = []
-    if isinstance(row, list):
-        raise CaptureError(
-            f"{where}: a JSON array, expected one JSON object on each line; "
-            "`jq -c '.[]' FILE > FILE.jsonl` converts an array of objects"
-        )
-    if not isinstance(row, dict):
-        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
-    return row
-
-
-def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
-    system, answer = row.get("system"), row.get("answer")
-    if not isinstance(system, str | None):
-        raise CaptureError(f"{where}: system is {system!r}, expected text")
-    labels = {name: row[name] for name in LABELS if row.get(name) is not None}
-    if row.get("difficulty") is not None:
-        level = labels.setdefault("level", row["difficulty"])
-        if level != row["difficulty"]:
-            raise CaptureError(
-                f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
-                "one of them: they are the same label"
-            )
-    return Prompt(
-        id=_id(row.get("id"), index, where),
-        content=_content(row, where),
-        answer=None if answer is None else str(answer),
-        labels=check_labels(labels, f"{where}: "),
-        system=system or None,
-    )
-
-
-def _content(row: dict[str, Any], where: str) -> PromptLike:
-    given = [name for name in CONTENT if row.get(name) is not None]
-    if "tokens" in given and not isinstance(row["tokens"], list):
-        given.remove("tokens")  # the number of tokens, not a prompt
-    if len(given) > 1:
-        raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
-    if not given:
-        raise CaptureError(f"{where}: no prompt, {_EXPECTED}")
-    name = given[0]
-    content: PromptLike = row[name]
-    if name == "prompt" and isinstance(content, str):
-        return content
-    if name == "prompt" and isinstance(content, list) and content:
-        name = "messages" if isinstance(content[0], dict) else "tokens"
-    if name == "messages" and isinstance(content, list) and content:
-        for place, message in enumerate(content):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise CaptureError(
-                    f"{where}: message {place} is {_short(message)}, expected an object with "
-                    "'role' and 'content'"
-                )
-        return joined_parts(content, f"{where}: ")
-    if name == "tokens" and content and all(type(token) is int for token in content):
-        return content
-    raise CaptureError(f"{where}: no prompt, {name} is {_short(content)}; {_EXPECTED}")
-
-
-def _id(given: object, index: int, where: str) -> str:
-    if given is None:
-        return f"prompt-{index:04d}"
-    if isinstance(given, bool) or not isinstance(given, str | int) or str(given).strip() == "":
-        raise CaptureError(f"{where}: id is {_short(given)}, expected text or a number")
-    if len(str(given)) > _LONGEST_ID:
-        raise CaptureError(
-            f"{where}: id has {len(str(given))} characters, expected at most {_LONGEST_ID}: it "
-            "names the trace"
-        )
-    return str(given)
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -156,6 +156,9 @@ class Session:
         differing = []
         if labels != dict(self.labels):
             differing.append(f"its labels are {labels}, expected {dict(self.labels)}")
+        spans, needle = trace.spans.get("needle", ()), tuple(self.encoded.needle)
+        if spans != needle:
+            differing.append(f"its needle is at tokens {spans}, expected {needle}")
         check = self._answer_check(object_at(trace.meta, "text").get("response"))
         if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
             differing.append("its response was compared with another answer")
@@ -300,6 +303,7 @@ class Session:
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": self.options.generation,
             "labels": dict(self.labels),
+            **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
             "notes": self.notes,
         }
         return Header(len(self.encoded.ids), (), (), self.layer_ids, name=self.name, meta=meta)

@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import polars as pl
-
-from kvsim.analysis.table import COLUMNS
+from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.files import check_output, write_file
@@ -76,12 +74,12 @@ def page(
         raise PolicyError("there is nothing to report; give a run or a trace")
     if base is not None and not runs:
         raise PolicyError(f"traces have no policies to compare with {base!r}; give a run too")
-    table = joined(runs) if runs else pl.DataFrame(schema=COLUMNS)
+    table = joined(runs)
     if runs and not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
     check_traces(traces, runs)
     of_traces = study(traces, progress) if traces else None
-    table = table if of_traces is None else pl.concat([table, of_traces.table])
+    table = table if of_traces is None else in_order([table, of_traces.table])
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])
     # names and tokens are escaped as HTML, but a terminal or an editor acts on their controls

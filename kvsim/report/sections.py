@@ -110,7 +110,7 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:
     for label in LABELS:
-        if table[label].drop_nulls().n_unique() < 2:
+        if label not in table or table[label].drop_nulls().n_unique() < 2:
             continue
         means = averages(
             main_variants(table, ["output_error", "wipeout", "retained_iou"]), by=[label]
@@ -189,7 +189,7 @@ def _cases(one: Claim, prompts: int) -> str:
 
 
 def _provenance(runs: Sequence[Saved]) -> str:
-    levels = pl.concat([run.table for run in runs])["fidelity"].cast(pl.String)
+    levels = pl.concat([run.table["fidelity"] for run in runs]).cast(pl.String)
     shares = ", ".join(
         f"{levels.eq(name).mean():.0%} {name}" for name in sorted(levels.unique().drop_nulls())
     )

@@ -16,7 +16,7 @@ from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import COLUMNS, measure
+from kvsim.analysis.table import COLUMNS, in_order, measure
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
@@ -52,7 +52,7 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
                     "and results are told apart by the names of traces; take the runs one by one, "
                     "or record one trace again under another id and replay it"
                 )
-    table = pl.concat([run.table for run in runs]).unique(maintain_order=True)
+    table = in_order(run.table for run in runs).unique(maintain_order=True)
     place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
     twice = table.filter(table.select(place).is_duplicated())
     if twice.height:
@@ -102,7 +102,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         diagnoses += analysis.diagnoses.values()
         left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))
-    table, error = pl.concat(tables), pl.concat(errors)
+    table, error = in_order(tables), pl.concat(errors)
     return Study(traces, first, table, diagnoses, error, list(refused), left_out)
 
 

@@ -61,7 +61,7 @@ class Entry:
     layers: int | None = None
     model_layers: int | None = None
     model: str | None = None
-    labels: Mapping[str, str | int] = field(default_factory=dict)
+    labels: Mapping[str, str | int | float] = field(default_factory=dict)
     answer: Literal["right", "wrong", "none"] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -366,12 +366,19 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
         notes.append(
             f"the prompt had {header.prompt_len} tokens, of which {prompt_len} were recovered"
         )
+    spans = {
+        name: [[start, end] for start, end in each if end <= prompt_len]
+        for name, each in header.spans.items()
+    }
+    if spans != {name: [*map(list, each)] for name, each in header.spans.items()}:
+        notes.append("spans behind the recovered prompt were left out")
     generation = {"new_tokens": committed - prompt_len, "stopped": INTERRUPTED}
     response = None if texts is None else "".join(texts[prompt_len:])
     meta = {
         **header.meta,
         "text": {**object_at(header.meta, "text"), "response": response},
         "generation": {**object_at(header.meta, "generation"), **generation},
+        **({"spans": spans} if spans else {}),
     }
     return _noted(replace(header.within(committed), prompt_len=prompt_len, meta=meta), *notes)
 

@@ -249,7 +249,7 @@ class _Check:
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Return shapes, dtypes, sizes, model, labels, text and answer check, ready for JSON.
+    """Return shapes, dtypes, sizes, model, labels, spans, text and answer check, ready for JSON.
 
     Sizes are None where files cannot be listed, as over HTTP.
 
@@ -290,6 +290,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "versions": object_at(meta, "versions"),
         "generation": object_at(meta, "generation"),
         "labels": stored.header.labels,
+        "spans": stored.header.spans,
         "prompt": _head(text.get("prompt")),
         "response": _head(text.get("response")),
         "answer_check": object_at(meta, "answer_check") or None,

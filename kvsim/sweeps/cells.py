@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import COLUMNS, measure
+from kvsim.analysis.table import COLUMNS, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -181,7 +181,7 @@ class Cells:
 
         Rows of the trace alone stand with its first cell, whatever was measured first.
         """
-        table = pl.concat([pl.DataFrame(schema=COLUMNS), *(rows.table for rows in self._rows)])
+        table = in_order(rows.table for rows in self._rows)
         measured = self._measured
         keys = [
             (cell.trace.name, *names, cell.number)
@@ -197,7 +197,7 @@ class Cells:
             table.join(order, on=on, how="left", nulls_equal=True, maintain_order="left")
             .with_columns(place=pl.col("metric").replace_strict(place, return_dtype=pl.Int64))
             .sort("cell", "place", maintain_order=True)
-            .select(list(COLUMNS))
+            .select(table.columns)
         )
 
 

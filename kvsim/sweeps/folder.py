@@ -17,7 +17,7 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.analysis.table import COLUMNS
+from kvsim.analysis.table import COLUMNS, TYPES, in_order
 from kvsim.core.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.core.record import Record, write_records
 from kvsim.errors import OutputError
@@ -109,6 +109,7 @@ def _table(folder: Path, data: bytes) -> pl.DataFrame:
         rows = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
     except errors as error:
         raise damaged(path, str(error)) from error
+    present = [name for name in TYPES if name in columns]
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise OutputError(
@@ -118,11 +119,11 @@ def _table(folder: Path, data: bytes) -> pl.DataFrame:
     if rows > limit:
         raise damaged(path, f"it has {rows} rows in {len(data)} bytes", f"at most {limit}")
     try:
-        table = pl.read_parquet(io.BytesIO(data), columns=list(COLUMNS), n_rows=limit)
+        table = pl.read_parquet(io.BytesIO(data), columns=present, n_rows=limit)
     except errors as error:
         raise damaged(path, str(error)) from error
     try:
-        return table.select(pl.col(name).cast(kind) for name, kind in COLUMNS.items())
+        return in_order([table])
     except errors as error:
         reason = " ".join(str(error).split())[:200]
         raise OutputError(

@@ -208,7 +208,8 @@ def content(trace: Trace) -> dict[str, Any]:
         for name in source.shapes
     }
     header = trace.header
-    facts = (header.prompt_len, header.formulas, header.ropes, header.layer_ids, header.labels)
+    facts = [header.prompt_len, header.formulas, header.ropes, header.layer_ids]
+    facts += [header.labels, header.spans]
     return {**arrays, "facts": facts, "sources": header.source_dtypes, "text": trace.token_text}
 
 

@@ -757,9 +757,12 @@ def test_labels_of_a_prompt_go_into_its_trace(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ({"colour": "red"}, "label 'colour', expected one of task, domain, level"),
+        ({"colour": "red"}, "label 'colour', expected one of task, domain, level, length"),
         ({"level": 0.5}, "level is 0.5, expected text or a whole number"),
         ({"level": True}, "level is True, expected text or a whole number"),
+        ({"length": "512"}, "length is '512', expected a whole number"),
+        ({"depth": 1.5}, "depth is 1.5, expected a number from 0 to 1"),
+        ({"depth": float("nan")}, "depth is nan, expected a number from 0 to 1"),
     ],
 )
 def test_bad_labels(labels, message, tmp_path):

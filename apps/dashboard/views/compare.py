@@ -82,18 +82,18 @@ def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
     )
     variant = runs.variant(values.filter(metric=metric), metric, variants)
     of_metric = values.filter(metric=metric, variant=variant)
+    labels = [name for name in LABELS if name in of_metric]
     layered = of_metric["layer"].drop_nulls().n_unique() > 1
     split = splits.selectbox(
         "Split by",
         [
             "nothing",
             *(["stage"] if layered else []),
-            *(name for name in LABELS if of_metric[name].drop_nulls().n_unique() > 1),
+            *(name for name in labels if of_metric[name].drop_nulls().n_unique() > 1),
         ],
         key="by",
         bind="query-params",
-        help="stage: early, middle and late layers of the model; domain, task and level of the "
-        "prompts",
+        help="stage: early, middle and late layers of the model; or labels of the prompts",
     )
     logarithmic = scales.toggle(
         "Log", key="log", bind="query-params", help="a logarithmic scale, on which 0 has no place"

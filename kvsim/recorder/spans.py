@@ -1,0 +1,101 @@
+"""Spans: which tokens of an encoded prompt are a text in it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvsim.errors import CaptureError
+
+#: First token, and the one behind the last.
+Span = tuple[int, int]
+
+#: One text or several, or token spans.
+Needle = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def check_needle(needle: Any, where: str = "") -> tuple[str, ...] | tuple[Span, ...]:
+    """Return a needle as several; raise CaptureError for anything else than texts or spans.
+
+    where: the beginning of an error message.
+    """
+    parts = [needle] if isinstance(needle, str) else needle
+    if isinstance(parts, list | tuple):
+        if all(isinstance(part, str) and part.strip() for part in parts):
+            return tuple(parts)
+        if all(
+            isinstance(part, list | tuple) and len(part) == 2 and {*map(type, part)} == {int}
+            for part in parts
+        ):
+            return tuple((start, end) for start, end in parts)
+    raise CaptureError(
+        f"{where}needle is {reprlib.repr(needle)}, expected a text that is in the prompt, a list "
+        "of such texts, or for token ids a list of [start, end]"
+    )
+
+
+def located(
+    needle: Needle, text: str | None, n_tokens: int, tokenizer: Any, *, special: bool
+) -> list[Span]:
+    """Return the token spans of a needle in a prompt.
+
+    text: what the prompt was encoded from, None for token ids. special: whether the tokenizer added
+    special tokens.
+
+    Raises:
+        CaptureError: a text that the prompt has not once, a span outside it, one kind of needle in
+            the other kind of prompt, or a tokenizer without offsets.
+    """
+    parts = check_needle(needle)
+    texts = [part for part in parts if isinstance(part, str)]
+    if parts and (text is None) == bool(texts):
+        given, expected = ("token ids", "spans [start, end]") if texts else ("text", "text too")
+        raise CaptureError(
+            f"needle is {reprlib.repr(needle)} and the prompt is {given}, expected {expected}"
+        )
+    if text is None or not texts:
+        spans = [part for part in parts if not isinstance(part, str)]
+        for start, end in spans:
+            if not 0 <= start < end <= n_tokens:
+                raise CaptureError(
+                    f"needle has the span [{start}, {end}], expected start < end within the "
+                    f"{n_tokens} tokens of the prompt"
+                )
+        return spans
+    places = offsets(text, tokenizer, special=special)
+    return [_tokens_of(each, text, places) for each in texts]
+
+
+def offsets(text: str, tokenizer: Any, *, special: bool) -> list[Span]:
+    """Return where each token is in the text, in characters; special tokens are nowhere, (0, 0).
+
+    Raises CaptureError for a tokenizer that does not say so.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise CaptureError(
+            f"the tokenizer ({type(tokenizer).__name__}) does not say where its tokens are in the "
+            "text, expected a fast one (tokenizer.json); give the prompt and the needle as token "
+            "ids and spans"
+        )
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
+
+
+def _tokens_of(needle: str, text: str, places: Sequence[Span]) -> Span:
+    """Return the tokens that have a character of a text that is in another one once."""
+    first, again = text.find(needle), text.find(needle, text.find(needle) + 1)
+    if first < 0 or again >= 0:
+        times = "more than once" if first >= 0 else "not"
+        raise CaptureError(
+            f"needle {reprlib.repr(needle)} is {times} in the prompt, expected once; give a text "
+            "that is there once, as the chat template renders it"
+        )
+    stop = first + len(needle)
+    at = [i for i, (start, end) in enumerate(places) if start < min(end, stop) and end > first]
+    if not at:
+        raise CaptureError(
+            f"no token of the prompt has a character of needle {reprlib.repr(needle)}, expected "
+            "one; give a text that the tokenizer keeps"
+        )
+    return at[0], at[-1] + 1

@@ -1,0 +1,248 @@
+"""The needle of a prompt: where its tokens are, in what is encoded and in what is stored."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import polars as pl
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import kvsim
+from kvsim.analysis.table import COLUMNS
+from kvsim.errors import CaptureError, TraceError
+from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
+from kvsim.recorder.spans import located
+from kvsim.store import describe, recover
+from kvsim.sweeps.folder import read_run
+from kvsim.sweeps.run import sweep
+from kvsim.testing.strategies import make_case
+
+UNKNOWN = "<unk>"
+
+
+@functools.cache
+def small():
+    """A random model of two layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=900,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def words_tokenizer(template=None):
+    """A tokenizer of the words w0 to w62."""
+    vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
+    inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token=UNKNOWN, chat_template=template
+    )
+
+
+def bytes_tokenizer():
+    """A tokenizer with a token for each byte, and merges that cross words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "Ġ"), ("aĠ", "b"), ("Ġ", "c")]
+    vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("xyz the code is 12345. more", "12345"),
+        ("a b a", "b"),  # one token holds all of "a b"
+        ("x cc", "cc"),  # a token begins with the space before it
+        ("größe: ☃ und 漢字 hier", "☃"),  # a character of several tokens
+        ("größe: ☃ und 漢字 hier", "漢字 hier"),
+    ],
+)
+def test_span_is_the_shortest_that_decodes_to_the_needle(text, needle):
+    """The tokens of the span have the whole needle; without the first or the last they do not."""
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+
+    ((start, end),) = located(needle, text, len(ids), tokenizer, special=True)
+
+    assert needle in tokenizer.decode(ids[start:end])
+    assert needle not in tokenizer.decode(ids[start + 1 : end])
+    assert needle not in tokenizer.decode(ids[start : end - 1])
+
+
+def test_spans_are_those_of_the_rendered_chat(tmp_path):
+    """A chat template shifts them; a file's line, Python and a stored trace say the same."""
+    template = "{% for m in messages %}w7 w0 {{ m['content'] }} w8{% endfor %} w9"
+    tokenizer, model = words_tokenizer(template), small()
+    source = tmp_path / "prompts.jsonl"
+    row = {"prompt": "w1 w2 w3 w4 w5", "needle": ["w4 w5", "w2"], "length": 5, "depth": 0.5}
+    source.write_text(json.dumps(row))
+    options = {"max_new_tokens": 0, "chat": True}
+
+    (stored,) = capture_many(model, tokenizer, read_prompts(source), tmp_path / "out", **options)
+    memory = capture(model, tokenizer, row["prompt"], needle=("w4 w5", "w2"), **options)
+
+    assert memory.tokens.tolist() == [7, 0, 1, 2, 3, 4, 5, 8, 9]
+    assert memory.spans == stored.spans == {"needle": ((5, 7), (3, 4))}
+    assert describe(stored.path)["spans"] == stored.spans
+    assert stored.labels == {"length": 5, "depth": 0.5}
+    assert kvsim.open_trace(stored.save(tmp_path / "copy.zarr")).spans == stored.spans
+
+
+def test_the_shipped_tokenizer_locates():
+    """The tokens of the tiny model's words, behind the one that begins a text."""
+    model, tokenizer = load_model("tiny")
+
+    trace = capture(model, tokenizer, "facts : kuga", needle=":", max_new_tokens=0)
+
+    assert trace.spans == {"needle": ((2, 3),)}
+    assert trace.token_text[2] == ":"
+
+
+def test_token_ids_have_token_spans():
+    """Spans of a prompt of token ids are kept as they are given."""
+    trace = capture(small(), None, [1, 2, 3], needle=[[0, 1], [1, 3]], max_new_tokens=0)
+
+    assert trace.spans == {"needle": ((0, 1), (1, 3))}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "needle", "message"),
+    [
+        ("w1 w2", "w3", "needle 'w3' is not in the prompt, expected once"),
+        ("w1 w2 w1", "w1", "needle 'w1' is more than once in the prompt, expected once"),
+        ("w1 w2", [[0, 1]], r"needle is \[\[0, 1\]\] and the prompt is text, expected text too"),
+        ([1, 2], "w1", "needle is 'w1' and the prompt is token ids, expected spans"),
+        ([1, 2], [[1, 3]], r"needle has the span \[1, 3\], expected .* within the 2 tokens"),
+        ([1, 2], [[1, 1]], r"needle has the span \[1, 1\], expected start < end"),
+        ([1, 2], [[True, 2]], r"needle is \[\[True, 2\]\], expected a text that is in the prompt"),
+        ("w1 w2", ["w1", 3], r"needle is \['w1', 3\], expected a text that is in the prompt"),
+        ("w1 w2", "", "needle is '', expected a text that is in the prompt"),
+    ],
+)
+def test_bad_needles(prompt, needle, message, tmp_path):
+    """A needle that is not there, or of another kind, is one line and nothing is recorded."""
+    model, tokenizer = small(), words_tokenizer()
+
+    with pytest.raises(CaptureError, match=f"^prompt 'b': {message}") as caught:
+        capture_many(
+            model,
+            tokenizer,
+            [Prompt("a", "w1"), Prompt("b", prompt, needle=needle)],
+            tmp_path / "out",
+        )
+
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_needle_in_a_file_has_its_line(tmp_path):
+    """It is refused before a model is loaded."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "w1"}\n{"prompt": "w1", "needle": 3}')
+
+    with pytest.raises(CaptureError, match="line 2: needle is 3, expected a text"):
+        read_prompts(source)
+
+
+def test_tokenizer_without_offsets():
+    """A slow tokenizer is one line, with what to give instead."""
+    slow = type("Slow", (), {"is_fast": False})()
+
+    with pytest.raises(CaptureError, match=r"tokenizer \(Slow\) does not say where its tokens"):
+        located("a", "a b", 2, slow, special=True)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        {"needle": [[3, 21]]},
+        {"needle": [[3, 3]]},
+        {"needle": [[-1, 3]]},
+        {"needle": [[1.0, 3]]},
+        {"needle": [[True, 3]]},
+        {"needle": [[1, 2, 3]]},
+        {"needle": [3]},
+        {"needle": 3},
+        [[3, 4]],
+    ],
+)
+def test_bad_spans_of_a_trace_are_refused(spans):
+    """Spans that are not within the prompt are refused where a trace is opened or made."""
+    bare = make_case("normal", n=60, prompt_len=20).trace()
+
+    with pytest.raises(TraceError, match=r"spans has .* within the 20 tokens of the prompt"):
+        kvsim.Trace.from_arrays(
+            bare.q, bare.k, bare.v, prompt_len=20, rope=bare.rope, meta={"spans": spans}
+        )
+
+
+def test_resume_compares_the_needle(tmp_path):
+    """A trace with another needle is not kept as if it were the same."""
+    model, tokenizer, out = small(), words_tokenizer(), tmp_path / "a.zarr"
+    capture(model, tokenizer, "w1 w2", needle="w1", max_new_tokens=0, out=out)
+
+    again = {"max_new_tokens": 0, "out": out, "resume": True}
+    assert capture(model, tokenizer, "w1 w2", needle="w1", **again).path == out
+    with pytest.raises(CaptureError, match=r"needle is at tokens \(\(0, 1\),\), expected \(\(1, 2"):
+        capture(model, tokenizer, "w1 w2", needle="w2", **again)
+
+
+def test_spans_of_a_cut_prompt_are_recovered_as_far_as_it_goes(tmp_path):
+    """What lies behind the recovered prompt is left out, with a note."""
+
+    def interrupt(done, _):
+        if done > 300:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(
+            *(small(), None, [1] * 300),
+            needle=[[10, 20], [250, 260]],
+            max_new_tokens=10,
+            progress=interrupt,
+            out=tmp_path / "a.zarr",
+        )
+
+    trace = kvsim.open_trace(recover(tmp_path / "a.zarr"))
+    assert trace.prompt_len == 256
+    assert trace.spans == {"needle": ((10, 20),)}
+    assert "spans behind the recovered prompt were left out" in trace.meta["notes"]
+
+
+def test_numeric_labels_are_columns_only_where_they_are(tmp_path):
+    """Tables of traces without length and depth are as before; mixed ones have nulls."""
+    bare = make_case("normal", n=60, prompt_len=20).trace()
+    arrays = {"prompt_len": 20, "rope": bare.rope}
+    plain = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, name="plain", **arrays)
+    meta = {"labels": {"task": "needle", "length": 60, "depth": 0.25}}
+    labelled = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, name="b", meta=meta, **arrays)
+    options = {"metrics": ["output_error"], "interval": 10}
+    policies = [kvsim.policy("streaming_llm", sink=2)]
+
+    without = sweep([plain], policies, [9], **options)
+    mixed = sweep([plain, labelled], policies, [9], **options)
+    mixed.save(tmp_path / "run")
+
+    assert without.table.columns == list(COLUMNS)
+    assert set(mixed.table.columns) == {*COLUMNS, "length", "depth"}
+    assert mixed.table.schema["length"] == pl.Int64
+    assert mixed.table.schema["depth"] == pl.Float64
+    rows = mixed.table.filter(trace="b").unique(["length", "depth"]).select("length", "depth")
+    assert rows.rows() == [(60, 0.25)]
+    assert mixed.table.filter(trace="plain").drop("length", "depth").equals(without.table)
+    assert read_run(tmp_path / "run").table.equals(mixed.table)
