@@ -48,6 +48,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "name": quoted(facts["name"]),
         "digest": facts["digest"],
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
+        "weights": _source(model.get("source")),
         "length": length_text(facts),
         "shape": f"{layers_text(facts)}, {plural(facts['qheads'], 'query head')}, "
         f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}",
@@ -74,6 +75,14 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         megabytes = "-" if size is None else f"{size / 1e6:.2f}"
         rows.append([name, shape, array["dtype"], array["source_dtype"] or "-", megabytes])
     show.echo_table(["array", "shape", "stored as", "in the model", "MB"], rows, right=4)
+
+
+def _source(source: object) -> str:
+    """Return the GGUF file of a model, or an empty text."""
+    if not isinstance(source, Mapping):
+        return ""
+    keys = ("file", "quantization", "package", "sha256")
+    return " ".join(quoted(source[key]) for key in keys if key in source)
 
 
 def _attention(facts: Mapping[str, Any]) -> str:

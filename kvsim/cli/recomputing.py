@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +30,8 @@ def recompute(
     model: Annotated[
         str,
         typer.Option(
-            help="The model that was recorded: 'tiny', 'tiny-deep', a local folder, or a hub id."
+            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
+            "GGUF file, or a hub id."
         ),
     ],
     settings: values.Settings = None,
@@ -62,6 +64,7 @@ def recompute(
         dtype=opened.meta.get("model", {}).get("dtype"),  # that of the recording
         device=values.parse_device(device),
         trust_remote_code=trust_remote_code,
+        note=partial(echo_text, err=True),
     )
     prefills: list[Recomputed] = []
     with bar("prefills") as report:

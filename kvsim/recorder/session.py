@@ -116,7 +116,8 @@ class Session:
     def _differences(self, trace: Trace) -> list[str]:
         """Return in words how `trace` differs from what this capture would record.
 
-        Weights are not compared: models of one name and one configuration count as equal.
+        Weights are not compared, but for the checksum of a GGUF file: other models of one name and
+        one configuration count as equal.
         """
         generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
         if generation.get("stopped") == "interrupted":
@@ -129,6 +130,10 @@ class Session:
         stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
         pairs = {
             "its model is": (recorded.get("name"), expected["name"]),
+            "the SHA-256 of its GGUF file is": (
+                object_at(recorded, "source").get("sha256"),
+                expected.get("source", {}).get("sha256"),
+            ),
             "its model's dtype is": (recorded.get("dtype"), expected["dtype"]),
             "its attention kernel is": (recorded.get("attention"), expected["attention"]),
             **{f"its {k} is": (generation.get(k), x) for k, x in options.generation.items()},
