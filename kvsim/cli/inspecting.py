@@ -62,6 +62,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         },
         "prompt": quoted(facts["prompt"]),
         "response": quoted(facts["response"]),
+        "log-likelihood": _likelihood(facts["response_logprobs"]),
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
@@ -100,6 +101,14 @@ def _attention(facts: Mapping[str, Any]) -> str:
     return "" if len(texts) == 1 and texts[0].endswith(": plain") else "; ".join(texts)
 
 
+def _likelihood(logprobs: Sequence[float]) -> str:
+    """Return the mean of the tokens of a given response, or an empty text."""
+    if not logprobs:
+        return ""
+    mean = sum(logprobs) / len(logprobs)
+    return f"{mean:.4f} per token of the response, on average"
+
+
 def _capture_check(check: Mapping[str, Any] | None) -> str:
     if not check or not check.get("max_relative_error"):
         return "none"
@@ -126,6 +135,7 @@ def length_text(facts: Mapping[str, Any]) -> str:
         "stop": ", ended by a stop string",
         "context": ", cut by the context",
         "interrupted": ", interrupted",
+        "given": ", given",
     }
     end = ends.get(str(facts["generation"].get("stopped")), "")
     if is_cut(facts):

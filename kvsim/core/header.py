@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,11 @@ class Header:
         }
 
     @property
+    def response_logprobs(self) -> tuple[float, ...]:
+        """Log-likelihood of each token of a response that was given, else none."""
+        return tuple(self.meta.get("response_logprobs", ()))
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers compute plain causal attention, with one scale and one rotation."""
         return self.formulas[0].plain and len({*zip(self.formulas, self.ropes, strict=True)}) == 1
@@ -78,6 +84,12 @@ class Header:
                 "the number of tokens"
             )
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
+        logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len
+        if logprobs is not None and not _numbers(logprobs, n):
+            raise TraceError(
+                f"{where}: response_logprobs are {reprlib.repr(logprobs)}, expected a finite "
+                f"number, at most 0, for each of the {n} tokens of the response; record it again"
+            )
         of_layers = {
             "layer numbers": (int, self.layer_ids),
             "formulas": (Formula, self.formulas),
@@ -110,6 +122,15 @@ class Header:
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
                 )
+
+
+def _numbers(logprobs: Any, n: int) -> bool:
+    """Whether these are the log-likelihoods of n tokens."""
+    return (
+        isinstance(logprobs, list | tuple)
+        and len(logprobs) == n > 0
+        and all(type(x) in (int, float) and -math.inf < x <= 0 for x in logprobs)
+    )
 
 
 def _check_spans(spans: Any, prompt_len: int, where: str) -> None:

@@ -283,6 +283,14 @@ class Trace:
         return self.header.spans
 
     @property
+    def response_logprobs(self) -> tuple[float, ...]:
+        """Log-likelihood of each token of the response given those before it, in nats.
+
+        Of a response that was given (`kvsim.capture(..., response=...)`); empty for others.
+        """
+        return self.header.response_logprobs
+
+    @property
     def digest(self) -> str:
         """SHA-256 of what attention depends on, the same in memory and on disk."""
         if self._digest is None:

@@ -38,6 +38,7 @@ def capture(
     answer: str | None = None,
     labels: Labels | None = None,
     needle: Needle = (),
+    response: str | Sequence[int] | None = None,
     name: str | None = None,
     **options: Any,
 ) -> Trace:
@@ -52,6 +53,8 @@ def capture(
         answer: the expected answer, for the answer check.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
+        response: text or token ids to record as the response, instead of generating one. The trace
+            keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`).
         name: the trace's name; by default from `out`.
         **options: the fields of `kvsim.recorder.Options`.
 
@@ -80,7 +83,7 @@ def capture(
     checked_labels = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     form: dict[str, Any] = {"system": checked.system, "chat": checked.chat}
-    encoded = encode(prompt, model, tokenizer, needle=needle, **form)
+    encoded = encode(prompt, model, tokenizer, needle=needle, response=response, **form)
     session = Session(model, tokenizer, encoded, checked, out, answer, checked_labels, name)
     return session.existing() or session.run()
 
@@ -131,12 +134,14 @@ def capture_many(
         system = checked.system if prompt.system is None else prompt.system
         form: dict[str, Any] = {"system": system, "chat": checked.chat}
         try:
-            encoded = encode(prompt.content, model, tokenizer, needle=prompt.needle, **form)
+            form |= {"needle": prompt.needle, "response": prompt.response}
+            encoded = encode(prompt.content, model, tokenizer, **form)
+            session = Session(
+                model, tokenizer, encoded, checked, path, prompt.answer, label, prompt.id
+            )
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
-        sessions.append(
-            Session(model, tokenizer, encoded, checked, path, prompt.answer, label, prompt.id)
-        )
+        sessions.append(session)
     traces = [session.existing() for session in sessions]
     for place, prompt in enumerate(prompts):
         session = sessions.pop(0)  # a session that has run keeps blocks

@@ -1,10 +1,11 @@
-"""Generation: prefill, then one token after the other."""
+"""Generation: prefill, then one token after the other; or all tokens of a given response."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, Literal, cast
 
 import torch
@@ -15,6 +16,9 @@ from kvsim.errors import CaptureError
 
 #: What ended a response by itself: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
+
+# Rows whose log-softmax is computed at once.
+_ROWS = 128
 
 
 def generate(
@@ -42,16 +46,9 @@ def generate(
     """
     tokens = list(ids)
     total = len(tokens) + new_tokens
-    # without the model's configuration it keeps every entry, also outside sliding windows: each is
-    # recorded and checked
-    cache = DynamicCache()
     generator = torch.Generator().manual_seed(seed)
-    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = 1  # a long prompt times the vocabulary would be large
-    device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
-    if device.type == "meta":  # offloaded until it runs
-        device = torch.device("cpu")
+    options = _options(model, logits=1)
+    device = _device(model)
     inputs = torch.tensor([tokens], device=device)
     with torch.no_grad(), evaluating(model):
         while True:
@@ -70,6 +67,56 @@ def generate(
             tokens.append(_sample(logits, temperature, generator))
             sampled(tokens[-1])
             inputs = torch.tensor([tokens[-1:]], device=device)
+
+
+def score(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    start: int,
+    *,
+    before_last: Callable[[int], None],
+    progress: Callable[[int, int], None],
+) -> list[float]:
+    """Run all tokens in one forward; return the log-likelihood of each from `start` on.
+
+    That of a token is given all tokens before it. before_last, progress: as for `generate`.
+    """
+    device, n = _device(model), len(ids)
+    with torch.no_grad(), evaluating(model):
+        before_last(n)
+        inputs = torch.tensor([ids], device=device)
+        logits = model(inputs, **_options(model, logits=n - start + 1)).logits[0]
+        progress(n, n)
+        logits = logits[start - 1 - n : -1]
+        targets = inputs[0, start:].to(logits.device)
+        parts = [
+            part.double().log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+            for part, token in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
+        ]
+        scores = [float(x) for x in torch.cat(parts)]
+    impossible = next((at for at, x in enumerate(scores) if not isfinite(x)), None)
+    if impossible is not None:
+        raise CaptureError(
+            f"token {impossible} of the response has log-likelihood {scores[impossible]}, expected "
+            "a finite number; give a response that the model can write"
+        )
+    return scores
+
+
+def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
+    """Return the options of a forward that computes the logits of so many last rows."""
+    # without the model's configuration it keeps every entry, also outside sliding windows: each is
+    # recorded and checked
+    options: dict[str, Any] = {"past_key_values": DynamicCache(), "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = logits  # a long prompt times the vocabulary would be large
+    return options
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
+    # offloaded until it runs
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -38,13 +38,13 @@ class Options:
     """
 
     max_new_tokens: Annotated[
-        int,
+        int | None,
         AtLeast(0),
         Help(
-            "The longest response, in tokens; 0 records the prompt alone. A response is cut at the "
-            "model's context, with a note."
+            "The longest response, in tokens, 512 by default; 0 records the prompt alone. A "
+            "response is cut at the model's context, with a note. Not for a response that is given."
         ),
-    ] = 512
+    ] = None
     temperature: Annotated[
         float,
         Finite(),
@@ -144,12 +144,17 @@ class Options:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest response that is generated."""
+        return 512 if self.max_new_tokens is None else self.max_new_tokens
+
+    @property
     def generation(self) -> dict[str, Any]:
         """The settings of generation that a trace notes."""
         return {
             "temperature": self.temperature,
             "seed": self.seed,
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": self.longest,
             "stop": list(self.stops),
         }
 

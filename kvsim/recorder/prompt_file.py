@@ -24,7 +24,7 @@ from kvsim.schema import LABELS
 CONTENT = ("prompt", "messages", "tokens")
 
 #: All keys that are read; others are ignored.
-KEYS = ("id", *CONTENT, "needle", "system", "answer", *LABELS, "difficulty")
+KEYS = ("id", *CONTENT, "needle", "response", "system", "answer", *LABELS, "difficulty")
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
 
@@ -38,10 +38,9 @@ def read_prompts(
 
     A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
     text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``needle``, ``system``, ``answer`` and the labels ``task``, ``domain``, ``level`` (or
-    ``difficulty``), ``length`` and ``depth``.
-    Other keys are ignored, and so is ``tokens`` if it is a number. Empty lines and a byte order
-    mark are skipped.
+    ``needle``, ``response``, ``system``, ``answer`` and the labels ``task``, ``domain``,
+    ``level`` (or ``difficulty``), ``length`` and ``depth``. Other keys are ignored, and so is
+    ``tokens`` if it is a number. Empty lines and a byte order mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -132,7 +131,13 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
                 f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
                 "one of them: they are the same label"
             )
-    needle = row.get("needle")
+    needle, response = row.get("needle"), row.get("response")
+    if not isinstance(response, str | list | None) or not all(
+        type(token) is int for token in (response if isinstance(response, list) else ())
+    ):
+        raise CaptureError(
+            f"{where}: response is {_short(response)}, expected text or a list of token ids"
+        )
     return Prompt(
         id=_id(row.get("id"), index, where),
         content=_content(row, where),
@@ -140,6 +145,7 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         labels=check_labels(labels, f"{where}: "),
         system=system or None,
         needle=() if needle is None else check_needle(needle, f"{where}: "),
+        response=response,
     )
 
 

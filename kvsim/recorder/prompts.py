@@ -46,6 +46,7 @@ class Prompt:
         system: a system message before the prompt, or None.
         needle: what the answer depends on, as texts that occur in the prompt once each, or for
             token ids as token spans (start, end); the trace keeps their token spans.
+        response: text or token ids that are recorded as the response, instead of generating one.
     """
 
     id: str
@@ -54,19 +55,21 @@ class Prompt:
     labels: Labels = field(default_factory=dict)
     system: str | None = None
     needle: Needle = ()
+    response: str | Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A prompt as token ids, and the text or messages that they were encoded from.
 
-    needle: its token spans.
+    needle: its token spans. response: token ids of a given response, None to generate one.
     """
 
     ids: list[int]
     text: str | None
     messages: list[dict[str, Any]] | None
     needle: list[Span]
+    response: list[int] | None
 
 
 def encode(
@@ -77,17 +80,19 @@ def encode(
     system: str | None,
     chat: bool,
     needle: Needle = (),
+    response: str | Sequence[int] | None = None,
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 
-    system: a message before it, which makes text a chat. chat: text is a user's message. needle:
-    as `Prompt.needle`.
+    system: a message before it, which makes text a chat. chat: text is a user's message. needle,
+    response: as those of `Prompt`; a response is encoded by itself, without special tokens.
 
     Raises:
-        CaptureError: a prompt that is empty or longer than the context; unknown ids or words; text
-            without a tokenizer; a chat without a template, or one that the template refuses; a
-            second system message, or one for token ids; a needle that is not in the prompt once,
-            or with a tokenizer that does not say where its tokens are in the text.
+        CaptureError: a prompt that is empty, or with its response longer than the context; a
+            response that is empty; unknown ids or words; text without a tokenizer; a chat without a
+            template, or one that the template refuses; a second system message, or one for token
+            ids; a needle that is not in the prompt once, or with a tokenizer that does not say
+            where its tokens are in the text.
     """
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
@@ -102,22 +107,44 @@ def encode(
         ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=is_tiny(model))
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
-    vocab_size = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
-    unknown = [token for token in ids if not 0 <= token < vocab_size]
-    if unknown:
-        raise CaptureError(
-            f"token id {unknown[0]} is not in the model's vocabulary, expected 0 to "
-            f"{vocab_size - 1}; encode the prompt with the model's own tokenizer"
-        )
-    context = context_length(model)
-    if context is not None and len(ids) > context:
-        raise CaptureError(
-            f"the prompt has {len(ids)} tokens, expected at most the model's context of {context}; "
-            "give a shorter prompt or a model with a longer context"
-        )
+    given = None if response is None else _response(response, model, tokenizer)
+    _check_ids(ids, given or [], model)
     special = messages is None  # a chat template has put the special tokens in already
     spans = located(needle, text, len(ids), tokenizer, special=special)
-    return Encoded(ids, text, messages, spans)
+    return Encoded(ids, text, messages, spans, given)
+
+
+def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:
+    """Raise CaptureError for tokens that the model does not have, or more than it can read."""
+    vocab_size = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
+    for name, tokens in {"prompt": ids, "response": response}.items():
+        unknown = [token for token in tokens if not 0 <= token < vocab_size]
+        if unknown:
+            raise CaptureError(
+                f"token id {unknown[0]} is not in the model's vocabulary, expected 0 to "
+                f"{vocab_size - 1}; encode the {name} with the model's own tokenizer"
+            )
+    context = context_length(model)
+    if context is not None and len(ids) + len(response) > context:
+        what = f"{len(response)} tokens of response after a prompt of {len(ids)}"
+        raise CaptureError(
+            f"{what if response else f'the prompt has {len(ids)} tokens'}, expected at most the "
+            f"model's context of {context}; give a shorter {'one' if response else 'prompt'} or a "
+            "model with a longer context"
+        )
+
+
+def _response(response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Return the token ids of a given response."""
+    if not isinstance(response, str):
+        if len(response):
+            return _ids(response, "response")
+    elif response:
+        _need_tokenizer(tokenizer, "text", "one that encodes it", "response")
+        return _tokenize(response, tokenizer, chat=True, tiny=is_tiny(model))
+    raise CaptureError(
+        "the response is empty, expected text or token ids; leave it out to generate one"
+    )
 
 
 def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dict[str, Any]] | None:
@@ -183,7 +210,7 @@ def _text_of(part: object, where: str) -> str:
     return text
 
 
-def _ids(prompt: object) -> list[int]:
+def _ids(prompt: object, what: str = "prompt") -> list[int]:
     try:
         array = np.asarray(prompt)
     except (ValueError, TypeError, RuntimeError):
@@ -194,16 +221,16 @@ def _ids(prompt: object) -> list[int]:
         array = array[0]
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise CaptureError(
-            f"the prompt is {type(prompt).__name__} of shape {array.shape} and {array.dtype}, "
+            f"the {what} is {type(prompt).__name__} of shape {array.shape} and {array.dtype}, "
             "expected text, a list of chat messages, or a list of token ids"
         )
     return [int(token) for token in array]
 
 
-def _need_tokenizer(tokenizer: Any, prompt: str, expected: str) -> None:
+def _need_tokenizer(tokenizer: Any, prompt: str, expected: str, what: str = "prompt") -> None:
     if tokenizer is None:
         raise CaptureError(
-            f"the prompt is {prompt}, and there is no tokenizer, expected {expected}; put the "
+            f"the {what} is {prompt}, and there is no tokenizer, expected {expected}; put the "
             "tokenizer's files into the model's folder, or give token ids (`tokens` in a file of "
             "prompts)"
         )

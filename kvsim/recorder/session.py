@@ -19,7 +19,7 @@ from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
-from kvsim.recorder.generation import Ended, StopStrings, generate, stop_tokens
+from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
 from kvsim.recorder.models import (
@@ -42,6 +42,9 @@ from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
+
+#: What ended a response that was given (`generation.stopped`).
+GIVEN = "given"
 
 
 class Session:
@@ -71,11 +74,18 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = name or (self.out.stem if self.out else model_name(model))
         self.notes: list[str] = []
-        self.new_tokens, context = options.max_new_tokens, context_length(model)
+        if encoded.response is not None and options.max_new_tokens is not None:
+            raise CaptureError(
+                f"max_new_tokens is {options.max_new_tokens} and a response is given, expected one "
+                "of them: a given response is recorded as it is; leave --max-new-tokens out"
+            )
+        self.response = encoded.response or []
+        self.new_tokens, context = 0 if self.response else options.longest, context_length(model)
+        self.logprobs: list[float] = []
         if context is not None and len(encoded.ids) + self.new_tokens > context:
             self.new_tokens = context - len(encoded.ids)
             self.notes.append(
-                f"the response was cut to {self.new_tokens} of {options.max_new_tokens} new "
+                f"the response was cut to {self.new_tokens} of {options.longest} new "
                 f"tokens, where the model's context of {context} ends"
             )
         cap = softcap(model)
@@ -84,7 +94,7 @@ class Session:
                 f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
                 "with the eager kernel it computes what it was trained to"
             )
-        self.limit = len(encoded.ids) + self.new_tokens
+        self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.projections = Projections(model, self.layer_ids) if options.o_proj else None
         self.residual = Residual(model) if options.residual else None
@@ -136,7 +146,7 @@ class Session:
             ),
             "its model's dtype is": (recorded.get("dtype"), expected["dtype"]),
             "its attention kernel is": (recorded.get("attention"), expected["attention"]),
-            **{f"its {k} is": (generation.get(k), x) for k, x in options.generation.items()},
+            **{f"its {k} is": (generation.get(k), x) for k, x in self._settings.items()},
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
             "it is stored in": (stored, options.store_dtype or exact),
@@ -161,6 +171,11 @@ class Session:
         differing = []
         if labels != dict(self.labels):
             differing.append(f"its labels are {labels}, expected {dict(self.labels)}")
+        given = bool(self.response)
+        if given != (object_at(trace.meta, "generation").get("stopped") == GIVEN):
+            differing.append(f"its response was {'generated' if given else 'given'}")
+        elif given and trace.read("tokens")[trace.prompt_len :].tolist() != self.response:
+            differing.append("it has another response")
         spans, needle = trace.spans.get("needle", ()), tuple(self.encoded.needle)
         if spans != needle:
             differing.append(f"its needle is at tokens {spans}, expected {needle}")
@@ -197,7 +212,7 @@ class Session:
             progress = self.options.progress
             if progress is True:
                 progress = self._stack.enter_context(progress_bar("tokens", self.name))
-            tokens, ended = self._generate(progress if callable(progress) else lambda *_: None)
+            tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._final_header(tokens, ended)
             texts = token_strings(tokens, self.tokenizer)
             if self._writer is None:
@@ -208,14 +223,21 @@ class Session:
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(self._writer.path)
 
-    def _generate(self, progress: Progress) -> tuple[list[int], Ended | None]:
-        """Generate with the kernel intercepted."""
+    def _forward(self, progress: Progress) -> tuple[list[int], str | None]:
+        """Generate, or run a given response, with the kernel intercepted."""
         with ExitStack() as stack:
             stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.projections is not None:
                 stack.enter_context(self.projections.checking(self._store_projection))
             if self.residual is not None:
                 stack.enter_context(self.residual.following())
+            if self.response:
+                tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
+                start = len(self.encoded.ids)
+                self.logprobs = score(
+                    self.model, tokens, start, before_last=finish, progress=progress
+                )
+                return tokens, GIVEN
             return generate(
                 self.model,
                 self.encoded.ids,
@@ -241,7 +263,7 @@ class Session:
         """Write the header and the prompt, once every layer has been called."""
         if self._writer is not None:
             self._writer.begin(self._header(), self._recorder.described)
-            self._store_tokens(self.encoded.ids)
+            self._store_tokens([*self.encoded.ids, *self.response])
 
     def _store_tokens(self, ids: list[int]) -> None:
         if self._writer is not None:
@@ -306,21 +328,26 @@ class Session:
             "model": describe_model(self.model),
             "versions": versions(),
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
-            "generation": self.options.generation,
+            "generation": self._settings,
             "labels": dict(self.labels),
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
             "notes": self.notes,
         }
         return Header(len(self.encoded.ids), (), (), self.layer_ids, name=self.name, meta=meta)
 
-    def _final_header(self, tokens: list[int], ended: Ended | None) -> Header:
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of generation; none of a response that is given."""
+        return {} if self.response else self.options.generation
+
+    def _final_header(self, tokens: list[int], ended: str | None) -> Header:
         """Return the header with the response, and with how close the recording is."""
         header = self._header()
         prompt_len = header.prompt_len
         response = None
         if self.tokenizer is not None:
             response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
-        cut = self.new_tokens < self.options.max_new_tokens
+        cut = self.new_tokens < self.options.longest
         meta = {
             **header.meta,
             "text": {**header.meta["text"], "response": response},
@@ -330,6 +357,7 @@ class Session:
                 "stopped": ended or ("context" if cut else "length"),
             },
             "answer_check": self._answer_check(response),
+            **({"response_logprobs": self.logprobs} if self.logprobs else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
 

@@ -117,7 +117,7 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
         )
         rows = [
             [
-                *(row[label], row["policy"], row["asked"]),
+                *(str(row[label]), row["policy"], row["asked"]),
                 *(html.called(row["metric"]), html.interval(row), row["n"]),
             ]
             for row in means.sort(label, maintain_order=True).to_dicts()

@@ -372,6 +372,7 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
     }
     if spans != {name: [*map(list, each)] for name, each in header.spans.items()}:
         notes.append("spans behind the recovered prompt were left out")
+    logprobs = header.response_logprobs[: committed - prompt_len]
     generation = {"new_tokens": committed - prompt_len, "stopped": INTERRUPTED}
     response = None if texts is None else "".join(texts[prompt_len:])
     meta = {
@@ -379,7 +380,10 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
         "text": {**object_at(header.meta, "text"), "response": response},
         "generation": {**object_at(header.meta, "generation"), **generation},
         **({"spans": spans} if spans else {}),
+        "response_logprobs": logprobs,
     }
+    if not logprobs:
+        del meta["response_logprobs"]
     return _noted(replace(header.within(committed), prompt_len=prompt_len, meta=meta), *notes)
 
 

@@ -291,6 +291,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "generation": object_at(meta, "generation"),
         "labels": stored.header.labels,
         "spans": stored.header.spans,
+        "response_logprobs": list(stored.header.response_logprobs),
         "prompt": _head(text.get("prompt")),
         "response": _head(text.get("response")),
         "answer_check": object_at(meta, "answer_check") or None,

@@ -1,0 +1,196 @@
+"""A response that is given: recorded in one pass after the prompt, with its log-likelihood."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import kvsim
+from kvsim.cli import app
+from kvsim.errors import CaptureError, TraceError
+from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
+from kvsim.store import describe, recover, verify
+
+UNKNOWN = "<unk>"
+
+
+@functools.cache
+def small():
+    """A random model of two layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=900,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def words_tokenizer():
+    """A tokenizer of the words w0 to w62."""
+    vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
+    inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=UNKNOWN)
+
+
+@functools.cache
+def ids(n):
+    """Random token ids."""
+    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def test_response_is_one_teacher_forced_forward(tmp_path):
+    """Arrays are those of prompt and response in one prefill; likelihoods are the model's own."""
+    prompt, response = ids(300), ids(520)[300:]
+    calls = []
+    handle = small().register_forward_pre_hook(lambda *_: calls.append(1))
+
+    trace = capture(small(), None, prompt, response=response, out=tmp_path / "a.zarr")
+
+    handle.remove()
+    assert len(calls) == 1
+    whole = capture(small(), None, prompt + response, max_new_tokens=0)
+    assert (trace.prompt_len, trace.n_pos) == (300, 520)
+    assert trace.tokens.tolist() == prompt + response
+    for name in ("q", "k", "v", "attn_out", "lse"):
+        assert torch.equal(trace.read(name), whole.read(name)), name
+    with torch.no_grad():
+        logits = small()(torch.tensor([prompt + response])).logits[0].double()
+    expected = [
+        float(logits[at - 1].log_softmax(-1)[token]) for at, token in enumerate(response, 300)
+    ]
+    assert trace.response_logprobs == pytest.approx(expected, abs=1e-6)
+    assert verify(trace.path, deep=True).ok
+    generation = trace.meta["generation"]
+    assert generation == {"new_tokens": 220, "stopped": "given"}
+
+
+def test_a_generated_response_given_back_has_the_same_trace():
+    """What the model wrote greedily is its most likely text, and attention is the same."""
+    model, tokenizer = load_model("tiny")
+    prompt = kvsim.tiny.tasks.prompts(1, 0)[0].prompt
+    free = capture(model, tokenizer, prompt, max_new_tokens=40)
+
+    given = capture(model, tokenizer, prompt, response=free.tokens[free.prompt_len :].tolist())
+
+    assert given.tokens.tolist() == free.tokens.tolist()
+    assert given.meta["text"]["response"] == free.meta["text"]["response"]
+    assert torch.allclose(given.attn_out, free.attn_out, atol=1e-4)
+    assert sum(given.response_logprobs) / 40 > -0.5
+
+
+def test_lines_of_a_file(tmp_path):
+    """Text and ids are recorded, a line without is generated; resuming compares the response."""
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    rows = [
+        {"prompt": "w1 w2", "response": "w3 w4 w5"},
+        {"tokens": [1, 2], "response": [3, 4, 5]},
+        {"prompt": "w1"},
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    prompts = read_prompts(source)
+    short = [Prompt(**{**vars(p), "response": p.response or "w9"}) for p in prompts]
+
+    text, tokens, generated = capture_many(small(), words_tokenizer(), short, out)
+
+    assert text.tokens.tolist() == tokens.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert text.response_logprobs == tokens.response_logprobs
+    assert text.meta["text"]["response"] == "w3 w4 w5"
+    assert generated.tokens.tolist() == [1, 9]
+    assert describe(text.path)["response_logprobs"] == list(text.response_logprobs)
+    again = capture_many(small(), words_tokenizer(), short, out, resume=True)
+    assert [trace.digest for trace in again] == [x.digest for x in (text, tokens, generated)]
+    other = [Prompt(**{**vars(short[0]), "response": "w3 w4 w6"})]
+    with pytest.raises(CaptureError, match="it has another response"):
+        capture_many(small(), words_tokenizer(), other, out, resume=True)
+    free = [Prompt(**{**vars(short[0]), "response": None})]
+    with pytest.raises(CaptureError, match="its response was given"):
+        capture_many(small(), words_tokenizer(), free, out, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("response", "options", "message"),
+    [
+        ([3, 64], {}, "token id 64 is not in the model's vocabulary, .* encode the response with"),
+        ([-1], {}, "token id -1 is not in the model's vocabulary"),
+        ("w3 hello", {}, "the tokenizer does not know 'hello'"),
+        ("", {}, "the response is empty, expected text or token ids"),
+        ([], {}, "the response is empty, expected text or token ids"),
+        ([[1], [2]], {}, r"the response is list of shape \(2, 1\)"),
+        ([1] * 899, {}, "899 tokens of response after a prompt of 2, expected .* context of 900"),
+        ([3], {"max_new_tokens": 4}, "max_new_tokens is 4 and a response is given, expected one"),
+    ],
+)
+def test_bad_responses(response, options, message, tmp_path):
+    """Each is one line, and none of the prompts is recorded."""
+    prompts = [Prompt("a", "w1"), Prompt("b", "w1 w2", response=response)]
+
+    with pytest.raises(CaptureError, match=f"^prompt 'b': .*{message}") as caught:
+        capture_many(small(), words_tokenizer(), prompts, tmp_path / "out", **options)
+
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_response_in_a_file_has_its_line(tmp_path):
+    """A response that is neither text nor ids is refused before a model is loaded."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "w1", "response": 3}')
+
+    with pytest.raises(CaptureError, match="line 1: response is 3, expected text or a list"):
+        read_prompts(source)
+
+
+def test_a_killed_capture_keeps_part_of_the_response(tmp_path, monkeypatch):
+    """Recovery gives the prompt and the committed part; likelihoods are known at the end alone."""
+    from kvsim.recorder.session import Session
+
+    def broken(self, tokens, ended):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_final_header", broken)
+    with pytest.raises(KeyboardInterrupt):
+        capture(small(), None, ids(300), response=ids(560)[300:], out=tmp_path / "a.zarr")
+
+    trace = kvsim.open_trace(recover(tmp_path / "a.zarr"))
+    assert trace.prompt_len == 300
+    assert trace.tokens.tolist() == ids(560)[: trace.n_pos]
+    assert trace.response_logprobs == ()
+    assert trace.meta["generation"]["stopped"] == "interrupted"
+
+
+@pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, 0.1], [-0.5, float("nan")], ["a", "b"], 3, []])
+def test_bad_likelihoods_of_a_trace_are_refused(logprobs):
+    """There is one number, at most 0, for each token of the response."""
+    bare = capture(small(), None, [1, 2, 3], max_new_tokens=0)
+
+    with pytest.raises(TraceError, match=r"response_logprobs are .* each of the 2 tokens"):
+        kvsim.Trace.from_arrays(
+            *(bare.q, bare.k, bare.v),
+            prompt_len=1,
+            rope=bare.ropes,
+            meta={"response_logprobs": logprobs},
+        )
+
+
+def test_info_shows_the_likelihood(tmp_path, capsys):
+    """`kvsim info` prints the mean log-likelihood of a given response."""
+    trace = capture(small(), None, [1, 2], response=[3, 4], out=tmp_path / "a.zarr")
+    mean = sum(trace.response_logprobs) / 2
+
+    app(["info", str(trace.path)], standalone_mode=False)
+
+    printed = capsys.readouterr().out
+    assert f"{mean:.4f} per token of the response" in printed
+    assert "(prompt 2, response 2, given)" in printed
