@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.files import unbroken
+from kvsim.files import Kind, unbroken
 from kvsim.schema import CHUNK
 from kvsim.store.draft import (
     PARTIAL,
     TOKENS,
     Group,
-    Kind,
     TokenFile,
     belongs_to,
     is_locked,
@@ -174,16 +173,22 @@ def discard(path: str | Path) -> Draft:
 @contextmanager
 def _locked(folder: Path) -> Iterator[TokenFile | None]:
     """The locked file of tokens of a draft; None if the draft has none."""
+    if is_locked(folder):
+        raise _busy(folder)
     if not (folder / TOKENS).exists():
         yield None
         return
     with closing(TokenFile(folder, wait=False)) as file:
-        if not file.locked:
-            raise TraceError(
-                f"{folder} is being written by a capture, or recovered; expected one that was "
-                "interrupted, wait for it or end it"
-            )
+        if not file.locked:  # another process was faster
+            raise _busy(folder)
         yield file
+
+
+def _busy(folder: Path) -> TraceError:
+    return TraceError(
+        f"{folder} is being written or recovered; expected one that was interrupted, wait for the "
+        "command or end it"
+    )
 
 
 def _check_free(draft: Draft, target: Path) -> None:

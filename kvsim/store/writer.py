@@ -17,9 +17,9 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError
-from kvsim.files import unbroken
+from kvsim.files import hidden, unbroken
 from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
-from kvsim.store.draft import Group, TokenFile, hidden, recover_command
+from kvsim.store.draft import Group, TokenFile, recover_command
 from kvsim.store.layout import DENSE, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
