@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
-from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
+from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError, local_path
 from kvsim.files import Kind, unbroken
 from kvsim.schema import CHUNK
 from kvsim.store.draft import (
@@ -114,8 +114,8 @@ def recover(
             committed tokens, or the file system refuses.
         TraceExistsError: something is at the path of the trace.
     """
-    draft = _find(Path(path))
-    target = draft.target if out is None else Path(out)
+    draft = _find(local_path(path, TraceError))
+    target = draft.target if out is None else local_path(out, TraceError)
     try:
         if draft.kind == "old":
             _restore(draft.path, target, progress)
@@ -159,7 +159,7 @@ def discard(path: str | Path) -> Draft:
         TraceError: there are several drafts, the draft is being written, or the file system
             refuses.
     """
-    draft = _find(Path(path))
+    draft = _find(local_path(path, TraceError))
     try:
         with _locked(draft.path):
             remove_trace(draft.path)
