@@ -4,6 +4,7 @@ KvsimError
 ├── TraceError (ValueError)            a trace is incomplete, damaged, too new, of wrong shapes
 │   ├── TraceNotFoundError (FileNotFoundError)
 │   └── TraceExistsError (FileExistsError)
+├── PositionError (IndexError)         a row, a position or a layer that a trace does not have
 ├── CaptureError (RuntimeError)        a model or prompt that cannot be recorded exactly
 ├── PolicyError (ValueError)           an unknown policy or parameter, or a value outside its range
 │   ├── BudgetError                    a budget that the policy has no rule for
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
 
 
 class KvsimError(Exception):
@@ -34,6 +37,10 @@ class TraceNotFoundError(TraceError, FileNotFoundError):
 
 class TraceExistsError(TraceError, FileExistsError):
     """A trace would overwrite what is already at the path."""
+
+
+class PositionError(KvsimError, IndexError):
+    """A row, a position or a layer that a trace does not have."""
 
 
 class CaptureError(KvsimError, RuntimeError):
@@ -66,6 +73,13 @@ class MemoryLimitError(KvsimError, MemoryError):
 
 class OutputError(KvsimError, FileExistsError):
     """An output path exists already or cannot be written."""
+
+
+def local_path(path: object, error: type[KvsimError]) -> Path:
+    """Return a path as a Path; raise `error` for what no path can be."""
+    if isinstance(path, str | PathLike) and "\0" not in str(path):
+        return Path(path)
+    raise error(f"the path is {path!r}; expected text or a Path without NUL characters")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

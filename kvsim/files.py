@@ -6,21 +6,37 @@ what is at the path stays as it is, whatever fails.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile, mkdtemp
+from tempfile import TemporaryFile
+from typing import Any, Literal
 
 from kvsim.errors import KvsimError, OutputError
 
-#: Hidden folders with outputs that are being written.
+if sys.platform != "win32":
+    import fcntl
+
+#: Kind of a hidden folder: ``tmp`` what is being written, ``old`` what is being replaced.
+Kind = Literal["tmp", "old"]
+
+#: File in the hidden folder of an output, locked by the process that writes it.
+LOCK = ".lock"
+
+#: Temporary files that test whether a folder is writable.
 _PREFIX = ".kvsim-"
+
+# Errors of locking on file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
 #: Written to test whether a folder is writable: one block, as the smallest file takes.
 _PROBE = bytes(4096)
 
@@ -81,19 +97,21 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OutputError: something is at `path`, or the system refuses.
     """
     target = Path(os.path.realpath(path))  # renaming to a link would replace the link
-    aside, moved = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}"), False
+    folder, aside, moved = hidden(target, "tmp"), hidden(target, "old"), False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = mkdtemp(prefix=_PREFIX, dir=target.parent)
         try:
-            draft = Path(folder, target.name)
-            yield draft
-            sync_tree(draft)
-            if not (overwrite and draft.is_dir() and target.is_dir()):
-                _check_free(path, overwrite=overwrite, advice="give another path")
-            with unbroken():
-                _move(draft, target, aside)
-                moved = True
+            folder.mkdir(0o700)
+            with (folder / LOCK).open("ab") as locked:
+                lock(locked, wait=False)
+                draft = folder / target.name
+                yield draft
+                sync_tree(draft)
+                if not (overwrite and draft.is_dir() and target.is_dir()):
+                    _check_free(path, overwrite=overwrite, advice="give another path")
+                with unbroken():
+                    _move(draft, target, aside)
+                    moved = True
         finally:
             with unbroken():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -147,6 +165,27 @@ def refused(path: Path, error: OSError) -> OutputError:
         f"{path} cannot be written ({error.strerror or error}), nothing was changed; "
         "free some space, change the permissions or give another path"
     )
+
+
+def hidden(path: Path, kind: Kind) -> Path:
+    """Return a new hidden path next to `path`, for what is being written or replaced."""
+    return path.parent / f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def lock(file: Any, *, wait: bool) -> bool:
+    """Lock an open file; False if another process has locked it.
+
+    Windows has no such locks: there abandoned drafts and those being written look the same.
+    """
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
+    return True
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
             outcome = run(*arguments)
         check(*outcome)
         assert "File too large" in outcome[2]
-    for owner, call in ((files.os, "fsync"), (Path, "replace"), (files, "mkdtemp")):
+    for owner, call in ((files.os, "fsync"), (Path, "replace"), (Path, "mkdir")):
         with monkeypatch.context() as patch:
             refuse(patch, owner, call)
             outcome = run(*arguments)
@@ -346,3 +347,23 @@ def test_an_output_is_checked_and_left_alone(tmp_path):
     """Looking whether a path can be written leaves no trace, also of folders that are not there."""
     check_output(tmp_path / "not" / "there" / "a.txt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_command_leaves_is_listed_and_discarded(run, tmp_path):
+    """The hidden folder of an output is named by `kvsim traces`, until `trace discard` removes it.
+
+    While the output is being written, its folder is not discarded.
+    """
+    out, kept = tmp_path / "a.svg", tmp_path / "kept"
+    with published(out) as draft:
+        draft.write_text("half of")
+        shutil.copytree(draft.parent, kept)  # what a kill leaves
+        status, text, _ = run("traces", tmp_path)
+        assert (status, "is being written" in text) == (0, True)
+        assert run("trace", "discard", draft.parent)[0] == 2
+    left = kept.rename(draft.parent)
+    discard = f"kvsim trace discard {left} removes it"
+
+    assert discard in run("traces", tmp_path)[1]
+    assert run("trace", "discard", left)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]

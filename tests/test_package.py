@@ -227,3 +227,34 @@ def test_constraints_cover_the_declared_dependencies():
 def test_sample_trace_is_found():
     """The sample trace is there in a checkout."""
     assert (kvsim.sample_trace() / "zarr.json").is_file()
+
+
+def _trace():
+    return kvsim.open_trace(kvsim.sample_trace())
+
+
+MEANINGLESS = {
+    "policy name": lambda: kvsim.policy(None),
+    "open None": lambda: kvsim.open_trace(None),
+    "open bytes": lambda: kvsim.open_trace(b"x"),
+    "save NUL": lambda: _trace().save("\0"),
+    "save number": lambda: _trace().save(5),
+    "layer": lambda: _trace().attention(5, [1]),
+    "layer name": lambda: _trace().attention("q", [1]),
+    "rows": lambda: _trace().attention(0, "x"),
+    "fraction of a row": lambda: _trace().attention(0, [1.5]),
+    "position": lambda: _trace().attention(0, [1], [10**6]),
+    "progress": lambda: kvsim.replay(_trace(), kvsim.policy("tova"), budget=64, progress=5),
+    "progress of metrics": lambda: kvsim.measure(_trace(), progress=5),
+    "progress of a capture": lambda: kvsim.capture("tiny", None, "the", progress=5),
+    "output of a capture": lambda: kvsim.capture("tiny", None, "the", out="\0"),
+}
+
+
+@pytest.mark.parametrize("call", MEANINGLESS.values(), ids=MEANINGLESS)
+def test_what_means_nothing_is_refused_in_one_line(call):
+    """Arguments of no meaning are KvsimErrors, which say in one line what was expected."""
+    with pytest.raises(kvsim.KvsimError, match="expected") as error:
+        call()
+
+    assert "\n" not in str(error.value)

@@ -15,7 +15,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
-from kvsim.core.checks import check_device
+from kvsim.core.checks import check_device, check_progress
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -87,6 +87,7 @@ def measure(
     regret without oracles, TraceError where a record belongs to another trace.
     """
     check_device(device)
+    check_progress(progress)
     records = [record] if isinstance(record, Record) else record
     chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
     if isinstance(trace, Analysis):

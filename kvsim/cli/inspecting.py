@@ -329,7 +329,7 @@ def _echo_traces(entries: Sequence[Entry]) -> None:
 def _advice(entry: Entry, folder: Path) -> str:
     """Return the state of a draft, and what to do with it."""
     if entry.state == "writing":
-        return f"a capture is writing it, {entry.tokens} tokens so far"
+        return f"is being written, {entry.tokens} tokens so far"
     path = show.one_line(shlex.quote(str(folder / entry.path)))
     recover, discard = f"kvsim trace recover {path}", f"kvsim trace discard {path}"
     taken = f"a trace of {entry.place_tokens} tokens is at its path"

@@ -111,6 +111,12 @@ def check_meta(meta: Any, where: str) -> None:
         ) from error
 
 
+def check_progress(progress: Any) -> None:
+    """Raise PolicyError for a progress that cannot be called."""
+    if progress is not None and not callable(progress):
+        raise PolicyError(f"progress is {reprlib.repr(progress)}; expected a function or None")
+
+
 def check_device(device: Any) -> None:
     """Raise PolicyError unless tensors can be on a device of this name."""
     try:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.inputs import Digests, damaged, digests, read_document, read_file
 from kvsim.core.propagation import Selection
-from kvsim.errors import OutputError
+from kvsim.errors import OutputError, PositionError, local_path
 from kvsim.schema import AXES, NEVER
 
 
@@ -121,7 +121,7 @@ class Record:
     def _staying(self, row: int, later: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which entries of rows up to `row` leave `later`."""
         if not 0 <= row < self.n_pos:
-            raise IndexError(f"row is {row}; expected 0..{self.n_pos - 1}")
+            raise PositionError(f"row is {row}; expected 0..{self.n_pos - 1}")
         return later & (np.arange(self.n_pos) <= row)
 
 
@@ -133,7 +133,7 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
     """
     import zarr  # noqa: PLC0415  a Record in memory needs no zarr
 
-    folder = Path(path)
+    folder = local_path(path, OutputError)
     if folder.exists():
         raise OutputError(f"{path} exists; give a path where nothing is yet")
     version = {"kvsim_records": RECORD_VERSION}
@@ -159,7 +159,7 @@ def read_records(path: str | Path) -> list[Record]:
     Raises OutputError without any, or where a file is damaged. Records of earlier versions have no
     digests, and a warning says so.
     """
-    folder = Path(path)
+    folder = local_path(path, OutputError)
     run = folder.parent / "run.json"
     try:
         bound = read_document(run).get("files") if run.exists() else None

@@ -34,7 +34,7 @@ from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.parameters import integer
 from kvsim.core.sources import Memory, PerQueryHead, SelectedRows, Source
-from kvsim.errors import NeedsError, TraceError
+from kvsim.errors import NeedsError, PositionError, TraceError
 
 if TYPE_CHECKING:
     import xarray
@@ -404,7 +404,11 @@ class Trace:
             layer: a layer by its place in the trace.
             rows: query positions.
             pos: key positions, all of them by default; masked ones have weight 0.
+
+        Raises PositionError for what the trace does not have.
         """
+        if integer(layer) is None or not -self.n_layers <= layer < self.n_layers:
+            raise PositionError(f"layer is {layer!r}; expected 0..{self.n_layers - 1}")
         at = _as_positions(rows, self.n_pos)
         to = _as_positions(_ALL if pos is None else pos, self.n_pos)
         if not len(at) or not len(to):
@@ -432,10 +436,16 @@ def _as_positions(at: Positions, n_pos: int) -> Tensor:
     """Return positions as int64; negative ones count from the end."""
     if isinstance(at, slice):
         return torch.arange(n_pos)[at]
-    index = torch.as_tensor(at, dtype=torch.int64)
+    try:
+        index = torch.as_tensor(at)
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.zeros(1)  # no integer either
+    if index.numel() and index.is_floating_point():
+        raise PositionError(f"positions are {reprlib.repr(at)}; expected integers or a slice")
+    index = index.to(torch.int64)
     index = torch.where(index < 0, index + n_pos, index)
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
-        raise IndexError(f"position out of range, expected 0 to {n_pos - 1}")
+        raise PositionError(f"position out of range; expected 0..{n_pos - 1}")
     return index
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvsim.core.checks import check_progress
 from kvsim.core.policy import Even, Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
@@ -49,6 +50,7 @@ def replay(
     """
     options = Options(layers, device, memory, internals, progress)
     check_arguments(trace, policy, device, memory, internals)
+    check_progress(progress)
     return run(trace, policy, whole(budget), policy.schedule.override(interval, prefill), options)
 
 

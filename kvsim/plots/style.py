@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.summaries import Interval
-from kvsim.errors import OutputError
+from kvsim.errors import OutputError, local_path
 from kvsim.files import write_file
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
@@ -48,7 +48,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
     Replaces a file at `path`. Raises OutputError for another format, or if the system refuses.
     """
-    out = Path(path)
+    out = local_path(path, OutputError)
     form = out.suffix.lower().lstrip(".")
     if form not in _STAMPS:
         raise OutputError(f"{out} ends in {out.suffix!r}; expected .png, .svg or .pdf")

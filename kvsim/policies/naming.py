@@ -152,6 +152,11 @@ def describe(name: str) -> Description:
 
 def _parse(name: str) -> list[tuple[str, Entry | None]]:
     """The parts of a name from the outside in; None for a policy of the user's own."""
+    if not isinstance(name, str):
+        raise PolicyError(
+            f"the name of the policy is {name!r}; expected text such as 'ams+tova', "
+            "`kvsim policies` lists them"
+        )
     chain: list[tuple[str, Entry | None]] = []
     for part in map(str.strip, name.split("+")):
         if ":" in part:

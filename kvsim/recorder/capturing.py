@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError, KvsimError, TraceExistsError
+from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
 from kvsim.recorder.models import load_model
 from kvsim.recorder.options import Options, check_in_memory, takes_options
 from kvsim.recorder.prompts import (
@@ -78,8 +78,9 @@ def capture(
         check_in_memory(checked)
     else:
         _check_local(out)
-        _check_target(Path(out), checked)
-        check_writable(Path(out).parent)
+        target = local_path(out, TraceError)
+        _check_target(target, checked)
+        check_writable(target.parent)
     checked_labels = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     form: dict[str, Any] = {"system": checked.system, "chat": checked.chat}

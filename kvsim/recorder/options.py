@@ -132,6 +132,10 @@ class Options:
                 "overwrite and resume are both given, expected one of them; overwrite replaces a "
                 "trace that exists, resume keeps it"
             )
+        if not (
+            self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
+        ):
+            raise CaptureError(f"progress is {self.progress!r}, expected a function, True or None")
         if not all(self.stops):
             raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
         if self.system is not None and not self.system.strip():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
+from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
@@ -56,7 +56,7 @@ def write_report(
             policy, parameters, schedule and trace; the runs have no values, or not the policy
             `base`.
     """
-    target = Path(out)
+    target = local_path(out, OutputError)
     check_output(target, overwrite=overwrite)
     saved = [read_run(run) for run in runs]
     write_file(target, page(saved, base, traces, progress), overwrite=overwrite)

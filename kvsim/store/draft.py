@@ -7,30 +7,24 @@ writing after an error, when the folder may have been removed (docs/decisions.md
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
-import os
 import re
-import secrets
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.files import LOCK, Kind, lock
 from kvsim.store.binding import sealed
 from kvsim.store.chunks import encode_chunk, read_crc, read_part
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
 from kvsim.store.metadata import find_document, group_attributes
 from kvsim.store.place import Folder
-
-if sys.platform != "win32":
-    import fcntl
 
 #: The file of a draft's tokens, a JSON object per line, locked by its writer.
 TOKENS = "draft.jsonl"
@@ -40,18 +34,7 @@ _ROOT = "zarr.json"
 #: Suffix of a file until it is whole.
 PARTIAL = ".partial"
 
-#: ``tmp`` a trace that is being written, ``old`` a trace that is being replaced.
-Kind = Literal["tmp", "old"]
-
 _NAME = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+-[0-9a-f]{8}")
-
-# Errors of locking on file systems without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
-
-
-def hidden(path: Path, kind: Kind) -> Path:
-    """Return a new hidden path next to `path`, for a draft or a replaced trace."""
-    return path.parent / f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def belongs_to(folder: Path) -> tuple[Path, Kind] | None:
@@ -106,9 +89,10 @@ class TokenFile:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is writing the draft."""
-    with contextlib.suppress(OSError), (folder / TOKENS).open("r+b", buffering=0) as file:
-        return not lock(file, wait=False)
+    """Whether a process is writing the draft of a trace, or another output in a hidden folder."""
+    for name in (TOKENS, LOCK):
+        with contextlib.suppress(OSError), (folder / name).open("r+b", buffering=0) as file:
+            return not lock(file, wait=False)
     return False
 
 
@@ -129,22 +113,6 @@ def read_tokens(folder: Path) -> tuple[list[int], list[str] | None]:
         if isinstance(row.get("text"), str):
             texts.append(row["text"])
     return ids, texts if len(texts) == len(ids) else None
-
-
-def lock(file: Any, *, wait: bool) -> bool:
-    """Lock an open file; False if another process has locked it.
-
-    Windows has no such locks: there abandoned drafts and those being written look the same.
-    """
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            if error.errno not in _NO_LOCKS:
-                raise
-    return True
 
 
 class Group:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvsim.errors import OutputError, TraceError, TraceExistsError
+from kvsim.errors import OutputError, TraceError, TraceExistsError, local_path
 from kvsim.files import published, refused, unbroken
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
@@ -35,7 +35,9 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
     place, arrays = _open(path, "pack")
     if not isinstance(place, Folder):
         raise TraceError(f"{place.path} is already packed, expected the folder of a trace")
-    target = Path(out) if out is not None else place.path.with_name(place.path.name + SUFFIX)
+    target = place.path.with_name(place.path.name + SUFFIX)
+    if out is not None:
+        target = local_path(out, TraceError)
     with _published(target) as draft:
         for array in arrays.values():
             for index in array.indices():
@@ -69,7 +71,7 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
         raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
     name = place.path.name
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
-    target = Path(out) if out is not None else place.path.with_name(plain)
+    target = place.path.with_name(plain) if out is None else local_path(out, TraceError)
     sizes = place.sizes()
     with _published(target) as draft, unbroken():
         # the root comes last: what a kill leaves is no trace

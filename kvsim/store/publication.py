@@ -15,8 +15,8 @@ from kvsim import files
 from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.errors import OutputError, TraceError, TraceExistsError
-from kvsim.files import sync, sync_tree
-from kvsim.store.draft import Group, TokenFile, hidden
+from kvsim.files import hidden, sync, sync_tree
+from kvsim.store.draft import Group, TokenFile
 from kvsim.store.metadata import attributes_of, group_attributes
 from kvsim.store.place import Folder
 

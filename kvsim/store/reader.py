@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsim.core.checks import check_finite, check_shapes, first_row
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.errors import TraceError, TraceNotFoundError, local_path
 from kvsim.schema import FORMAT_VERSION, is_url
 from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import check_chunks, read_part
@@ -69,7 +69,7 @@ def find_place(path: str | Path) -> Place:
     """
     if isinstance(path, str) and is_url(path):
         return find_remote(path)
-    path = Path(path)
+    path = local_path(path, TraceNotFoundError)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
-from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.files import unbroken
+from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError, local_path
+from kvsim.files import Kind, unbroken
 from kvsim.schema import CHUNK
 from kvsim.store.draft import (
     PARTIAL,
     TOKENS,
     Group,
-    Kind,
     TokenFile,
     belongs_to,
     is_locked,
@@ -115,8 +114,8 @@ def recover(
             committed tokens, or the file system refuses.
         TraceExistsError: something is at the path of the trace.
     """
-    draft = _find(Path(path))
-    target = draft.target if out is None else Path(out)
+    draft = _find(local_path(path, TraceError))
+    target = draft.target if out is None else local_path(out, TraceError)
     try:
         if draft.kind == "old":
             _restore(draft.path, target, progress)
@@ -160,7 +159,7 @@ def discard(path: str | Path) -> Draft:
         TraceError: there are several drafts, the draft is being written, or the file system
             refuses.
     """
-    draft = _find(Path(path))
+    draft = _find(local_path(path, TraceError))
     try:
         with _locked(draft.path):
             remove_trace(draft.path)
@@ -174,16 +173,22 @@ def discard(path: str | Path) -> Draft:
 @contextmanager
 def _locked(folder: Path) -> Iterator[TokenFile | None]:
     """The locked file of tokens of a draft; None if the draft has none."""
+    if is_locked(folder):
+        raise _busy(folder)
     if not (folder / TOKENS).exists():
         yield None
         return
     with closing(TokenFile(folder, wait=False)) as file:
-        if not file.locked:
-            raise TraceError(
-                f"{folder} is being written by a capture, or recovered; expected one that was "
-                "interrupted, wait for it or end it"
-            )
+        if not file.locked:  # another process was faster
+            raise _busy(folder)
         yield file
+
+
+def _busy(folder: Path) -> TraceError:
+    return TraceError(
+        f"{folder} is being written or recovered; expected one that was interrupted, wait for the "
+        "command or end it"
+    )
 
 
 def _check_free(draft: Draft, target: Path) -> None:

@@ -15,6 +15,7 @@ from kvsim.store.chunks import read_crc
 from kvsim.store.metadata import attributes_of, find_document
 from kvsim.store.place import Folder
 from kvsim.store.reader import StoredTrace
+from kvsim.store.recovery import discard, find_drafts
 from kvsim.store.verification import verify_stored
 
 
@@ -32,6 +33,10 @@ def upgrade(path: str | Path, *, progress: Callable[[int, int], None] | None = N
     """
     stored = StoredTrace(path)
     place = stored.place
+    if isinstance(place, Folder):
+        for draft in find_drafts(place.path):  # of an upgrade that was killed
+            if not draft.writing:
+                discard(draft.path)
     if stored.format >= FORMAT_VERSION:
         return False
     if not isinstance(place, Folder):

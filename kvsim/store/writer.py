@@ -16,10 +16,10 @@ from kvsim.core.checks import DTYPES, check_finite, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
-from kvsim.errors import KvsimError, TraceError
-from kvsim.files import unbroken
+from kvsim.errors import KvsimError, TraceError, local_path
+from kvsim.files import hidden, unbroken
 from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
-from kvsim.store.draft import Group, TokenFile, hidden, recover_command
+from kvsim.store.draft import Group, TokenFile, recover_command
 from kvsim.store.layout import DENSE, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
@@ -282,11 +282,12 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         check_free(str(path), overwrite=overwrite)
         with TemporaryDirectory(prefix="kvsim-") as staging:
             return upload(Path(save_trace(trace, Path(staging, "trace"))), str(path))
+    target = local_path(path, TraceError)
     source, header = trace.source, trace.header
     names = [name for name in CHECKSUMMED[1:] if trace.has(name)]
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
     with TraceWriter(
-        Path(path),
+        target,
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
         layer_ids=header.layer_ids,

@@ -20,7 +20,7 @@ import polars as pl
 from kvsim.analysis.table import COLUMNS, TYPES, in_order
 from kvsim.core.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.core.record import Record, write_records
-from kvsim.errors import OutputError
+from kvsim.errors import OutputError, local_path
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 
@@ -63,7 +63,7 @@ def read_run(path: str | Path) -> Saved:
     Raises:
         OutputError: there is no run folder, or it is damaged or not finished.
     """
-    folder = Path(path)
+    folder = local_path(path, OutputError)
     try:
         parameters, files = _description(folder)
         data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS))

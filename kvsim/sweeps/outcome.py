@@ -13,6 +13,7 @@ import polars as pl
 
 from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
+from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
 from kvsim.sweeps.folder import write_run
 from kvsim.sweeps.parts import check_output
@@ -59,7 +60,7 @@ class Run:
 
         The folder appears whole or not at all. Raises OutputError where something is there already.
         """
-        folder = Path(out)
+        folder = local_path(out, OutputError)
         check_output(folder)
         with published(folder) as draft, unbroken():
             draft.mkdir()

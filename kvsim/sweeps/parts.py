@@ -34,9 +34,8 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
-from kvsim.files import check_writable, sync, sync_tree, unbroken
+from kvsim.files import check_writable, lock, sync, sync_tree, unbroken
 from kvsim.schema import plural
-from kvsim.store.draft import lock
 from kvsim.sweeps.folder import RUN
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"

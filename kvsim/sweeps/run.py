@@ -13,11 +13,12 @@ import polars as pl
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import choose
+from kvsim.core.checks import check_progress
 from kvsim.core.policy import Policy
 from kvsim.core.record import read_records
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
-from kvsim.errors import BudgetError, PolicyError
+from kvsim.errors import BudgetError, OutputError, PolicyError, local_path
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.folder import RECORDS, read_run
 from kvsim.sweeps.outcome import Failure, Run
@@ -104,6 +105,7 @@ def sweep(
     ends the replays; what is done by then is measured and kept, and Ctrl-C while measuring leaves
     the last cells unmeasured.
     """
+    check_progress(progress)
     _check_names(policies)
     check_distinct(traces)
     prefill = shared_prefill(interval, prefill)
@@ -128,7 +130,7 @@ def sweep(
     report = progress or (lambda *_: None)
     if out is None:
         return Cells(cells, chosen, parameters, report).run()
-    folder, content = Path(out), plan(traces, policies, parameters)
+    folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
         return _finished(folder, parameters)

@@ -316,7 +316,7 @@ def test_a_draft_that_is_being_written_is_refused(tmp_path):
             (left,) = find_drafts(tmp_path)
             assert left.writing
             for path in (left.path, tmp_path / "a.zarr"):
-                with pytest.raises(TraceError, match="is being written by a capture"):
+                with pytest.raises(TraceError, match="is being written or recovered"):
                     recover(path)
                 refused.append(path)
 

@@ -182,7 +182,7 @@ def test_no_queries_keys_or_values_are_read(made):
     assert below == {"layer/c/0", f"{made}/plain/layer/c/0"}
     rest = {path.split("/")[-1] for path in files if "/c/" not in path}
     packed = {"packed.zarr.zip", "plain.zip", "cut.zarr.zip", "other.zip"}
-    assert rest == {"zarr.json", "draft.jsonl", *packed}
+    assert rest == {"zarr.json", "draft.jsonl", ".lock", *packed}
     assert not [path for path in files if "/run/" in path]
 
 

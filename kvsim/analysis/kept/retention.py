@@ -14,6 +14,7 @@ import numpy as np
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
+from kvsim.errors import PositionError
 from kvsim.schema import NEVER
 
 #: First and last positions left out of every region, the same for all policies.
@@ -37,13 +38,13 @@ def last_event(evicted_at: EvictedAt) -> int:
 def event_row(evicted_at: EvictedAt, row: int | None) -> int:
     """Return `row`, by default that of the layer's last event or, without an event, the last row.
 
-    IndexError for a row that the trace does not have.
+    PositionError for a row that the trace does not have.
     """
     n = evicted_at.shape[-1]
     if row is None:
         row = last_event(evicted_at) % n
     if not 0 <= row < n:
-        raise IndexError(f"row is {row}; expected 0..{n - 1}")
+        raise PositionError(f"row is {row}; expected 0..{n - 1}")
     return row
 
 

@@ -53,7 +53,7 @@ def token_states(
     query head of its group. row: the layer's last event by default; without an event, the last row.
 
     Raises TraceError where the record is of another trace, NeedsError where the trace has no text
-    of tokens, and IndexError for a row that it does not have.
+    of tokens, and PositionError for a row that it does not have.
     """
     check_record(trace, record)
     if trace.token_text is None:
@@ -108,7 +108,7 @@ def strips_after(
     evicted by then. Of a record per query head, the first query head of the group.
 
     Raises TraceError where a record is of another trace, PolicyError where nothing left the layer
-    in any record, and IndexError for a row that the trace does not have.
+    in any record, and PositionError for a row that the trace does not have.
     """
     for record in records:
         check_record(trace, record)

@@ -89,7 +89,7 @@ def retention_lift(
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises NeedsError for a trace without text of tokens, IndexError for a row that it lacks.
+    Raises NeedsError for a trace without text of tokens, PositionError for a row that it lacks.
     """
     text = trace.token_text
     if text is None:
