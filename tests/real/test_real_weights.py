@@ -109,7 +109,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", TEXTS, ids=["words", "spaces", "scripts", "code"])
 def test_text_is_tokenised_as_the_file_says(smollm2, reader, text):
     """Tokens are those of plain byte-pair merges over the file's vocabulary, and decode exactly."""
     tokenizer = smollm2[1]
