@@ -194,8 +194,8 @@ def test_prompts_of_every_task_and_domain(run):
     }
     assert len({row["id"] for row in rows}) == 28
     for row in rows:
-        assert row["response"] == ledger.solve(row["prompt"]).response
-        assert row["answer"] == ledger.check(row["prompt"], row["response"]).answer
+        assert row["reference"] == ledger.solve(row["prompt"]).response
+        assert row["answer"] == ledger.check(row["prompt"], row["reference"]).answer
 
 
 def test_prompts_of_one_level(run):
@@ -227,7 +227,7 @@ def test_prompts_of_given_sizes(run):
     assert key.count(",") == 3
     assert question.split()[1] == "#6"
     assert question.split("report ")[1].count("#") == 2
-    assert len({line.split()[0] for line in row["response"].split(" ; ")[:7]}) == 3
+    assert len({line.split()[0] for line in row["reference"].split(" ; ")[:7]}) == 3
 
 
 def test_prompts_of_several_tasks_levels_and_domains(run):
@@ -253,7 +253,7 @@ def test_prompts_of_several_tasks_levels_and_domains(run):
         assert max(Counter(label[place] for label in labels[:6]).values()) <= 3
     for row in rows:
         assert row["id"].startswith(f"{row['task']}-{row['level']}-{row['domain']}-s3-")
-        assert row["response"] == ledger.solve(row["prompt"]).response
+        assert row["reference"] == ledger.solve(row["prompt"]).response
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))

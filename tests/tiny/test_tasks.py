@@ -157,7 +157,7 @@ def test_a_row_says_all_that_a_prompt_file_needs() -> None:
         "lines": 36,
         "tokens": sample.tokens,
         "reach": round(sample.reach, 1),
-        "response": sample.response,
+        "reference": sample.response,
     }
 
 
