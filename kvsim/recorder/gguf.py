@@ -35,9 +35,8 @@ from tokenizers.pre_tokenizers import Sequence as InOrder
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvsim.errors import CaptureError, OutputError, error_line, suggest
-from kvsim.files import published, refused
+from kvsim.files import lock, published, refused
 from kvsim.schema import visible
-from kvsim.store.draft import lock
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
