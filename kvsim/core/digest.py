@@ -124,7 +124,12 @@ def content_digest(
             }
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
         ]
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return document_digest(facts)
+
+
+def document_digest(document: Mapping[str, Any]) -> str:
+    """Return ``sha256:`` and 64 hex digits of a JSON object: keys sorted, no spaces, ASCII."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

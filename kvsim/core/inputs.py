@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvsim.core.digest import document_digest
 from kvsim.errors import OutputError
 
 #: Most bytes of a JSON document.
@@ -84,17 +85,12 @@ def read_document(path: Path, expected: Mapping[str, Any] | None = None) -> dict
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its own digest."""
-    return {**document, "digest": _seal(document)}
-
-
-def _seal(document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+    return {**document, "digest": document_digest(document)}
 
 
 def unsealed(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return a `sealed` object without its digest. Raises OutputError if it does not fit."""
     content = {name: value for name, value in document.items() if name != "digest"}
-    if document.get("digest") != _seal(content):
+    if document.get("digest") != document_digest(content):
         raise damaged(path, "its digest is another")
     return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
 from kvsim.core.attention import Rope
+from kvsim.core.digest import document_digest
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
 from kvsim.recorder.hooks import attention_modules, kernel_name
@@ -293,13 +293,12 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
     compared = {key: value for key, value in config.items() if key not in NOTED}
-    text = json.dumps(compared, sort_keys=True, separators=(",", ":"))
     return {
         "name": model_name(model),
         **({"source": getattr(model, _GGUF)[1]} if hasattr(model, _GGUF) else {}),
         "type": model.config.model_type,
         "config": config,
-        "config_digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest(),
+        "config_digest": document_digest(compared),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": kernel_name(model),
         "device": model.device.type,

@@ -6,7 +6,6 @@ read later is what the header that was read first describes, or an error.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import replace
 from reprlib import repr as short_repr
 from typing import Any
 
-from kvsim.core.digest import CHECKSUMMED, content_digest
+from kvsim.core.digest import CHECKSUMMED, content_digest, document_digest
 from kvsim.core.header import Header
 from kvsim.errors import TraceError
 from kvsim.schema import BOUND
@@ -48,8 +47,7 @@ def seal(attributes: Mapping[str, Any], arrays: Arrays) -> str:
             for name, array in arrays.items()
         },
     }
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+    return document_digest(facts)
 
 
 def sealed(
