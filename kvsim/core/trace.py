@@ -26,6 +26,7 @@ from kvsim.core.checks import (
     check_finite,
     check_meta,
     check_shapes,
+    check_steps,
     check_texts,
     in_memory,
 )
@@ -72,8 +73,7 @@ class Trace:
         group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
         dim: dimensions of a head.
-        prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: those of
-            the header.
+        prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
     """
 
     def __init__(
@@ -286,10 +286,7 @@ class Trace:
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of the response given those before it, in nats.
-
-        Of a response that was given (`kvsim.capture(..., response=...)`); empty for others.
-        """
+        """Log-likelihood of each token of a response that was given, in nats; else none."""
         return self.header.response_logprobs
 
     @property
@@ -332,7 +329,7 @@ class Trace:
                 f"{', '.join(self.source.shapes)}; record it again with "
                 f"{_ON_REQUEST.get(name, 'what is missing')}"
             )
-        _check_steps(layers, pos)
+        check_steps(layers, pos)
         array = self.source.read(name, layers, pos)
         return array.to(torch.int64 if name == "tokens" else self.dtype)
 
@@ -396,7 +393,7 @@ class Trace:
 
         As recorded, else computed from q, k, v; traces in memory keep what they have computed.
         """
-        _check_steps(layers)
+        check_steps(layers)
         return self.full_attention.layers(layers)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
@@ -449,10 +446,3 @@ def _as_positions(at: Positions, n_pos: int) -> Tensor:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
         raise PositionError(f"position out of range; expected 0..{n_pos - 1}")
     return index
-
-
-def _check_steps(*parts: slice) -> None:
-    """Raise ValueError unless every slice has step 1."""
-    for part in parts:
-        if part.step not in (None, 1):
-            raise ValueError(f"step is {part.step}, expected 1")
