@@ -75,8 +75,9 @@ def ranges(numbers: Sequence[int], separator: str = ",") -> str:
     return separator.join(spans)
 
 
-def schedule(interval: int | None, *, prefill: bool) -> str:
+def schedule(interval: int | None, *, prefill: bool, compress: str = "prompt") -> str:
     """After which rows a policy evicts, in a few words."""
-    prompt = "the prompt" if prefill else ""
+    ends = {"both": "the context, the prompt"}.get(compress, f"the {compress}")
+    prompt = ends if prefill else ""
     every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
     return ", ".join(part for part in (prompt, every) if part) or "never"

@@ -197,7 +197,10 @@ def _blocks(
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
         shared |= {column: getattr(record, column) for column in _OF_RECORD}
-        shared["params"] = json.dumps(dict(record.params))
+        params = dict(record.params)
+        if record.compress != "prompt":  # another result, as with another parameter
+            params["compress"] = record.compress
+        shared["params"] = json.dumps(params)
     # an entry of kind "trace" reads an Analysis, the others a Subject
     compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
     for cells in compute(subject):
@@ -246,8 +249,9 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
 
     Exact: a property of the trace alone; the model's first layer, whose input no eviction touches;
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
-    and kept sets decided once, at the end of the prefill, which attention had finished by then.
-    Everything else is open loop: recorded q, k, v carry no error from the layers below.
+    and kept sets decided once, at the end of the prefill or of its context, which attention had
+    finished by then. Everything else is open loop: recorded q, k, v carry no error from the layers
+    below.
 
     Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
@@ -260,7 +264,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
         return "exact"
     if not record.events:
         return "exact"
-    if kind != "sets" or record.events != [record.prompt_len - 1]:
+    if kind != "sets" or len(record.events) > 1 or record.events[0] >= record.prompt_len:
         return "open"
     return "exact" if _settled(record, layer) else "semi" if record.recomputed else "open"
 

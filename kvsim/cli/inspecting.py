@@ -140,7 +140,9 @@ def length_text(facts: Mapping[str, Any]) -> str:
     end = ends.get(str(facts["generation"].get("stopped")), "")
     if is_cut(facts):
         end = ", cut by --max-new-tokens"
-    return f"{total} tokens (prompt {prompt}, response {total - prompt}{end})"
+    context = facts["context_len"]
+    asked = "" if context is None else f" with a context of {context}"
+    return f"{total} tokens (prompt {prompt}{asked}, response {total - prompt}{end})"
 
 
 def layers_text(facts: Mapping[str, Any]) -> str:

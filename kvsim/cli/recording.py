@@ -96,8 +96,8 @@ def capture(
         values.path_option(
             "FILE.jsonl",
             "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
-            "optional: 'id', 'needle' (texts in the prompt), 'response' (text or ids), 'system', "
-            "'answer', and the labels 'task', 'domain', 'level', 'length', 'depth'.",
+            "optional: 'id', 'context' (text before it), 'needle' (texts in it), 'response' (text "
+            "or ids), 'system', 'answer'; labels: 'task', 'domain', 'level', 'length', 'depth'.",
         ),
     ] = None,
     limit: Annotated[
@@ -165,7 +165,7 @@ def capture(
             (first,) = requested
             keywords = vars(replace(options, system=first.system or options.system))
             keywords |= {"out": path, "answer": first.answer, "labels": first.labels}
-            keywords |= {"needle": first.needle, "response": first.response}
+            keywords |= {x: getattr(first, x) for x in ("needle", "response", "context")}
             traces = [record(decoder, tokenizer, first.content, **keywords)]
         else:
             traces = capture_many(decoder, tokenizer, requested, path, **vars(options))

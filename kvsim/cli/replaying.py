@@ -32,6 +32,7 @@ def replay(
     budget: values.Budgets,
     interval: values.Interval = None,
     prefill: values.Prefill = None,
+    compress: values.Compress = None,
     settings: values.Settings = None,
     sink: Annotated[
         int,
@@ -122,6 +123,7 @@ def replay(
                 budget,
                 interval=interval,
                 prefill=prefill,
+                compress=compress,
                 metrics=metric if metric or out is not None else SUMMARY,
                 regret=regret,
                 events=events,

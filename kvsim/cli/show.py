@@ -126,7 +126,8 @@ def echo_results(
     rows = []
     for row in summary.filter(~repeated).to_dicts():
         bounded = row["policy"] not in free
-        after = schedule(row["interval"], prefill=row["prefill"])
+        compress = json.loads(row["params"]).get("compress", "prompt")
+        after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
         line = {
             "policy": row["policy"],
             "budget": budget_text(row["budget"], row["share"]) if bounded else "-",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -90,6 +90,13 @@ Prefill = Annotated[
         "--prefill/--no-prefill",
         help="Whether an event follows the prompt; default: yes with --interval, otherwise each "
         "policy's own schedule.",
+    ),
+]
+Compress = Annotated[
+    Literal["prompt", "context", "both"] | None,
+    typer.Option(
+        help="What the event after the prompt compresses: with context it fires before the "
+        "question, of traces that say where their context ends; default: prompt.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]

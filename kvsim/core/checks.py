@@ -163,6 +163,13 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         )
 
 
+def check_steps(*parts: slice) -> None:
+    """Raise ValueError unless every slice has step 1."""
+    for part in parts:
+        if part.step not in (None, 1):
+            raise ValueError(f"step is {part.step}, expected 1")
+
+
 def first_row(shape: tuple[int, ...]) -> int:
     """Return the position of the first row of dense attention: its rows are the last ones.
 

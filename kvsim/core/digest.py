@@ -110,6 +110,8 @@ def content_digest(
         "layer_ids": list(header.layer_ids),
         "prompt_len": header.prompt_len,
     }
+    if header.context_len is not None:
+        facts["context_len"] = header.context_len
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)

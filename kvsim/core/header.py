@@ -24,6 +24,8 @@ class Header:
         formulas: what each layer of the trace computes from q, k, v.
         ropes: the rotary embedding that q and k of each layer went through.
         layer_ids: the model's number of each layer.
+        context_len: rows 0 to context_len - 1 are the context, the others of the prompt the
+            question; None where the prompt does not say so.
         name: for tables and figures; not part of the digest.
         source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
         meta: provenance, ready for JSON; not part of the digest.
@@ -36,6 +38,7 @@ class Header:
     name: str = "memory"
     source_dtypes: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    context_len: int | None = None
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -82,6 +85,11 @@ class Header:
             raise TraceError(
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
                 "the number of tokens"
+            )
+        if self.context_len is not None and not 1 <= self.context_len <= self.prompt_len:
+            raise TraceError(
+                f"{where}: context_len is {self.context_len}, expected 1 to {self.prompt_len}, the "
+                "number of tokens of the prompt"
             )
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len

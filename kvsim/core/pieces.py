@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -103,18 +103,28 @@ class Schedule:
     """When a policy acts: after rows prompt_len - 1 + m * interval.
 
     interval: rows between decode-time events; None where only the prefill event (m = 0) fires.
-    prefill: whether m = 0 fires.
+    prefill: whether m = 0 fires. compress: what the prefill event compresses. With "context" it
+    fires after row context_len - 1, before the question: the policy takes the context for the
+    prompt, and the rows of the question for rows after it. "both": it fires after both.
     """
 
     interval: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = 1
     prefill: bool = True
+    compress: Literal["prompt", "context", "both"] = "prompt"
 
     def __post_init__(self) -> None:
         check_fields(self, "schedule")
 
-    def rows(self, prompt_len: int, n_pos: int) -> list[int]:
+    def ends(self, prompt_len: int, context_len: int | None = None) -> list[int]:
+        """Tokens before each prefill event, ascending; without a context it is the prompt."""
+        context = prompt_len if context_len is None else context_len
+        ends = {"prompt": {prompt_len}, "context": {context}, "both": {context, prompt_len}}
+        return sorted(ends[self.compress])
+
+    def rows(self, prompt_len: int, n_pos: int, context_len: int | None = None) -> list[int]:
         """Rows after which an event fires in a trace of n_pos tokens."""
-        prompt = [prompt_len - 1] if self.prefill else []
+        ends = self.ends(prompt_len, context_len)
+        prompt = [end - 1 for end in ends] if self.prefill else []
         if self.interval is None:
             return prompt
         return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
@@ -124,10 +134,13 @@ class Schedule:
         prompt = prompt_len if self.prefill else 0
         return max(prompt, budget + (self.interval or 0), 1)
 
-    def override(self, interval: int | None, prefill: bool | None) -> Schedule:
+    def override(
+        self, interval: int | None, prefill: bool | None, compress: str | None = None
+    ) -> Schedule:
         """This schedule with what is given replaced."""
-        given: dict[str, Any] = {"interval": interval, "prefill": prefill}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        given = {"interval": interval, "prefill": prefill, "compress": compress}
+        chosen: dict[str, Any] = {x: value for x, value in given.items() if value is not None}
+        return replace(self, **chosen)
 
 
 # ------------------------------------------------------------------------------------ the scorer

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numcodecs.zstd
 import numpy as np
@@ -83,6 +83,8 @@ class Record:
     remark: str = ""
     #: which rows of the prompt were propagated; None where all layers have all rows
     selection: Selection | None = None
+    #: what the event that ends the prefill compressed (`Schedule.compress`)
+    compress: Literal["prompt", "context", "both"] = "prompt"
     #: layers behind a selection were computed again and not read from the trace
     recomputed: bool = False
     internals: tuple[Plans, ...] = field(default=(), repr=False)

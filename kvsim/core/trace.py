@@ -26,6 +26,7 @@ from kvsim.core.checks import (
     check_finite,
     check_meta,
     check_shapes,
+    check_steps,
     check_texts,
     in_memory,
 )
@@ -72,7 +73,7 @@ class Trace:
         group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
         dim: dimensions of a head.
-        prompt_len, formulas, ropes, layer_ids, name, meta, source_dtypes: those of the header.
+        prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Trace:
         self.n_pos: Final = n_pos
         self.dim: Final = dim
         self.prompt_len: Final = header.prompt_len
+        self.context_len: Final = header.context_len
         self.formulas: Final = header.formulas
         self.ropes: Final = header.ropes
         self.layer_ids: Final = header.layer_ids
@@ -121,6 +123,7 @@ class Trace:
         v: ArrayLike,
         *,
         prompt_len: int,
+        context_len: int | None = None,
         rope: Rope | Sequence[Rope],
         scale: float | None = None,
         formulas: Sequence[Formula] | None = None,
@@ -143,6 +146,7 @@ class Trace:
             k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
             v: values [layer, head, pos, dim].
             prompt_len: number of rows of the prefill, 1 to pos.
+            context_len: rows of the prompt before its question, 1 to prompt_len.
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
@@ -175,6 +179,7 @@ class Trace:
         ids = range(n_layers) if layer_ids is None else layer_ids
         header = Header(
             prompt_len=prompt_len,
+            context_len=context_len,
             formulas=_of_layers("formulas", formulas, name),
             ropes=(rope,) * n_layers if isinstance(rope, Rope) else _of_layers("rope", rope, name),
             layer_ids=_of_layers("layer_ids", ids, name),
@@ -228,7 +233,7 @@ class Trace:
         """
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
-        header = replace(self.header, prompt_len=len(prompt_rows))
+        header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
 
     # --- facts ---
@@ -276,18 +281,12 @@ class Trace:
 
     @property
     def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Token spans (start, end) of the prompt by name, such as those of its `needle`.
-
-        Positions in the sequence; the end is behind the last token.
-        """
+        """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
         return self.header.spans
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of the response given those before it, in nats.
-
-        Of a response that was given (`kvsim.capture(..., response=...)`); empty for others.
-        """
+        """Log-likelihood of each token of a response that was given, in nats; else none."""
         return self.header.response_logprobs
 
     @property
@@ -330,7 +329,7 @@ class Trace:
                 f"{', '.join(self.source.shapes)}; record it again with "
                 f"{_ON_REQUEST.get(name, 'what is missing')}"
             )
-        _check_steps(layers, pos)
+        check_steps(layers, pos)
         array = self.source.read(name, layers, pos)
         return array.to(torch.int64 if name == "tokens" else self.dtype)
 
@@ -394,7 +393,7 @@ class Trace:
 
         As recorded, else computed from q, k, v; traces in memory keep what they have computed.
         """
-        _check_steps(layers)
+        check_steps(layers)
         return self.full_attention.layers(layers)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
@@ -447,10 +446,3 @@ def _as_positions(at: Positions, n_pos: int) -> Tensor:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
         raise PositionError(f"position out of range; expected 0..{n_pos - 1}")
     return index
-
-
-def _check_steps(*parts: slice) -> None:
-    """Raise ValueError unless every slice has step 1."""
-    for part in parts:
-        if part.step not in (None, 1):
-            raise ValueError(f"step is {part.step}, expected 1")

@@ -21,6 +21,7 @@ class Block:
     evicted_at: int32 [L, H, T], the result of the replay. since: int [L], the row of the last event
     that acted on each layer, -1 before the first. poison is called after each eviction with the
     entries that have left, bool [L, H, T]; note after each event that acts, with its plans.
+    context: the setting of an event before the last row of the prompt.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Block:
         setting: Setting,
         layers: Tensor,
         *,
+        context: Setting | None = None,
         poison: Callable[[Tensor], None] | None = None,
         note: Callable[[Plans], None] | None = None,
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
+        self._context = context
         self.layers = layers
         self.poison, self._note = poison, note
         keys = source.keys
@@ -52,9 +55,10 @@ class Block:
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
         self._next = row + 1
-        view = View(
-            self.source, entries, self.setting, row=row, since=self.since, layers=self.layers
-        )
+        setting = self.setting
+        if self._context is not None and row < setting.prompt_len - 1:
+            setting = self._context
+        view = View(self.source, entries, setting, row=row, since=self.since, layers=self.layers)
         acts = self._acts(view)
         if not bool(acts.any()):
             return False

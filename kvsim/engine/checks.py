@@ -14,7 +14,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
 from kvsim.engine.source import longest_unmasked, windows
-from kvsim.errors import BudgetError, MemoryLimitError, PolicyError, TraceError
+from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError, TraceError
 from kvsim.schema import NEVER, plural
 
 
@@ -60,22 +60,52 @@ def check_cell(
     event before there are enough rows for the scorer. MemoryLimitError.
     """
     schedule = schedule or policy.schedule
+    _check_context(trace, policy, schedule)
     missing = sorted(name for name in policy.scorer.needs if not trace.has(name))
     if missing:
         trace.read(missing[0])  # its error says how the array is recorded
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
-        policy.check_budget(
-            budget, prompt_len=trace.prompt_len, n_layers=sharing(trace), schedule=schedule
-        )
+        for end in schedule.ends(trace.prompt_len, trace.context_len):
+            policy.check_budget(budget, prompt_len=end, n_layers=sharing(trace), schedule=schedule)
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
     _check_propagation(trace, policy)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
 
+def _check_context(trace: Trace, policy: Policy, schedule: Schedule) -> None:
+    """Raise where a context is to be compressed that the trace has not, or the policy cannot."""
+    if schedule.compress == "prompt":
+        return
+    if trace.context_len is None:
+        raise NeedsError(
+            f"{trace.name} does not say where its context ends, expected that for compress "
+            f"{schedule.compress!r}; record it with `context` in its line of --prompts "
+            "(kvsim.capture(..., context=...)), or compress the prompt"
+        )
+    if policy.propagation is not None and trace.context_len < trace.prompt_len:
+        raise PolicyError(
+            f"{policy.name}: chooses the rows of the prompt that deeper layers compute by its last "
+            "rows, and has no rule for a context before its question is known; expected compress "
+            "'prompt', or a policy that drops no rows, such as snapkv"
+        )
+
+
+def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
+    """What the event that ends the prefill compresses, if that is not the prompt; else empty."""
+    if schedule.compress == "prompt" or trace.context_len == trace.prompt_len:
+        return ""
+    if not schedule.prefill:
+        return f"{policy.name}: no event ends the prefill in its schedule, also not of the context"
+    question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
+    again = ", and again after it" if schedule.compress == "both" else ""
+    return f"{trace.name}: the context is compressed before its question of {question}{again}"
+
+
 def _check_rows(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> None:
     """Raise PolicyError where the first event that evicts has too few rows for the scorer."""
-    first = next((r for r in schedule.rows(trace.prompt_len, trace.n_pos) if r >= budget), None)
+    rows = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+    first = next((r for r in rows if r >= budget), None)
     least = policy.scorer.least_rows
     if first is not None and first + 1 < least:
         raise PolicyError(
@@ -108,7 +138,7 @@ def remark(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
 ) -> str:
     """What readers of the outcome should know; empty for nothing."""
-    events = schedule.rows(trace.prompt_len, trace.n_pos)
+    events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
     if budget < trace.n_pos and policy.bounded and fires and not any(e >= budget for e in events):
@@ -118,7 +148,9 @@ def remark(
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
     remarks = [policy.remark(budget)]
-    if fires and trace.prompt_len == trace.n_pos and policy.propagation is None:
+    remarks.append(_context_remark(trace, policy, schedule))
+    alone = schedule.compress == "prompt"  # else the rows of the question see what is left
+    if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
         remarks.append(
             "the prompt fills the text: no row sees what is evicted, and metrics of rows after the "
             "prompt have no value"

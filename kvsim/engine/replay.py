@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ def replay(
     *,
     interval: int | None = None,
     prefill: bool | None = None,
+    compress: Literal["prompt", "context", "both"] | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     memory: int | None = None,
@@ -38,20 +40,24 @@ def replay(
 ) -> Record:
     """Return what the cache would have kept under `policy` at `budget` entries per KV head.
 
-    interval, prefill: replace the policy's own schedule (rows between events; whether the event
-    that ends the prefill fires). layers: indices in the trace; by default all that see the whole
-    text, because a sliding window bounds the cache of the others by itself. memory: bytes that a
-    block of layers may take, 2 GiB by default; a larger trace is replayed block by block.
-    internals: keep scores, quotas and notes of every event; or the notes of these names alone,
-    which take little memory. progress: called with (layers done, layers).
+    interval, prefill, compress: replace the policy's own schedule: rows between events; whether the
+    event that ends the prefill fires; whether it fires after the whole prompt, after the context
+    and before the question, or after both (`kvsim.core.policy.Schedule`). layers: indices in the
+    trace; by default all that see the whole text, because a sliding window bounds the cache of the
+    others by itself. memory: bytes that a block of layers may take, 2 GiB by default; a larger
+    trace is replayed block by block. internals: keep scores, quotas and notes of every event; or
+    the notes of these names alone, which take little memory. progress: called with (layers done,
+    layers).
 
     Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
-    where the policy has no rule for the budget, ScoreError, MemoryLimitError.
+    where the policy has no rule for the budget, NeedsError where the trace has no context,
+    ScoreError, MemoryLimitError.
     """
     options = Options(layers, device, memory, internals, progress)
     check_arguments(trace, policy, device, memory, internals)
     check_progress(progress)
-    return run(trace, policy, whole(budget), policy.schedule.override(interval, prefill), options)
+    schedule = policy.schedule.override(interval, prefill, compress)
+    return run(trace, policy, whole(budget), schedule, options)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,11 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
     most = len(chosen) if together else layers_per_block(source, policy, options.memory)
     by_row = _goes_by_row(trace, policy, schedule, chosen, options)
     options = replace(options, by_row=by_row)
-    setting = setting_of(trace, policy, budget, schedule)
+    first, *later = (
+        setting_of(trace, policy, budget, schedule, end)
+        for end in schedule.ends(trace.prompt_len, trace.context_len)
+    )
+    setting, context = (later[0], first) if later else (first, None)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] = []
     done = 0
@@ -95,7 +105,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
             look = recorded(trace, setting, torch.device(options.device))
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
         for part in runs(trace, chosen, most, policy, descent):
-            result, decided = _replay(source, part, policy, setting, schedule, options)
+            result, decided = _replay(source, part, policy, (setting, context), schedule, options)
             evicted_at[done : done + len(part.layers)] = result
             plans += decided
             done += len(part.layers)
@@ -111,6 +121,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
         interval=schedule.interval,
         prefill=schedule.prefill,
         prompt_len=trace.prompt_len,
+        compress=schedule.compress,
         layers=chosen,
         trace=trace.name,
         digest=trace.digest if trace.path is not None else "",
@@ -124,9 +135,18 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
 
 
 def _replay(
-    trace: Trace, run: Run, policy: Policy, setting: Setting, schedule: Schedule, options: Options
+    trace: Trace,
+    run: Run,
+    policy: Policy,
+    settings: tuple[Setting, Setting | None],
+    schedule: Schedule,
+    options: Options,
 ) -> tuple[NDArray[np.int32], list[Plans]]:
-    """Replay layers as one block: `evicted_at` [L, H, T], and its events on request."""
+    """Replay layers as one block: `evicted_at` [L, H, T], and its events on request.
+
+    settings: the one of all events, and of the event that ends the context if there are both.
+    """
+    setting, context = settings
     part = trace if run.rows is None else trace.only(run.rows)
     source = TraceSource(part, run.layers, torch.device(options.device))
     plans: list[Plans] = []
@@ -138,12 +158,13 @@ def _replay(
     block = Block(
         source,
         policy,
-        replace(setting, prompt_len=part.prompt_len),
+        setting if run.rows is None else replace(setting, prompt_len=part.prompt_len),
         torch.tensor(run.layers, device=options.device),
+        context=context,
         poison=source.poison if options.poison else None,
         note=note if names else None,
     )
-    events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos)
+    events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos, part.context_len)
     if options.by_row:
         replay_rows(block, events)
     else:
@@ -171,17 +192,19 @@ def _goes_by_row(
     )
 
 
-def setting_of(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> Setting:
-    """What a View knows of the replay."""
+def setting_of(
+    trace: Trace, policy: Policy, budget: int, schedule: Schedule, prompt_len: int
+) -> Setting:
+    """What a View knows of the replay; prompt_len: tokens of what it takes for the prompt."""
     return Setting(
         budget=budget,
-        prompt_len=trace.prompt_len,
+        prompt_len=prompt_len,
         interval=schedule.interval,
         prefill=schedule.prefill,
         n_layers=trace.n_layers,
         clairvoyant=policy.scorer.clairvoyant,
-        protected=policy.protection(budget).size(trace.prompt_len),
-        longest=schedule.longest(trace.prompt_len, budget),
+        protected=policy.protection(budget).size(prompt_len),
+        longest=schedule.longest(prompt_len, budget),
         windowed=trace.windowed,
     )
 

@@ -26,10 +26,13 @@ _FAINT = 1e-6
 
 
 def replay_rows(block: Block, events: Sequence[int]) -> None:
-    """Fire `events`, which are consecutive rows, on the block."""
+    """Fire `events` on the block: consecutive rows, but for those that end context and prompt."""
     left = list(events)
-    while left and not block.event(left.pop(0)):
-        pass  # until the first event that acts, every row is full attention
+    while left:
+        row = left.pop(0)
+        # until the first event that acts, every row is full attention
+        if block.event(row) and left and left[0] == row + 1:
+            break
     while left:
         rows, left = left[:ROWS], left[ROWS:]
         _run(block, rows[0], rows[-1] + 1)

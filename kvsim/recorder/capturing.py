@@ -39,6 +39,7 @@ def capture(
     labels: Labels | None = None,
     needle: Needle = (),
     response: str | Sequence[int] | None = None,
+    context: str | int | None = None,
     name: str | None = None,
     **options: Any,
 ) -> Trace:
@@ -53,6 +54,8 @@ def capture(
         answer: the expected answer, for the answer check.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
+        context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
+            its number of tokens (`context_len`), for `kvsim.replay(..., compress="context")`.
         response: text or token ids to record as the response, instead of generating one. The trace
             keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`).
         name: the trace's name; by default from `out`.
@@ -84,7 +87,8 @@ def capture(
     checked_labels = check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     form: dict[str, Any] = {"system": checked.system, "chat": checked.chat}
-    encoded = encode(prompt, model, tokenizer, needle=needle, response=response, **form)
+    form |= {"needle": needle, "response": response, "context": context}
+    encoded = encode(prompt, model, tokenizer, **form)
     session = Session(model, tokenizer, encoded, checked, out, answer, checked_labels, name)
     return session.existing() or session.run()
 
@@ -135,7 +139,7 @@ def capture_many(
         system = checked.system if prompt.system is None else prompt.system
         form: dict[str, Any] = {"system": system, "chat": checked.chat}
         try:
-            form |= {"needle": prompt.needle, "response": prompt.response}
+            form |= {name: getattr(prompt, name) for name in ("needle", "response", "context")}
             encoded = encode(prompt.content, model, tokenizer, **form)
             session = Session(
                 model, tokenizer, encoded, checked, path, prompt.answer, label, prompt.id

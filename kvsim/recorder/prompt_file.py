@@ -24,7 +24,7 @@ from kvsim.schema import LABELS
 CONTENT = ("prompt", "messages", "tokens")
 
 #: All keys that are read; others are ignored.
-KEYS = ("id", *CONTENT, "needle", "response", "system", "answer", *LABELS, "difficulty")
+KEYS = ("id", *CONTENT, "context", "needle", "response", "system", "answer", *LABELS, "difficulty")
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
 
@@ -38,9 +38,9 @@ def read_prompts(
 
     A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
     text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``needle``, ``response``, ``system``, ``answer`` and the labels ``task``, ``domain``,
-    ``level`` (or ``difficulty``), ``length`` and ``depth``. Other keys are ignored, and so is
-    ``tokens`` if it is a number. Empty lines and a byte order mark are skipped.
+    ``context``, ``needle``, ``response``, ``system``, ``answer`` and the labels ``task``,
+    ``domain``, ``level`` (or ``difficulty``), ``length`` and ``depth``. Other keys are ignored,
+    and so is ``tokens`` if it is a number. Empty lines and a byte order mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -138,6 +138,12 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         raise CaptureError(
             f"{where}: response is {_short(response)}, expected text or a list of token ids"
         )
+    context = row.get("context")
+    if isinstance(context, bool) or not isinstance(context, str | int | None):
+        raise CaptureError(
+            f"{where}: context is {_short(context)}, expected text before a text, or how many "
+            "messages or tokens"
+        )
     return Prompt(
         id=_id(row.get("id"), index, where),
         content=_content(row, where),
@@ -146,6 +152,7 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         system=system or None,
         needle=() if needle is None else check_needle(needle, f"{where}: "),
         response=response,
+        context=context,
     )
 
 

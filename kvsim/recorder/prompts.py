@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.models import context_length, is_tiny
-from kvsim.recorder.spans import Needle, Span, located
+from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
 from kvsim.schema import LABELS
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,6 +47,9 @@ class Prompt:
         system: a system message before the prompt, or None.
         needle: what the answer depends on, as texts that occur in the prompt once each, or for
             token ids as token spans (start, end); the trace keeps their token spans.
+        context: the part of the prompt before its question: text before a text, which follows
+            it directly (in one user's message if it is a chat); of chat messages how many of them,
+            of token ids how many. Negative numbers count from the end.
         response: text or token ids that are recorded as the response, instead of generating one.
     """
 
@@ -56,6 +60,7 @@ class Prompt:
     system: str | None = None
     needle: Needle = ()
     response: str | Sequence[int] | None = None
+    context: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Encoded:
     """A prompt as token ids, and the text or messages that they were encoded from.
 
     needle: its token spans. response: token ids of a given response, None to generate one.
+    context_len: tokens of the context, None without one.
     """
 
     ids: list[int]
@@ -70,6 +76,7 @@ class Encoded:
     messages: list[dict[str, Any]] | None
     needle: list[Span]
     response: list[int] | None
+    context_len: int | None
 
 
 def encode(
@@ -81,19 +88,24 @@ def encode(
     chat: bool,
     needle: Needle = (),
     response: str | Sequence[int] | None = None,
+    context: str | int | None = None,
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 
     system: a message before it, which makes text a chat. chat: text is a user's message. needle,
-    response: as those of `Prompt`; a response is encoded by itself, without special tokens.
+    response, context: as those of `Prompt`; a response is encoded by itself, without special
+    tokens. The context ends with the last token that has no text of the question.
 
     Raises:
         CaptureError: a prompt that is empty, or with its response longer than the context; a
             response that is empty; unknown ids or words; text without a tokenizer; a chat without a
             template, or one that the template refuses; a second system message, or one for token
             ids; a needle that is not in the prompt once, or with a tokenizer that does not say
-            where its tokens are in the text.
+            where its tokens are in the text; a context that ends outside the prompt.
     """
+    before = _context_text(prompt, context)
+    if before is not None:
+        prompt = before + str(prompt)
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
         raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
@@ -111,7 +123,67 @@ def encode(
     _check_ids(ids, given or [], model)
     special = messages is None  # a chat template has put the special tokens in already
     spans = located(needle, text, len(ids), tokenizer, special=special)
-    return Encoded(ids, text, messages, spans, given)
+    if context is None:
+        return Encoded(ids, text, messages, spans, given, None)
+    if isinstance(prompt, str):
+        end = _context_end(prompt, len(before or ""), text or "")
+    elif text is not None and messages is not None:
+        n = len(messages) - len(prompt)  # a system message that is not counted
+        counted = n + counted_context(context, len(prompt), "messages")
+        end = _messages_end(messages[:counted], text, tokenizer)
+    else:
+        count = counted_context(context, len(ids), "tokens")
+        return Encoded(ids, text, messages, spans, given, count)
+    context_len = tokens_before(end, text or "", tokenizer, special=special)
+    return Encoded(ids, text, messages, spans, given, context_len)
+
+
+def _context_text(prompt: PromptLike, context: str | int | None) -> str | None:
+    """Return the text of a context before a text; CaptureError for another kind than fits."""
+    if isinstance(context, str) and isinstance(prompt, str):
+        if context.strip():
+            return context
+        raise CaptureError("the context is empty, expected the text before the question")
+    if isinstance(context, str) or (context is not None and isinstance(prompt, str)):
+        given, expected = ("text", "text") if isinstance(prompt, str) else ("no text", "a number")
+        what = "the text before it" if expected == "text" else "how many messages or tokens"
+        raise CaptureError(
+            f"context is {reprlib.repr(context)} and the prompt is {given}, expected {expected}: "
+            f"{what}"
+        )
+    return None
+
+
+def _context_end(prompt: str, end: int, text: str) -> int:
+    """Return where the context ends in the rendered text; end: in the prompt, both in characters.
+
+    Templates may strip the prompt.
+    """
+    start = text.rfind(prompt)
+    if start >= 0:
+        return start + end
+    start = text.rfind(prompt.strip())
+    if start < 0:
+        raise CaptureError(
+            "the chat template does not render the prompt as it is, so its context cannot be "
+            "found, expected a template that does; give token ids, with context a number"
+        )
+    return start + end - (len(prompt) - len(prompt.lstrip()))
+
+
+def _messages_end(context: list[dict[str, Any]], text: str, tokenizer: Any) -> int:
+    """Return where the first messages of a chat end in its rendered text, in characters."""
+    try:
+        rendered = str(tokenizer.apply_chat_template(context, tokenize=False))
+    except (TemplateError, TypeError, ValueError) as error:
+        rendered = f"\0{error_line(error)}"
+    if not text.startswith(rendered):
+        raise CaptureError(
+            f"the chat template renders the first {len(context)} messages otherwise where others "
+            "follow, so the context cannot be found, expected a beginning of the whole text; give "
+            "token ids, with context a number"
+        )
+    return len(rendered)
 
 
 def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:

@@ -171,6 +171,9 @@ class Session:
         differing = []
         if labels != dict(self.labels):
             differing.append(f"its labels are {labels}, expected {dict(self.labels)}")
+        context, context_len = trace.context_len, self.encoded.context_len
+        if context != context_len:
+            differing.append(f"its context has {context} tokens, expected {context_len}")
         given = bool(self.response)
         if given != (object_at(trace.meta, "generation").get("stopped") == GIVEN):
             differing.append(f"its response was {'generated' if given else 'given'}")
@@ -333,7 +336,12 @@ class Session:
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
             "notes": self.notes,
         }
-        return Header(len(self.encoded.ids), (), (), self.layer_ids, name=self.name, meta=meta)
+        return Header(
+            *(len(self.encoded.ids), (), (), self.layer_ids),
+            name=self.name,
+            meta=meta,
+            context_len=self.encoded.context_len,
+        )
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -373,6 +381,7 @@ class Session:
         return Trace.from_arrays(
             **arrays,
             prompt_len=header.prompt_len,
+            context_len=header.context_len,
             rope=header.ropes,
             formulas=header.formulas,
             tokens=tokens,

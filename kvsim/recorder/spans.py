@@ -82,6 +82,32 @@ def offsets(text: str, tokenizer: Any, *, special: bool) -> list[Span]:
     return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
 
 
+def counted_context(count: Any, n: int, what: str) -> int:
+    """Return the first `count` of n messages or tokens; CaptureError unless it is 1 to n."""
+    number = count + n * (count < 0) if type(count) is int else 0
+    if not 1 <= number <= n:
+        raise CaptureError(
+            f"context is {count!r} and the prompt has {n} {what}, expected a context that ends in "
+            f"it: 1 to {n}, or -1 for all but the last"
+        )
+    return number
+
+
+def tokens_before(end: int, text: str, tokenizer: Any, *, special: bool) -> int:
+    """Return how many of the first tokens end in the first `end` characters of a text.
+
+    A token with characters on both sides belongs to what follows. Raises CaptureError for none.
+    """
+    places = offsets(text, tokenizer, special=special)
+    count = next((i for i, (_, stop) in enumerate(places) if stop > end), len(places))
+    if not any(stop for _, stop in places[:count]):
+        raise CaptureError(
+            f"no token of the prompt ends in its context of {end} characters, expected at least "
+            "one; give a longer context"
+        )
+    return count
+
+
 def _tokens_of(needle: str, text: str, places: Sequence[Span]) -> Span:
     """Return the tokens that have a character of a text that is in another one once."""
     first, again = text.find(needle), text.find(needle, text.find(needle) + 1)

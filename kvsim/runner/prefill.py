@@ -111,7 +111,7 @@ def recompute(
     _check_model(trace, model)
     schedule = replace(policy.schedule, interval=None)
     base = replay(trace, replace(policy, schedule=schedule), budget, memory=memory)
-    setting = setting_of(trace, policy, base.budget, schedule)
+    setting = setting_of(trace, policy, base.budget, schedule, trace.prompt_len)
     down = _Descending(trace, Decoder(model), setting)
     remark = base.remark
     if down.narrow:

@@ -26,8 +26,8 @@ BINDING = ("chunks", "seal")
 #: Attributes of a bound trace; anything else could change a meaning that no seal describes.
 ATTRIBUTES = frozenset(
     (
-        *("kvsim_format", "complete", "n_tokens", "committed_tokens", "prompt_len", "attention"),
-        *("ropes", "digest", "checksums", "name", "meta", *BINDING),
+        *("kvsim_format", "complete", "n_tokens", "committed_tokens", "prompt_len", "context_len"),
+        *("attention", "ropes", "digest", "checksums", "name", "meta", *BINDING),
     )
 )
 

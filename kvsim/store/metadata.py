@@ -110,6 +110,7 @@ def attributes_of(header: Header) -> dict[str, Any]:
         "kvsim_format": FORMAT_VERSION,
         "name": header.name,
         "prompt_len": header.prompt_len,
+        **({} if header.context_len is None else {"context_len": header.context_len}),
         "attention": [
             {
                 "scale": formula.scale,
@@ -152,6 +153,9 @@ def read_header(
         name=printable(str(attributes.get("name", where))),
         source_dtypes={name: x.source_dtype or x.dtype.name for name, x in floats.items()},
         meta=object_at(attributes, "meta"),
+        context_len=(
+            _get(attributes, "context_len", int, where) if "context_len" in attributes else None
+        ),
     )
 
 

@@ -371,6 +371,10 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
         notes.append(
             f"the prompt had {header.prompt_len} tokens, of which {prompt_len} were recovered"
         )
+    context_len = header.context_len
+    if context_len is not None and context_len > prompt_len:
+        notes.append(f"the context of {context_len} tokens does not end in what was recovered")
+        context_len = None
     spans = {
         name: [[start, end] for start, end in each if end <= prompt_len]
         for name, each in header.spans.items()
@@ -389,7 +393,12 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
     }
     if not logprobs:
         del meta["response_logprobs"]
-    return _noted(replace(header.within(committed), prompt_len=prompt_len, meta=meta), *notes)
+    return _noted(
+        replace(
+            header.within(committed), prompt_len=prompt_len, context_len=context_len, meta=meta
+        ),
+        *notes,
+    )
 
 
 def _noted(header: Header, *notes: str) -> Header:

@@ -269,6 +269,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "digest": stored.digest,
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
+        "context_len": stored.header.context_len,
         "layers": n_layers,
         "layer_ids": list(stored.header.layer_ids),
         "qheads": n_qheads,

@@ -118,7 +118,9 @@ class Cells:
     def _replay(self, cell: Cell, bound: Callable[[Policy, int], Record]) -> None:
         """Replay a cell, and the oracle on the same terms; `bound` replays equal oracles once."""
         policy, budget = cell.policy, cell.budget
-        terms = {name: self._parameters[name] for name in ("interval", "prefill")} | self._limits
+        terms = {
+            name: self._parameters[name] for name in ("interval", "prefill", "compress")
+        } | self._limits
         internals = self._notes & policy.allocator.notes
         try:
             record = replay(cell.trace, policy, budget, internals=internals, **terms)
@@ -206,7 +208,7 @@ def _oracle(policy: Policy, record: Record) -> Policy:
     return Policy(
         "oracle",
         Oracle(by="mass"),
-        schedule=Schedule(record.interval, prefill=record.prefill),
+        schedule=Schedule(record.interval, record.prefill, record.compress),
         protect=policy.protection(record.budget),
         per_query_head=policy.per_query_head,
     )

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 
@@ -74,6 +74,7 @@ def sweep(
     *,
     interval: int | None = None,
     prefill: bool | None = None,
+    compress: Literal["prompt", "context", "both"] | None = None,
     metrics: Sequence[str] | None = None,
     regret: bool = False,
     events: bool = False,
@@ -87,7 +88,9 @@ def sweep(
 
     interval: rows between events, the same events for every policy; the prefill event is one of
     them unless prefill is False. Without an interval each policy keeps its own schedule, of which
-    prefill replaces the prefill event alone. The schedule is recorded with every result.
+    prefill replaces the prefill event alone; compress says after what it fires, as for
+    `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded with
+    every result.
 
     regret: replay the mass oracle beside each cell, at the same events and with the same entries
     protected, and measure by how much it retains more (metric `regret`). Policies that no budget
@@ -114,13 +117,14 @@ def sweep(
     chosen = choose(metrics, oracles=regret)
     cells = _cells(traces, policies, budgets)
     for cell in cells:
-        terms = cell.policy.schedule.override(interval, prefill)
+        terms = cell.policy.schedule.override(interval, prefill, compress)
         check_cell(cell.trace, cell.policy, cell.budget, memory, terms)
     parameters: dict[str, Any] = {
         "policies": {policy.name: policy.params for policy in policies},
         "budgets": [str(budget) for budget in budgets],
         "interval": interval,
         "prefill": prefill,
+        "compress": compress,
         "metrics": None if metrics is None else list(metrics),
         "regret": regret,
         "events": events,

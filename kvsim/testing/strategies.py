@@ -72,13 +72,14 @@ class Case:
         """The rotary embedding of base 10,000."""
         return Rope.default(self.shape[-1])
 
-    def trace(self) -> Trace:
-        """The arrays as a Trace."""
+    def trace(self, context_len: int | None = None) -> Trace:
+        """The arrays as a Trace, with a context of the prompt's first rows if it is given."""
         return Trace.from_arrays(
             self.q,
             self.k,
             self.v,
             prompt_len=self.prompt_len,
+            context_len=context_len,
             rope=self.rope,
             scale=self.scale,
             o_proj=self.o_proj,

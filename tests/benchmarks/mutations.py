@@ -172,6 +172,7 @@ def make(seed: int, *, mixed: bool) -> Trace:
     ]
     facts: dict[str, Any] = {
         "prompt_len": 200,
+        "context_len": 150 if mixed else None,
         "rope": ropes if mixed else ropes[0],
         "formulas": formulas if mixed else None,
         "tokens": tokens,
@@ -209,7 +210,7 @@ def content(trace: Trace) -> dict[str, Any]:
     }
     header = trace.header
     facts = [header.prompt_len, header.formulas, header.ropes, header.layer_ids]
-    facts += [header.labels, header.spans]
+    facts += [header.labels, header.spans, header.context_len]
     return {**arrays, "facts": facts, "sources": header.source_dtypes, "text": trace.token_text}
 
 

@@ -434,6 +434,44 @@ def test_prefill_sets_equal_kvpress(kvpress, recorded, family, name):
         compare(case, kvpress, recorded(family, case.length, case.kernel), ratio, policy)
 
 
+@pytest.mark.parametrize("name", ["knorm", "streaming", "tova", "snapkv-window-16", "expected"])
+def test_context_alone_equals_kvpress(kvpress, random_model, prompt, name):
+    """kvpress compresses the context and appends the question; so does `compress="context"`.
+
+    The last rows of the prompt would be another window: compressing the prompt keeps other sets.
+    """
+    case, asked = CASES[name], 30
+    n = case.length + asked
+    model, tokens = random_model(n), prompt(n, n)
+    trace = kvsim.capture(model, None, tokens, context=case.length, max_new_tokens=0)
+    press, cache = case.press(kvpress, trace), DynamicCache()
+    press.compression_ratio = case.ratios[1]
+    with torch.no_grad():
+        with press(model):
+            model(torch.tensor([tokens[: case.length]]), past_key_values=cache)
+        question = torch.tensor([tokens[case.length :]])
+        positions = torch.arange(case.length, n).unsqueeze(0)
+        model(question, past_key_values=cache, position_ids=positions)
+    budget = kvpress.utils.compute_n_kept(case.length, press.compression_ratio)
+    policy = kvsim.policy(case.name, **case.params)
+
+    record = kvsim.replay(trace, policy, budget, interval=n, compress="context")
+
+    assert record.events == [case.length - 1]
+    theirs = torch.zeros(record.evicted_at.shape, dtype=torch.bool)
+    theirs[..., case.length :] = True
+    for layer in range(trace.n_layers):
+        keys = cache.layers[layer].keys[0]
+        assert keys.shape[1] == budget + asked
+        at = positions_of(keys[:, :budget], trace.k[layer][:, : case.length])
+        theirs[layer].scatter_(-1, at, value=True)
+    assert (record.retained(n - 1) != theirs.numpy()).sum(-1).max() <= 2 * case.tied
+    whole = kvsim.replay(trace, policy, budget, interval=n)
+    if name != "knorm":  # whose scores are the same at any time
+        shared = (slice(None), slice(None), slice(case.length))
+        assert (whole.retained(n - 1)[shared] != theirs.numpy()[shared]).any()
+
+
 @pytest.mark.parametrize(
     ("name", "ratio", "counts"),
     [

@@ -34,6 +34,7 @@ def make(seed=0, *, mixed=False):
     ropes = [Rope.default(8), Rope((0.5,), 1.1, layout="interleaved")]
     facts = {
         "prompt_len": 200,
+        "context_len": 150 if mixed else None,
         "rope": ropes if mixed else ropes[0],
         "formulas": formulas if mixed else None,
         "tokens": np.arange(N) % 5,
@@ -75,7 +76,9 @@ def refused(path):
 
 
 HEADER = {
-    "prompt_len": lambda a: a.update(prompt_len=100),
+    "prompt_len": lambda a: a.update(prompt_len=180),
+    "context_len": lambda a: a.update(context_len=100),
+    "no context_len": lambda a: a.pop("context_len"),
     "scale": lambda a: a["attention"][0].update(scale=0.51),
     "window": lambda a: a["attention"][0].update(window=8),
     "window of no layer": lambda a: a["attention"][1].pop("window"),

@@ -56,6 +56,28 @@ def future_softmax(patch: Patch) -> None:
     patch.setattr(RowView, "_softmax", wrong)
 
 
+def question_in_the_setting(patch: Patch) -> None:
+    """An event that ends the context knows how long the prompt is."""
+    right = engine_block.Block.__init__
+
+    def wrong(self: engine_block.Block, *args: Any, **more: Any) -> None:
+        right(self, *args, **more)
+        self._context = None
+
+    patch.setattr(engine_block.Block, "__init__", wrong)
+
+
+def window_in_the_question(patch: Patch) -> None:
+    """The window of an event is that of the last row of the trace."""
+    right = TraceSource.queries
+
+    def wrong(self: TraceSource, start: int, stop: int) -> Tensor:
+        last = self.n_rows
+        return right(self, last - (stop - start), last)
+
+    patch.setattr(TraceSource, "queries", wrong)
+
+
 def window_not_causal(patch: Patch) -> None:
     """Rows of a window see the entries of later rows of the window."""
 
@@ -143,8 +165,8 @@ def schedule_one_late(patch: Patch) -> None:
     """Events fire after rows prompt_len + m * interval."""
     right = Schedule.rows
 
-    def wrong(self: Schedule, prompt_len: int, n_pos: int) -> list[int]:
-        return [row + 1 for row in right(self, prompt_len, n_pos) if row + 1 < n_pos]
+    def wrong(self: Schedule, prompt_len: int, n_pos: int, *context: Any) -> list[int]:
+        return [row + 1 for row in right(self, prompt_len, n_pos, *context) if row + 1 < n_pos]
 
     patch.setattr(Schedule, "rows", wrong)
 
@@ -152,7 +174,7 @@ def schedule_one_late(patch: Patch) -> None:
 def schedule_locked_to_length(patch: Patch) -> None:
     """Events fire where the length is a multiple of the interval, wherever the prompt ended."""
 
-    def wrong(self: Schedule, prompt_len: int, n_pos: int) -> list[int]:
+    def wrong(self: Schedule, prompt_len: int, n_pos: int, *_: Any) -> list[int]:
         step = self.interval or n_pos
         return [row for row in range(prompt_len - 1, n_pos) if (row + 1) % step == 0]
 
@@ -258,6 +280,8 @@ CAUGHT: list[tuple[Bug, str, dict[str, Any], tuple[str, ...]]] = [
     (future_queries, "h2o", {}, ("causality", "naive_replay")),
     (future_queries, "snapkv", {"window": 4}, ("causality", "naive_replay")),
     (future_softmax, "tova", {}, ("causality", "rows_equal_events")),
+    (question_in_the_setting, "pyramidkv", {"window": 4}, ("unknown_question",)),
+    (window_in_the_question, "snapkv", {"window": 4}, ("unknown_question",)),
     (window_not_causal, "snapkv", {"window": 4}, ("naive_replay",)),
     (window_not_causal, "h2o", {}, ("naive_replay",)),
     (dead_keys_in_rows, "tova", {}, ("no_peeking_at_the_dead", "rows_equal_events")),

@@ -25,6 +25,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         results.finite,
         results.tie_rule,
         independence.causality,
+        independence.unknown_question,
         independence.no_peeking_at_the_dead,
         independence.absent_rows,
         independence.isolation,

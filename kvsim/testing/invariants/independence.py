@@ -7,7 +7,7 @@ order of the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from kvsim.core.policy import Allocator, Even, Plan
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine import check_cell
-from kvsim.errors import KvsimError, MemoryLimitError, PolicyError, TraceError
+from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
 from kvsim.testing.strategies import make_case
@@ -79,6 +79,53 @@ def causality(trial: Trial) -> None:
     padded = np.full_like(trial.record.evicted_at, NEVER)
     padded[:, :, : now + 1] = short
     trial.same(padded, f"rows after {now} cut off", until=now + 1)
+
+
+def unknown_question(trial: Trial) -> None:
+    """A context is compressed as if nothing followed it; where it is the prompt, as the prompt is.
+
+    After a context, replaying row by row gives what replaying event by event gives.
+    """
+    case, prompt_len = trial.case, trial.case.prompt_len
+    context_len = 1 + trial.salt % prompt_len
+    rng = np.random.default_rng(trial.salt)
+    compresses: tuple[Literal["context", "both"], ...] = ("context", "both")
+    for compress in compresses:
+        whole = replace(trial, context_len=prompt_len, compress=compress)
+        same = (whole.replay().evicted_at == trial.record.evicted_at).all()
+        require(
+            same, f"compress {compress!r}: other than the prompt where the context is all of it"
+        )
+        cut = replace(trial, context_len=context_len, compress=compress)
+        if not _has_rule(cut):
+            continue
+        cut.same(cut.replay(by_row=False).evicted_at, f"compress {compress!r}: event by event")
+        other = {}
+        for name in "qkv":
+            array = getattr(case, name).copy()
+            array[:, :, context_len:] = 3 * rng.standard_normal(array[:, :, context_len:].shape)
+            other[name] = array
+        longer = int(rng.integers(context_len, case.n + 1))
+        changed = replace(cut, case=replace(case, prompt_len=longer, **other))
+        past = {name: getattr(case, name)[:, :, :context_len] for name in "qkv"}
+        short = replace(trial, case=replace(case, prompt_len=context_len, **past))
+        if trial.policy.scorer.clairvoyant or not (_has_rule(changed) and _has_rule(short)):
+            continue
+        evicted_at = changed.replay().evicted_at
+        cut.same(evicted_at, f"compress {compress!r}: another question", until=context_len)
+        alone = np.full_like(evicted_at, NEVER)
+        alone[:, :, :context_len] = short.replay().evicted_at
+        cut.same(alone, f"compress {compress!r}: the context as a prompt", until=context_len)
+
+
+def _has_rule(trial: Trial) -> bool:
+    """Whether the policy has a rule for the budget, the context and the length of a trial."""
+    schedule = trial.policy.schedule.override(trial.interval, trial.prefill, trial.compress)
+    try:
+        check_cell(trial.case.trace(trial.context_len), trial.policy, trial.budget, None, schedule)
+    except (BudgetError, PolicyError):
+        return False
+    return True
 
 
 def no_peeking_at_the_dead(trial: Trial) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,8 @@ class Broken(AssertionError):  # noqa: N818  an outcome of a check, not an error
 class Trial:
     """A policy on a generated trace. `salt` varies what an invariant changes.
 
-    rule: the same policy as a rule of the naive replay, where there is one.
+    rule: the same policy as a rule of the naive replay, where there is one. context_len, compress:
+    of the trace, and of the schedule.
     """
 
     policy: Policy
@@ -43,6 +44,8 @@ class Trial:
     prefill: bool | None
     salt: int
     rule: loops.Rule | None = None
+    context_len: int | None = None
+    compress: Literal["prompt", "context", "both"] = "prompt"
 
     def __repr__(self) -> str:
         return (
@@ -56,8 +59,8 @@ class Trial:
 
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
-        schedule = self.policy.schedule.override(self.interval, self.prefill)
-        trace = self.case.trace() if trace is None else trace
+        schedule = self.policy.schedule.override(self.interval, self.prefill, self.compress)
+        trace = self.case.trace(self.context_len) if trace is None else trace
         return run(trace, self.policy, self.budget, schedule, Options(**options))
 
     @cached_property
@@ -83,7 +86,10 @@ class Trial:
         protection = self.policy.protection(budget)
         present = self.present[layer]
         place = present.cumsum() - 1  # among the rows that the layer has
-        prompt = int(present[: self.case.prompt_len].sum()) if protection.prompt else 0
+        prompt_len = self.case.prompt_len
+        if self.context_len is not None and (self.compress == "context" or row < prompt_len - 1):
+            prompt_len = self.context_len  # what the policy takes for the prompt
+        prompt = int(present[:prompt_len].sum()) if protection.prompt else 0
         first = max(protection.sink, prompt)
         past = present & (np.arange(self.case.n) <= row)
         mask: npt.NDArray[np.bool_] = past & (
@@ -155,6 +161,8 @@ class Trial:
     @cached_property
     def naive(self) -> loops.Outcome | None:
         """The naive replay of the rule; None without a rule, or with room for everything."""
+        if self.compress != "prompt":  # its loops know no context
+            return None
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
             return None
         case, protect = self.case, self.policy.protect

@@ -1,0 +1,146 @@
+"""A context that is compressed before its question: which rows, which entries, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import kvsim
+from kvsim.core.policy import Schedule
+from kvsim.core.record import read_records, record_document, record_of, write_records
+from kvsim.errors import KvsimError, NeedsError, PolicyError
+from kvsim.sweeps.run import sweep
+from kvsim.testing.strategies import make_case
+
+CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed=3)
+
+
+def trace(context_len=40):
+    """The case with a context."""
+    return CASE.trace(context_len)
+
+
+@pytest.mark.parametrize(
+    ("compress", "interval", "rows"),
+    [
+        ("prompt", 10, [49, 59, 69, 79]),
+        ("context", 10, [39, 59, 69, 79]),
+        ("both", 10, [39, 49, 59, 69, 79]),
+        ("context", None, [39]),
+        ("both", None, [39, 49]),
+    ],
+)
+def test_rows_of_events(compress, interval, rows):
+    """The event of the context moves or joins the first one, and no other."""
+    schedule = Schedule(interval, compress=compress)
+
+    assert schedule.rows(50, 80, 40) == rows
+    record = kvsim.replay(
+        trace(), kvsim.policy("knorm"), 20, interval=interval or 99, compress=compress
+    )
+    assert record.events == rows
+    assert record.compress == compress
+
+
+def test_budget_holds_after_the_context_and_not_after_the_question():
+    """What the context keeps, and every row of the question, is there when the prompt ends."""
+    record = kvsim.replay(trace(), kvsim.policy("h2o"), 20, compress="context")
+
+    assert (record.retained(39).sum(-1) == 20).all()
+    assert (record.kept(49).sum(-1) == 30).all()
+    assert record.kept(49)[..., 40:50].all()
+    assert (record.retained(50).sum(-1) == 20).all()
+
+
+def test_window_lies_in_the_context():
+    """snapkv protects the last rows of the context, and with both events those of the question."""
+    policy = kvsim.policy("snapkv", window=8)
+    context, both = (kvsim.replay(trace(), policy, 20, compress=x) for x in ("context", "both"))
+
+    assert context.kept(79)[..., 32:50].all()
+    assert both.kept(49)[..., 32:50].all()
+    assert both.kept(79)[..., 42:50].all()
+    assert not both.kept(79)[..., 32:42].all()
+
+
+def test_protected_prompt_is_the_context():
+    """What protects the prompt protects the context, and the question's entries may leave."""
+    from kvsim.core.policy import Protection
+
+    policy = kvsim.policy("knorm", protect=Protection(prompt=True))
+    record = kvsim.replay(trace(16), policy, 20, interval=10, compress="context")
+
+    assert record.kept(79)[..., :16].all()
+    assert (record.evicted_at[..., 16:50] < 80).any()
+
+
+def test_trace_without_a_context_is_refused():
+    """The line says how to record one."""
+    with pytest.raises(NeedsError, match=r"does not say where its context ends, .*`context`"):
+        kvsim.replay(trace(None), kvsim.policy("snapkv"), 36, compress="context")
+    with pytest.raises(KvsimError, match="compress is 'question'; expected 'prompt', 'context'"):
+        kvsim.replay(trace(), kvsim.policy("snapkv"), 36, compress="question")
+
+
+@pytest.mark.parametrize("name", ["asl", "asl_2pass", "fastkv", "gemfilter", "pyramidinfer"])
+def test_policies_that_drop_rows_are_refused(name):
+    """Unless the context is the whole prompt, where it is the same as ever."""
+    params = {"window": 4} if name in ("asl", "asl_2pass", "fastkv") else {}
+    policy = kvsim.policy(name, **params, **({"layer": 1} if name == "gemfilter" else {}))
+
+    with pytest.raises(PolicyError, match="has no rule for a context before its question"):
+        kvsim.replay(trace(), policy, 20, compress="context")
+    same = [kvsim.replay(trace(50), policy, 20, compress=x).evicted_at for x in ("prompt", "both")]
+    assert np.array_equal(*same)
+
+
+def test_remarks():
+    """What was compressed is said, and that a schedule without the event compresses nothing."""
+    said = kvsim.replay(trace(), kvsim.policy("snapkv", window=4), 20, compress="context").remark
+    assert "the context is compressed before its question of 10 tokens" in said
+    never = kvsim.replay(
+        trace(), kvsim.policy("knorm"), 20, interval=10, prefill=False, compress="context"
+    )
+    assert "no event ends the prefill in its schedule" in never.remark
+
+
+def test_records_and_results_tell_it_apart(tmp_path):
+    """Stored records have it, older ones are of the prompt; results have it as a parameter."""
+    policies = [kvsim.policy("snapkv", window=4)]
+    plain, context = (sweep([trace()], policies, [20], compress=x) for x in (None, "context"))
+    write_records(tmp_path / "records", context.records)
+
+    assert read_records(tmp_path / "records")[0].compress == "context"
+    older = record_document(plain.records[0])
+    del older["compress"]
+    assert record_of(older, plain.records[0].evicted_at).compress == "prompt"
+    params = [
+        json.loads(run.table["params"].drop_nulls()[0]).get("compress") for run in (plain, context)
+    ]
+    assert params == [None, "context"]
+    assert context.parameters["compress"] == "context"
+
+
+def test_kept_sets_of_the_context_are_exact():
+    """One event, after the context, is as settled as one after the prompt."""
+    policy = kvsim.policy("snapkv", window=4)
+    record = kvsim.replay(trace(), policy, 20, compress="context")
+
+    table = kvsim.measure(trace(), record, ["wipeout", "output_error"])
+    levels = {
+        name: set(table.filter(metric=name, layer=2)["fidelity"]) for name in set(table["metric"])
+    }
+    assert levels == {"wipeout": {"exact"}, "output_error": {"open"}}
+
+
+def test_oracle_beside_a_context_has_its_events():
+    """Regret is measured against an oracle that compresses the context too."""
+    run = sweep(
+        [trace()], [kvsim.policy("snapkv", window=4)], [20], compress="context", regret=True
+    )
+
+    assert not run.failures
+    values = run.table.filter(metric="regret")["value"].drop_nulls()
+    assert len(values)

@@ -1,0 +1,220 @@
+"""Where the context of a prompt ends, in its tokens, and how a trace keeps that."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import kvsim
+from kvsim.errors import CaptureError, TraceError
+from kvsim.recorder import Prompt, capture, capture_many, read_prompts
+from kvsim.store import describe, recover, verify
+from kvsim.testing.strategies import make_case
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<a>{% endif %}"
+
+
+@functools.cache
+def small():
+    """A random model of two layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=900,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tokenizer(template=CHAT):
+    """A tokenizer with a token for each byte, and one for `a b`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "Ġ"), ("aĠ", "b")]
+    vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
+
+
+def recorded(prompt, context, **options):
+    """A trace, and the texts of its context and of its question."""
+    words = options.pop("tokenizer", tokenizer())
+    trace = capture(small(), words, prompt, context=context, max_new_tokens=0, **options)
+    ids, end = trace.tokens.tolist(), trace.context_len
+    return trace, words.decode(ids[:end]), words.decode(ids[end:])
+
+
+@pytest.mark.parametrize(
+    ("context", "question", "ends"),
+    [
+        ("some facts. ", "which?", "some facts. "),
+        ("x a", " b y", "x "),  # one token has `a b`: it belongs to the question
+        ("größe ☃", "漢字", "größe ☃"),
+    ],
+)
+def test_text_ends_with_its_last_whole_token(context, question, ends):
+    """Context and question follow each other directly; a token of both is the question's."""
+    trace, before, after = recorded(question, context)
+
+    assert trace.meta["text"]["prompt"] == context + question
+    assert before == ends
+    assert before + after == context + question
+
+
+def test_chat_has_context_and_question_in_one_message():
+    """What the template puts before the message is part of the context."""
+    trace, before, after = recorded("which?", "facts. ", chat=True, system="be brief")
+
+    assert before == "<system>be brief</><user>facts. "
+    assert after == "which?</><a>"
+    assert len(trace.meta["text"]["messages"]) == 2
+
+
+def test_template_that_strips():
+    """The end is found where the template strips the message."""
+    words = tokenizer("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}<a>")
+
+    _, before, after = recorded("which?\n", "\n facts. ", chat=True, tokenizer=words)
+
+    assert (before, after) == ("<facts. ", "which?><a>")
+
+
+@pytest.mark.parametrize("context", [2, -1])
+def test_messages_of_a_chat(context):
+    """The first messages are the context, without the system message that is given beside them."""
+    chat = [
+        {"role": "user", "content": "facts"},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "facts"},
+    ]
+
+    _, before, after = recorded(chat, context)
+    _, with_system, _ = recorded(chat, context, system="be brief")
+
+    assert before == "<user>facts</><assistant>ok</>"
+    assert after == "<user>facts</><a>"
+    assert with_system == "<system>be brief</>" + before
+
+
+def test_token_ids(tmp_path):
+    """A number of tokens, which may be all of them; stored, copied and resumed as it is."""
+    out = tmp_path / "a.zarr"
+    options = {"max_new_tokens": 3, "out": out}
+    trace = capture(small(), None, [1, 2, 3], context=2, **options)
+
+    assert trace.context_len == 2
+    assert describe(out)["context_len"] == 2
+    assert verify(out, deep=True).ok
+    memory = capture(small(), None, [1, 2, 3], context=2, max_new_tokens=3)
+    assert memory.digest == trace.digest
+    copy = kvsim.open_trace(trace.save(tmp_path / "copy.zarr"))
+    assert (copy.context_len, copy.digest) == (2, trace.digest)
+    assert capture(small(), None, [1, 2, 3], context=-1, resume=True, **options).path == out
+    with pytest.raises(CaptureError, match="its context has 2 tokens, expected 3"):
+        capture(small(), None, [1, 2, 3], context=3, resume=True, **options)
+
+
+def test_digest_has_the_context_where_there_is_one():
+    """Traces without a context keep their digest, and others have one of their own."""
+    plain, one, other = (
+        capture(small(), None, [1, 2, 3], context=at, max_new_tokens=0) for at in (None, 1, 2)
+    )
+
+    assert plain.context_len is None
+    assert len({plain.digest, one.digest, other.digest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "message"),
+    [
+        ("which?", "  ", "the context is empty"),
+        ("which?", 3, "context is 3 and the prompt is text, expected text"),
+        ([1, 2], "facts", "context is 'facts' and the prompt is no text, expected a number"),
+        ([1, 2], 3, "context is 3 and the prompt has 2 tokens, expected a context that ends in it"),
+        ([1, 2], 0, "context is 0 and the prompt has 2 tokens"),
+        ([1, 2], -2, "context is -2 and the prompt has 2 tokens"),
+        ([1, 2], True, "context is True and the prompt has 2 tokens"),
+        ([{"role": "user", "content": "a"}], 2, "context is 2 and the prompt has 1 messages"),
+        (" b", "a", "no token of the prompt ends in its context of 1 characters"),
+    ],
+)
+def test_bad_contexts(prompt, context, message, tmp_path):
+    """Each is one line, and none of the prompts is recorded."""
+    prompts = [Prompt("a", "x"), Prompt("b", prompt, context=context)]
+
+    with pytest.raises(CaptureError, match=f"^prompt 'b': {message}") as caught:
+        capture_many(small(), tokenizer(), prompts, tmp_path / "out", max_new_tokens=0)
+
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_template_that_shortens_earlier_messages():
+    """Where the first messages are rendered otherwise at the end, the context is not found."""
+    words = tokenizer("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+
+    with pytest.raises(CaptureError, match="renders the first 1 messages otherwise where others"):
+        recorded(chat, 1, tokenizer=words)
+
+
+def test_lines_of_a_file(tmp_path):
+    """A line has its context; one of another kind is refused with its number."""
+    source = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "which?", "context": "facts. "}, {"tokens": [1, 2, 3], "context": -1}]
+    source.write_text("\n".join(map(json.dumps, rows)))
+
+    traces = capture_many(
+        small(), tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
+    )
+
+    assert [trace.context_len for trace in traces] == [7, 2]
+    source.write_text('{"prompt": "a", "context": [1]}')
+    with pytest.raises(CaptureError, match=r"line 1: context is \[1\], expected text before"):
+        read_prompts(source)
+
+
+@pytest.mark.parametrize("context_len", [0, 21, True, 1.5, "3"])
+def test_bad_lengths_of_a_trace_are_refused(context_len):
+    """A context that ends outside the prompt is refused where a trace is made."""
+    bare = make_case("normal", n=60, prompt_len=20).trace()
+
+    with pytest.raises(TraceError, match="context_len"):
+        kvsim.Trace.from_arrays(
+            *(bare.q, bare.k, bare.v), prompt_len=20, context_len=context_len, rope=bare.rope
+        )
+
+
+def test_context_behind_what_was_recovered(tmp_path):
+    """A cut prompt keeps a context that ends in it, and loses a later one with a note."""
+
+    def interrupt(done, _):
+        if done > 300:
+            raise KeyboardInterrupt
+
+    for name, context in {"early": 200, "late": 280}.items():
+        with pytest.raises(KeyboardInterrupt):
+            capture(
+                *(small(), None, [1] * 300),
+                context=context,
+                max_new_tokens=10,
+                progress=interrupt,
+                out=tmp_path / name,
+            )
+    early, late = (kvsim.open_trace(recover(tmp_path / name)) for name in ("early", "late"))
+
+    assert early.context_len == 200
+    assert late.context_len is None
+    assert "the context of 280 tokens does not end in what was recovered" in late.meta["notes"]
