@@ -97,7 +97,7 @@ COMMANDS = {
         (*REPLAY, "--interval", "64", "--events", "--out", "OUT", "--resume"), "r", partial=True
     ),
     "report": Command(("report", "RUN", "--out", "OUT", "--overwrite"), "r.html", again=True),
-    "plot": Command(("plot", "pareto", "RUN", "--out", "OUT"), "f.svg", again=True),
+    "plot": Command(("plot", "pareto", "RUN", "--out", "OUT"), "f.svg"),
     "prompts": Command(
         ("prompts", "--n", "800", "--seed", "1", "--out", "OUT", "--overwrite"),
         "p.jsonl",

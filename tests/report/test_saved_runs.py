@@ -281,3 +281,16 @@ def test_the_mutator_of_runs_notices_a_reader_that_trusts(tmp_path, monkeypatch)
 
     with pytest.raises(AssertionError, match="changed, and a digest does not fit"):
         mutate()
+
+
+@pytest.mark.parametrize("missing", [None, {}])
+def test_a_digest_that_is_missing_fits_no_file(run, tmp_path, missing):
+    """A bound run whose list of digests lacks a file is refused, also with its own digest."""
+    path = run.save(tmp_path / "r")
+    document = json.loads((path / "run.json").read_bytes())
+    document["files"]["results.parquet"] = missing
+    content = {name: value for name, value in document.items() if name != "digest"}
+    (path / "run.json").write_text(json.dumps(inputs.sealed(content)))
+
+    with pytest.raises(OutputError, match="damaged: its SHA-256 is another"):
+        read_run(path)

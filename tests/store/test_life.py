@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
 import torch
 from disturbance import Disturbance
 from hypothesis import settings
@@ -35,6 +36,7 @@ from kvsim.store import (
     discard,
     find_drafts,
     open_trace,
+    publication,
     recover,
     save_trace,
     upgrade,
@@ -564,6 +566,32 @@ class Life(RuleBasedStateMachine):
 
 
 Life.TestCase.settings = settings(
-    max_examples=max(2, settings.default.max_examples // 4), stateful_step_count=25
+    max_examples=max(2, settings.default.max_examples // 8), stateful_step_count=25
 )
 TestLife = Life.TestCase
+
+
+def test_the_machine_notices_a_writer_that_loses(monkeypatch):
+    """Where an old trace is removed before the new one is in its place, a kill is a finding."""
+
+    def rename(folder, path, *, overwrite):
+        if overwrite and path.exists():
+            shutil.rmtree(path)
+        folder.rename(path)
+
+    monkeypatch.setattr(publication, "_rename", rename)
+
+    def live(at):
+        life = Life()
+        try:
+            life.begin()
+            life.record("short", "a.zarr", overwrite=False, disturbance=None)
+            life.everything_is_there()
+            life.record("long", "a.zarr", overwrite=True, disturbance=Disturbance("kill", at))
+            life.everything_is_there()
+        finally:
+            life.teardown()
+
+    live(100)
+    with pytest.raises(AssertionError, match=r"a\.zarr"):
+        [live(at) for at in range(190, 250, 10)]
