@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import random
 import shutil
@@ -17,6 +18,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsim
+from kvsim import files
 from kvsim.cli import _status
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
@@ -234,6 +237,10 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.temporary = Path(tempfile.mkdtemp())
+        # names of hidden folders are drawn, and Hypothesis repeats what it has seen
+        numbers, self.patch = itertools.count(), pytest.MonkeyPatch()
+        drawn = SimpleNamespace(token_hex=lambda _: f"{next(numbers):08x}")
+        self.patch.setattr(files, "secrets", drawn)
         self.root = self.temporary / "traces"
         self.traces: dict[str, Stored] = {}
         self.left: dict[str, Left] = {}
@@ -246,6 +253,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Remove the folder."""
+        self.patch.undo()
         shutil.rmtree(self.temporary)
 
     # --- one command ---
