@@ -165,7 +165,8 @@ def read_records(path: str | Path) -> list[Record]:
     run = folder.parent / "run.json"
     try:
         bound = read_document(run).get("files") if run.exists() else None
-        entry = bound.get(f"{folder.name}/zarr.json") if isinstance(bound, dict) else None
+        # an entry that is missing, here and below, fits no file
+        entry = bound.get(f"{folder.name}/zarr.json") or {} if isinstance(bound, dict) else None
         attributes = read_document(folder / "zarr.json", entry).get("attributes")
     except FileNotFoundError as error:
         raise OutputError(f"{path} holds no records: {error} is missing") from error
@@ -197,7 +198,7 @@ def _read_record(folder: Path, prefix: str, files: Digests | None) -> Record:
     """
 
     def entry(name: str) -> Mapping[str, Any] | None:
-        return None if files is None else files[prefix + name]
+        return None if files is None else files[prefix + name] or {}
 
     stored = read_document(folder / f"{prefix}zarr.json", entry("zarr.json"))["attributes"]
     array = read_document(folder / f"{prefix}evicted_at/zarr.json", entry("evicted_at/zarr.json"))

@@ -66,7 +66,9 @@ def read_run(path: str | Path) -> Saved:
     folder = local_path(path, OutputError)
     try:
         parameters, files = _description(folder)
-        data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS))
+        # an entry that is missing fits no file
+        expected = None if files is None else files.get(RESULTS) or {}
+        data = read_file(folder / RESULTS, _RESULTS, expected)
     except FileNotFoundError as error:
         if (folder / "sweep.json").is_file():
             raise OutputError(
@@ -80,15 +82,20 @@ def read_run(path: str | Path) -> Saved:
     return Saved(folder, parameters, _table(folder, data))
 
 
-def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return the content of `run.json` without digests, and the digests of the other files."""
+def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Return the content of `run.json` without digests, and the digests of the other files.
+
+    These are None where an earlier version wrote none.
+    """
     path = folder / RUN
     document = read_document(path)
     bound = not {"digest", "files"}.isdisjoint(document)
     if bound:
         document = unsealed(document, path)
-    files = document.pop("files", {})
+    files = document.pop("files", {}) if bound else None
     shapes = {"traces": dict, "remarks": list}
+    if not isinstance(files, dict | None):
+        raise damaged(path, "its list of files is of another type")
     if not all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items()):
         raise damaged(path, "its traces or remarks are of another type")
     if not bound:

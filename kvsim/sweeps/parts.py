@@ -19,6 +19,8 @@ import json
 import secrets
 import shutil
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
@@ -30,6 +32,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvsim.core.inputs import read_file
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
@@ -40,6 +43,12 @@ from kvsim.sweeps.folder import RUN
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
 _PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers", "notes")]
+
+#: Most bytes of a part, on disk and decoded.
+_LARGEST = 8 << 30
+
+#: Errors of parts that are damaged, although their checksum fits.
+_DAMAGED = (ValueError, LookupError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -258,13 +267,16 @@ class Parts:
         for name in self._names():
             if not name.startswith(prefix):
                 continue
-            data = (self.folder / PARTS / name).read_bytes()
-            checksum, body = data[:32], data[32:]
-            if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
+            try:
+                data = read_file(self.folder / PARTS / name, _LARGEST)
+                checksum, body = data[:32], data[32:]
+                if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
+                    continue
+                arrays = _arrays(body[32:])
+                meta = json.loads(arrays.pop("meta").tobytes())
+            except (OutputError, *_DAMAGED):
                 continue
-            with np.load(io.BytesIO(body[32:]), allow_pickle=False) as stored:
-                arrays = {key: stored[key] for key in stored.files}
-            yield name, (json.loads(arrays.pop("meta").tobytes()), arrays)
+            yield name, (meta, arrays)
 
     # --- the whole ---
 
@@ -306,6 +318,15 @@ class Parts:
                 f"{self.folder} cannot be written ({error.strerror or error}), {kept}; make room "
                 "or change the permissions, and continue with the same command and --resume"
             ) from error
+
+
+def _arrays(data: bytes) -> Arrays:
+    """Return the arrays of a part. Raises one of `_DAMAGED` for what `_put` does not write."""
+    with zipfile.ZipFile(io.BytesIO(data)) as members:
+        if sum(member.file_size for member in members.infolist()) > _LARGEST:
+            raise ValueError("larger than any part")
+    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+        return {key: stored[key] for key in stored.files}
 
 
 def _remove(path: Path) -> None:

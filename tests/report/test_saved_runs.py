@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
+import run_mutations
 import torch
 
 import kvsim
+from kvsim.core import inputs
 from kvsim.core.record import read_records, record_document
 from kvsim.errors import OutputError
 from kvsim.report import read_run, write_report
@@ -251,3 +253,44 @@ def test_records_of_another_run_are_refused(run, tmp_path):
 
     with pytest.raises(OutputError, match="damaged"):
         read_records(one / "records.zarr")
+
+
+def test_no_mutation_of_a_run_goes_unnoticed(tmp_path):
+    """Mutations are refused in one line, change nothing, or renew every digest."""
+    original = run_mutations.OriginalRun(tmp_path)
+
+    outcomes = {run_mutations.run_case([original], seed, tmp_path) for seed in range(150)}
+
+    assert {"refused", "identical", "forged: every digest renewed"} <= outcomes
+    assert not any("FINDING" in outcome for outcome in outcomes)
+
+
+def test_the_mutator_of_runs_notices_a_reader_that_trusts(tmp_path, monkeypatch):
+    """Without the digests of files there are findings."""
+    original = run_mutations.OriginalRun(tmp_path)
+    monkeypatch.setattr(inputs, "_digest", lambda _: any_digest)
+
+    class Equal:
+        __eq__ = __ne__ = lambda *_: False
+
+    any_digest = Equal()
+
+    def mutate():
+        for seed in range(150):
+            run_mutations.run_case([original], seed, tmp_path)
+
+    with pytest.raises(AssertionError, match="changed, and a digest does not fit"):
+        mutate()
+
+
+@pytest.mark.parametrize("missing", [None, {}])
+def test_a_digest_that_is_missing_fits_no_file(run, tmp_path, missing):
+    """A bound run whose list of digests lacks a file is refused, also with its own digest."""
+    path = run.save(tmp_path / "r")
+    document = json.loads((path / "run.json").read_bytes())
+    document["files"]["results.parquet"] = missing
+    content = {name: value for name, value in document.items() if name != "digest"}
+    (path / "run.json").write_text(json.dumps(inputs.sealed(content)))
+
+    with pytest.raises(OutputError, match="damaged: its SHA-256 is another"):
+        read_run(path)

@@ -322,6 +322,16 @@ def test_no_mutation_goes_unnoticed(version, cases, tmp_path):
         assert {"another digest", "reported by verify"} <= outcomes
 
 
+def test_what_replays_read_is_what_the_mutator_compares(tmp_path):
+    """All that 16 policies and their metrics read is compared, so identical content is enough."""
+    (original, _) = mutations.originals_in(tmp_path, 3)
+    mutations.check_reads(original.path, original.content)
+
+    del original.content["attn_out"]
+    with pytest.raises(AssertionError, match=r"replays read \['attn_out'\]"):
+        mutations.check_reads(original.path, original.content)
+
+
 @pytest.mark.parametrize("trusted", ["check_binding", "bound"])
 def test_the_mutator_notices_a_reader_that_trusts(trusted, tmp_path, monkeypatch):
     """Without the checks at opening, or without those of chunks, there are findings."""

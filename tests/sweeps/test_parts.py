@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -364,3 +367,38 @@ def test_a_killed_command_is_resumed(tmp_path, sent):
     assert (done.returncode, done.stderr) == (0, "")
     assert len(read_records(tmp_path / "x" / "records.zarr")) == 4
     assert not (tmp_path / "x" / "parts").exists()
+
+
+@pytest.mark.parametrize("how", ["empty", "too large", "no zip", "pipe"])
+def test_hostile_parts_are_computed_again(tmp_path, monkeypatch, whole, how):
+    """Parts with a checksum that fits are decoded within bounds, and a pipe is not waited for."""
+    out = tmp_path / "r"
+    monkeypatch.setattr(cells, "TOGETHER", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Parts, "publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(out)
+    for path in sorted(out.glob("parts/*.part"))[:3]:
+        data = path.read_bytes()
+        if how == "pipe":
+            path.unlink()
+            os.mkfifo(path)
+            continue
+        archive = io.BytesIO()
+        if how != "no zip":
+            with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as members:
+                if how == "too large":
+                    members.writestr("meta.npy", bytes(1 << 20))
+        body = data[32:64] + archive.getvalue()
+        path.write_bytes(hashlib.sha256(body).digest() + body)
+    if how == "too large":
+        monkeypatch.setattr(parts, "_LARGEST", 1 << 19)
+
+    run(out, resume=True)
+
+    check(out, whole)
+
+
+def interrupt(*_, **__):
+    """Ctrl-C."""
+    raise KeyboardInterrupt
