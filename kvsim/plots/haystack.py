@@ -50,12 +50,13 @@ def needle(table: pl.DataFrame) -> Figure:
     size = max(1.9, 0.55 * len(lengths) + 0.6), max(1.7, 0.28 * len(depths) + 0.6)
     panels = Panels(len(policies) * len(budgets), columns=columns, size=size)
     cells = [(policy, asked) for policy in policies for asked in budgets]
-    colours = ScalarMappable(Normalize(0, 1), _COLOURS)
+    norm = Normalize(0, 1)
+    colours = ScalarMappable(norm, _COLOURS)
     for axis, (policy, asked) in zip(panels.axes, cells, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
         for row in means.filter(policy=policy, asked=asked).iter_rows(named=True):
             grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["mean"]
-        axis.imshow(grid, cmap=colours.cmap, norm=colours.norm, **CELLS)
+        axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
         for (depth, length), recall in np.ndenumerate(grid):
             if not np.isnan(recall):
                 dark = abs(recall - 0.5) > 0.35  # both ends of the colours are dark
