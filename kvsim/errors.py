@@ -9,6 +9,7 @@ KvsimError
 ├── PolicyError (ValueError)           an unknown policy or parameter, or a value outside its range
 │   ├── BudgetError                    a budget that the policy has no rule for
 │   └── NeedsError                     a policy or metric needs what the trace lacks
+├── TextError (ValueError)             a prompt on real text that cannot be written
 ├── GoldError (ValueError)             gold tokens that a prompt does not have
 ├── ScoreError (FloatingPointError)    a scorer returned NaN for a live entry
 ├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
@@ -57,6 +58,10 @@ class BudgetError(PolicyError):
 
 class NeedsError(PolicyError):
     """A policy or a metric needs something that the trace does not hold."""
+
+
+class TextError(KvsimError, ValueError):
+    """A prompt on real text that cannot be written: an unknown task, or a length out of range."""
 
 
 class GoldError(KvsimError, ValueError):

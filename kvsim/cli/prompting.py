@@ -1,4 +1,4 @@
-"""`kvsim prompts`: prompts in the language of the shipped models, with their responses."""
+"""`kvsim prompts`: prompts with answers, in the shipped models' language or on real text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,20 +15,33 @@ import typer
 
 from kvsim.cli.values import OptionError, Overwrite, path_option, split
 from kvsim.files import check_output, write_file
+from kvsim.text.tasks import DEPTHLESS
+from kvsim.text.tasks import TASKS as TEXT_TASKS
+from kvsim.tiny import MODELS
 from kvsim.tiny.tasks import TASKS, TOKENS
 from kvsim.tiny.vocabulary import DOMAINS
 
 if TYPE_CHECKING:
+    from kvsim.text.tasks import Sample as TextSample
     from kvsim.tiny.tasks import Sample
 
 
 def prompts(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="'tiny' or 'tiny-deep', whose language the prompts are in; or 'smollm2', a local "
+            "folder, a GGUF file or a hub id of a model for real text, of which only the "
+            "tokenizer is loaded."
+        ),
+    ] = "tiny",
     task: Annotated[
         list[str] | None,
         typer.Option(
             callback=split,
-            metavar=f"{'|'.join(TASKS)}[,...]",
-            help="The question; without it, all tasks in turn.",
+            metavar="NAME[,...]",
+            help=f"The question; without it, all tasks in turn. tiny: {', '.join(TASKS)}. Real "
+            f"text: {', '.join(TEXT_TASKS)}.",
         ),
     ] = None,
     level: Annotated[
@@ -47,6 +61,31 @@ def prompts(
             help="The subject of the words; without it, all domains in turn.",
         ),
     ] = None,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=split,
+            metavar="N[,...]",
+            help="Real text: tokens of the encoded prompt, at most; a prompt is a few tokens "
+            "shorter. [default: 512]",
+        ),
+    ] = None,
+    depth: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=split,
+            metavar="0..1[,...]",
+            help="Real text: the share of the text before the needle. [default: 0.5]",
+        ),
+    ] = None,
+    context: Annotated[
+        bool,
+        typer.Option(
+            "--context",
+            help="Real text: say where the context ends and the question begins, for "
+            "`kvsim replay --compress context`.",
+        ),
+    ] = False,
     n: Annotated[int, typer.Option(min=1, help="The number of prompts.")] = 10,
     seed: Annotated[int, typer.Option(help="The same seed gives the same prompts.")] = 0,
     facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None,
@@ -64,27 +103,95 @@ def prompts(
     out: Annotated[Path | None, path_option("FILE.jsonl", "Write to a file instead.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write prompts for the shipped models, with the right answers.
+    """Write prompts with their right answers.
 
-    Prints a JSON object per line, in the format of `kvsim capture --prompts`. Several tasks, levels
-    or domains alternate in all combinations. A level sets all sizes; without a level, sizes have
-    defaults of about 500 tokens.
+    Prints a JSON object per line, in the format of `kvsim capture --prompts`. Several tasks,
+    levels, domains, lengths or depths alternate in all combinations. For the shipped models a level
+    sets all sizes; without a level, sizes have defaults of about 500 tokens. For other models the
+    text is Python's documentation; docs/smollm2.md says which tasks SmolLM2 solves.
     """
     if out is not None:
         check_output(out, overwrite=overwrite)
     elif overwrite:
         raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
-    levels = None if level is None else _numbers(level)
     sizes: dict[str, Any] = {"facts": facts, "lines": lines, "filler": filler}
     sizes |= {"kinds": kinds, "report": report, "cycle": cycle}
-    samples = _samples(n, seed, task, levels, domain, sizes)
-    rows = [json.dumps(sample.row(_name(sample, seed, i))) for i, sample in enumerate(samples)]
+    shipped = model in MODELS
+    others = (
+        {"length": length, "depth": depth, "context": context or None}
+        if shipped
+        else {"level": level, "domain": domain, **sizes}
+    )
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        kind = "models for real text, as smollm2" if shipped else "tiny and tiny-deep"
+        raise OptionError(
+            f"--{given[0]} is an option of {kind}, but --model is {model}; leave it out"
+        )
+    rows, lengths = [], []
+    if shipped:
+        levels = None if level is None else _numbers(level)
+        for i, sample in enumerate(_samples(n, seed, task, levels, domain, sizes)):
+            rows.append(sample.row(_name(sample, seed, i)))
+            lengths.append(sample.tokens)
+    else:
+        for i, text in enumerate(_on_text(model, n, seed, task, length, depth)):
+            if context and not text.question:
+                raise OptionError(f"--context: {text.task} has no question; leave --context out")
+            rows.append(text.row(_text_name(text, seed, i), split=context))
+            lengths.append(text.tokens)
+    written = "\n".join(map(json.dumps, rows))
     if out is None:
-        typer.echo("\n".join(rows))
+        typer.echo(written)
         return
-    write_file(out, "\n".join(rows) + "\n", overwrite=overwrite)
-    lengths = sorted(sample.tokens for sample in samples)
-    typer.echo(f"{out}: {n} prompts, with their responses {lengths[0]} to {lengths[-1]} tokens")
+    write_file(out, written + "\n", overwrite=overwrite)
+    what = "with their responses " if shipped else ""
+    typer.echo(f"{out}: {n} prompts, {what}{min(lengths)} to {max(lengths)} tokens")
+
+
+def _on_text(
+    model: str,
+    n: int,
+    seed: int,
+    tasks: Sequence[str] | None,
+    lengths: Sequence[str] | None,
+    depths: Sequence[str] | None,
+) -> list[TextSample]:
+    """Draw prompts on real text of all combinations in turn."""
+    from kvsim.text.tasks import sample
+
+    sizes = [_value("length", text, int, "whole numbers of tokens") for text in lengths or ["512"]]
+    places = [_value("depth", text, float, "numbers from 0 to 1") for text in depths or ["0.5"]]
+    chosen = tasks or TEXT_TASKS
+    unknown = [task for task in chosen if task not in TEXT_TASKS]
+    if unknown:
+        raise OptionError(f"--task is {unknown[0]!r}; expected {', '.join(TEXT_TASKS)}")
+    if depths and all(task in DEPTHLESS for task in chosen):
+        raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
+
+    from kvsim.cli.show import echo_text
+    from kvsim.recorder.models import load_tokenizer
+    from kvsim.recorder.prompts import token_count
+
+    tokenizer = load_tokenizer(model, note=partial(echo_text, err=True))
+    count = partial(token_count, tokenizer=tokenizer)
+    turns = _turns(chosen, sizes, places)
+    drawn: Counter[tuple[Any, ...]] = Counter()
+    samples = []
+    for i in range(n):
+        task, length, depth = turns[i % len(turns)]
+        at = None if task in DEPTHLESS else depth
+        index = drawn[task, length, at]
+        drawn[task, length, at] += 1
+        samples.append(sample(seed, index, count, task=task, length=length, depth=at))
+    return samples
+
+
+def _value(option: str, text: str, kind: type[int | float], expected: str) -> int | float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise OptionError(f"--{option} is {text!r}; expected {expected}") from None
 
 
 def _numbers(texts: Sequence[str]) -> list[int]:
@@ -140,3 +247,9 @@ def _name(sample: Sample, seed: int, index: int) -> str:
     """Return a name such as `walk-2-paint-s0-003`, unique within a file."""
     level = [] if sample.level is None else [str(sample.level)]
     return "-".join([sample.task, *level, sample.domain, f"s{seed}", f"{index:03d}"])
+
+
+def _text_name(sample: TextSample, seed: int, index: int) -> str:
+    """Return a name such as `needle-512-d0.5-s0-003`, unique within a file."""
+    depth = [] if sample.depth is None else [f"d{sample.depth:g}"]
+    return "-".join([sample.task, str(sample.length), *depth, f"s{seed}", f"{index:03d}"])

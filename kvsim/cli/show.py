@@ -29,6 +29,8 @@ _COLUMNS = {
     "wipeout_hazard": ("wiped out\nper event", ".1%"),
     "retained_iou": ("IoU", ".2f"),
     "iou_chance": ("IoU by\nchance", ".2f"),
+    "needle_recall": ("needle\nrecall", ".1%"),
+    "needle_wipeout": ("needle\nwiped out", ".1%"),
     "missing_mass": ("missing\nmass", ".1%"),
     "error_distance": ("error\ndistance", ".2f"),
     "regret": ("regret", "+.1%"),

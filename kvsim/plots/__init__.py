@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvsim.plots.attention import *
     from kvsim.plots.events import *
     from kvsim.plots.expectation import *
+    from kvsim.plots.haystack import *
     from kvsim.plots.layers import *
     from kvsim.plots.normality import *
     from kvsim.plots.records import *

@@ -139,6 +139,13 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("retained_iou",),
         "at least two events",
     ),
+    "needle": Figure(
+        "haystack",
+        "Share kept of a needle, by its depth and the length of the prompt.",
+        ("table",),
+        metrics=("needle_recall",),
+        requires="prompts with a needle, length and depth",
+    ),
     "overlap_curves": _attention(
         "Share of the last rows' top keys that were top keys of earlier rows.",
         ("traces",),

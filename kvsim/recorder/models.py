@@ -135,6 +135,28 @@ def load_model(
     return loaded, tokenizer
 
 
+def load_tokenizer(name: str | Path, *, note: Callable[[str], None] | None = None) -> Any:
+    """Load the tokenizer of a model, without the model.
+
+    name, note: as those of `load_model`, whose errors this raises too. CaptureError without a
+    tokenizer.
+    """
+    file = None if str(name) in tiny.MODELS else find_gguf(name)
+    with _quiet(), ExitStack() as stack:
+        if file is None:
+            place, local = _place(name)
+        else:
+            place, local = str(stack.enter_context(dequantised(file, note))[0]), True
+        here = local or unreachable() is not None
+        tokenizer = _load_tokenizer(place, {"local_files_only": here})
+    if tokenizer is None:
+        raise CaptureError(
+            f"model {str(name)!r} has no tokenizer, expected one in its folder or on the hub, or "
+            f"{_NAMED}{_close(str(name))}"
+        )
+    return tokenizer
+
+
 def unreachable() -> str | None:
     """Return why the hub cannot be reached, or None if it answers at all.
 

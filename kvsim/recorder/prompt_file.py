@@ -120,7 +120,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
-    system, answer = row.get("system"), row.get("answer")
+    system, answer = row.get("system"), _answer(row.get("answer"), where)
     if not isinstance(system, str | None):
         raise CaptureError(f"{where}: system is {system!r}, expected text")
     labels = {name: row[name] for name in LABELS if row.get(name) is not None}
@@ -147,13 +147,27 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
     return Prompt(
         id=_id(row.get("id"), index, where),
         content=_content(row, where),
-        answer=None if answer is None else str(answer),
+        answer=answer,
         labels=check_labels(labels, f"{where}: "),
         system=system or None,
         needle=() if needle is None else check_needle(needle, f"{where}: "),
         response=response,
         context=context,
     )
+
+
+def _answer(answer: object, where: str) -> str | None:
+    """Return the answer as text; CaptureError for one that no response can be checked against."""
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise CaptureError(f"{where}: answer is {_short(answer)}, expected text or a number")
+    if not str(answer).strip():
+        raise CaptureError(
+            f"{where}: answer is {_short(answer)}, which no response can be checked against, "
+            "expected some text; leave the answer out if there is none"
+        )
+    return str(answer)
 
 
 def _content(row: dict[str, Any], where: str) -> PromptLike:

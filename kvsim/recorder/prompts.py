@@ -362,6 +362,13 @@ def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
     ]
 
 
+def token_count(prompt: str | Messages, tokenizer: Any) -> int:
+    """Return the length in tokens of a text or a chat, as `encode` encodes it."""
+    messages = _messages(prompt, system=None, chat=False)
+    text = prompt if isinstance(prompt, str) else _render(messages or [], tokenizer, "messages")
+    return len(_tokenize(text, tokenizer, chat=messages is not None, tiny=False))
+
+
 def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
     """Return each token decoded by itself, or None without a tokenizer."""
     if tokenizer is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from kvsim.schema import CHUNK
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.writer import TraceWriter
+from kvsim.text.answers import final_part, is_right
 from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
@@ -191,7 +191,7 @@ class Session:
         """Compare a response with the right one, ready for JSON; None without anything to compare.
 
         For tiny the right response follows from the prompt. For other models the response is right
-        if the answer occurs after the last ``</think>``, as whole words, upper or lower case.
+        if it has the answer in it (`kvsim.text.answers.is_right`).
         """
         if response is None:
             return None
@@ -203,10 +203,8 @@ class Session:
             return {"kind": "ledger", "right": check.exact, **asdict(check)}
         if self.answer is None:
             return None
-        final, answer = response.rpartition("</think>")[2], self.answer.strip()
-        pattern = rf"(?<!\w){re.escape(answer)}(?!\w)"
-        right = bool(answer) and re.search(pattern, final, re.IGNORECASE) is not None
-        end = final.strip()[-200:]
+        right = is_right(response, self.answer)
+        end = final_part(response).strip()[-200:]
         return {"kind": "text", "right": right, "expected": self.answer, "answer": end}
 
     def run(self) -> Trace:

@@ -48,7 +48,7 @@ def sections(
 #: The metrics of the first table; all others are in the Parquet file.
 _SHOWN = (
     *("output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
-    *("burst_share", "entries_seen", "regret"),
+    *("burst_share", "entries_seen", "needle_recall", "needle_wipeout", "regret"),
 )
 
 

@@ -12,6 +12,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
+from kvsim.analysis.kept.needle import needle_visibility
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted
 from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
@@ -147,6 +148,17 @@ def _entries(subject: Subject) -> Iterator[Cells]:
         yield Cells(layer, entries_seen(evicted_at, subject.trace.prompt_len), "head")
 
 
+def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        if spans := subject.trace.spans.get("needle"):
+            for layer, evicted_at in subject.layers():
+                needle = needle_visibility(evicted_at, subject.trace.prompt_len, spans)
+                chance = needle.chance if name == "recall" else None
+                yield Cells(layer, getattr(needle, name), "head", chance=chance)
+
+    return cells
+
+
 #: Where kept and dropped entries lie.
 PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
@@ -205,6 +217,13 @@ PLACES: Mapping[str, Metric] = {
     "entries_seen": Metric(
         "entries visible to a row, mean over rows after the prompt: the cache a policy really used",
         "sets", "entries", None, "kvsim", _entries),
+    "needle_recall": Metric(
+        "share of the needle's entries that a row sees, mean over rows after the prompt, next to "
+        "that of all entries of the prompt",
+        "sets", "share", "higher", "kvsim", _needle("recall")),
+    "needle_wipeout": Metric(
+        "share of needles of which a row sees no entry, mean over rows after the prompt",
+        "sets", "share", "lower", "kvsim", _needle("wipeout")),
 }  # fmt: skip
 
 

@@ -1,0 +1,80 @@
+"""The figure of needles in haystacks: what policies keep of a needle, by its depth and length."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from kvsim.analysis.summaries import averages
+from kvsim.errors import PolicyError
+from kvsim.plots.style import (
+    CELLS,
+    Panels,
+    asked_order,
+    caption,
+    colour_bar,
+    counted,
+    short_text,
+)
+
+#: From red over pale to blue, which colour-blind readers distinguish.
+_COLOURS = "RdYlBu"
+_LABELS = ("length", "depth")
+
+
+def needle(table: pl.DataFrame) -> Figure:
+    """Recall of the needle by its depth and the length of the prompt; a panel per policy, budget.
+
+    The grid of Kamradt's needle in a haystack (github.com/gkamradt/LLMTest_NeedleInAHaystack), of
+    the kept entries instead of answers. A cell has the mean over layers, heads and prompts in
+    percent, and is empty where no prompt has its length and depth.
+
+    table: with the metric `needle_recall`. PolicyError unless it has values by length and depth.
+    """
+    labelled = all(name in table for name in _LABELS)
+    known = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if labelled else pl.lit(value=False)
+    values = table.filter(known, pl.col("metric") == "needle_recall")
+    means = averages(values, _LABELS) if values.height else values
+    if not means.height:
+        raise PolicyError(
+            "the table has no needle_recall by length and depth; it takes prompts with a needle "
+            "and both labels, as `kvsim prompts --model smollm2 --task needle` writes them"
+        )
+    lengths, depths = (means[name].unique().sort().to_list() for name in _LABELS)
+    policies = means["policy"].unique(maintain_order=True).to_list()
+    budgets = asked_order(means["asked"].to_list())
+    columns = len(budgets) if len(budgets) > 1 else 4
+    size = max(1.9, 0.55 * len(lengths) + 0.6), max(1.7, 0.28 * len(depths) + 0.6)
+    panels = Panels(len(policies) * len(budgets), columns=columns, size=size)
+    cells = [(policy, asked) for policy in policies for asked in budgets]
+    norm = Normalize(0, 1)
+    colours = ScalarMappable(norm, _COLOURS)
+    for axis, (policy, asked) in zip(panels.axes, cells, strict=True):
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for row in means.filter(policy=policy, asked=asked).iter_rows(named=True):
+            grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["mean"]
+        axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
+        for (depth, length), recall in np.ndenumerate(grid):
+            if not np.isnan(recall):
+                dark = abs(recall - 0.5) > 0.35  # both ends of the colours are dark
+                colour = "white" if dark else "black"
+                axis.text(
+                    *(length, depth, f"{100 * recall:.0f}"),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=colour,
+                )
+        axis.grid(visible=False)
+        axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        title = f"{short_text(policy, 28)}\nbudget {asked}"
+        axis.set_title(title, fontsize=8, parse_math=False)
+    panels.label("length of the prompt (tokens)", "depth of the needle")
+    colour_bar(panels.figure, colours, panels.axes, "share of the needle kept", shrink=0.8)
+    what = f"Entries of the needle kept (%), mean over {counted(means['n'])}"
+    caption(panels.figure, what.removesuffix(", with 95 % interval"), means["fidelity"])
+    return panels.figure

@@ -1,0 +1,290 @@
+"""Tasks on real text: prompts of a given length in tokens, with answers that can be checked.
+
+* needle: one fact in the text, and a question about it (Kamradt 2023,
+  github.com/gkamradt/LLMTest_NeedleInAHaystack).
+* needles: two such facts of different things, and a question about one of them (RULER,
+  arXiv 2404.06654, multi-key needles).
+* quote: two sentences in the text; the prompt ends with the first, and the answer is the second.
+* fewshot: words and their groups all along the context, and a word that is not among them.
+* chat: turns of a conversation, one of which has the fact.
+* text: text alone, and the response that continues it.
+
+All randomness comes from the seed. The same seed gives the same prompts only under the same
+version of Python, whose documentation is the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsim.errors import TextError
+from kvsim.text.haystack import draw
+
+__all__ = ["DEPTHLESS", "TASKS", "Sample", "sample"]
+
+TASKS = ("needle", "needles", "quote", "fewshot", "chat", "text")
+#: Tasks whose prompts have no needle at a depth.
+DEPTHLESS = ("fewshot", "text")
+
+#: Tokens of the whole encoded prompt: plain text, or the messages of a chat.
+CountTokens = Callable[["str | list[dict[str, str]]"], int]
+
+_COLOURS = ("red", "blue", "green", "black", "white", "silver", "brown", "grey")
+_PLACES = ("door", "gate", "box", "tower", "locker", "cabinet", "vault", "drawer")
+_THINGS = (
+    *("anchor", "basket", "bicycle", "blanket", "camera", "candle", "carpet", "falcon", "garden"),
+    *("guitar", "hammer", "island", "jacket", "kettle", "ladder", "lantern", "magnet", "mirror"),
+    *("parrot", "pencil", "pillow", "ribbon", "saddle", "trumpet", "violin"),
+)
+_GROUPS = (
+    "dog cat horse cow sheep lion tiger wolf bear fox rabbit mouse goat pig duck monkey camel",
+    "hammer saw drill wrench knife shovel rake axe pliers chisel ladder brush file screw nail",
+    "apple pear peach plum cherry grape lemon orange banana mango melon kiwi fig lime apricot",
+)
+_ACKNOWLEDGED = "Thank you, I have read it."
+_USERS = 3  # turns of the user before the question
+
+_SHORTEST = 128  # tokens; a question and its facts have up to about 100
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, with its answer.
+
+    Attributes:
+        task: one of `TASKS`.
+        length: the requested length in tokens.
+        tokens: the length of the encoded prompt, at most `length`.
+        depth: the share of the context's words before the needle, as requested; None without one.
+        context: the text before the question; of a chat the messages before it.
+        question: the rest of the prompt; of a chat the last message.
+        answer: the right answer, or None for text alone.
+        needles: the texts that the answer depends on.
+        response: text that continues the prompt, or None.
+    """
+
+    task: str
+    length: int
+    tokens: int
+    depth: float | None
+    context: str | list[dict[str, str]]
+    question: str
+    answer: str | None
+    needles: tuple[str, ...] = ()
+    response: str | None = None
+
+    @property
+    def prompt(self) -> str | list[dict[str, str]]:
+        """The whole prompt: text, or the messages of a chat."""
+        return _whole(self.context, self.question)
+
+    def row(self, name: str, *, split: bool = False) -> dict[str, Any]:
+        """Return the sample as a line of a prompt file (`kvsim capture --prompts`).
+
+        split: say where the context ends, so that `--compress context` is possible.
+        """
+        row: dict[str, Any] = {"id": name}
+        if isinstance(self.prompt, list):
+            row["messages"] = self.prompt
+            row |= {"context": len(self.context)} if split else {}
+        elif split:
+            row |= {"context": self.context, "prompt": self.question}
+        else:
+            row["prompt"] = self.prompt
+        optional: dict[str, Any] = {"needle": list(self.needles) or None, "answer": self.answer}
+        optional |= {"response": self.response, "depth": self.depth}
+        row |= {key: value for key, value in optional.items() if value is not None}
+        return {**row, "task": self.task, "length": self.length, "tokens": self.tokens}
+
+
+def _whole(context: str | list[dict[str, str]], question: str) -> str | list[dict[str, str]]:
+    if isinstance(context, str):
+        return context + question
+    return [*context, {"role": "user", "content": question}]
+
+
+def sample(
+    seed: int,
+    index: int,
+    count_tokens: CountTokens,
+    *,
+    task: str,
+    length: int,
+    depth: float | None = None,
+) -> Sample:
+    """Draw a prompt.
+
+    Args:
+        seed: source of all randomness, with `index`.
+        index: number of the prompt among those of its task, length and depth.
+        count_tokens: returns the tokens of an encoded prompt: plain text, or messages of a chat.
+        task: one of `TASKS`.
+        length: tokens of the encoded prompt, at most; it is a few tokens shorter.
+        depth: the share of the context's words before the needle, 0 to 1; 0.5 by default.
+
+    Raises:
+        TextError: no such task, a depth outside 0 to 1 or of a task without a needle, or a length
+            that the question or the documentation cannot have.
+    """
+    if task not in TASKS:
+        raise TextError(f"task is {task!r}, expected one of {', '.join(TASKS)}")
+    if task in DEPTHLESS and depth is not None:
+        raise TextError(f"depth is {depth}, but {task} has no needle; leave the depth out")
+    if depth is not None and not 0 <= depth <= 1:
+        raise TextError(f"depth is {depth}, expected a number from 0 to 1")
+    if length < _SHORTEST:
+        raise TextError(f"length is {length}, expected at least {_SHORTEST} tokens")
+    at = None if task in DEPTHLESS else 0.5 if depth is None else depth
+    rng = random.Random(f"{seed} {task} {length} {at} {index}")
+    return _MAKERS[task](rng, length, at, count_tokens)
+
+
+# -------------------------------------------------------------------------------- length in tokens
+
+
+def _fit(
+    most: int, length: int, count_tokens: CountTokens, build: Callable[[int], tuple[Any, str]]
+) -> tuple[Any, str, int]:
+    """Return the largest prompt of at most `length` tokens, and its tokens.
+
+    build: returns context and question with so many words of filler, up to `most`.
+    """
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count_tokens(_whole(*build(middle))) <= length:
+            low = middle
+        else:
+            high = middle - 1
+    context, question = build(low)
+    tokens = count_tokens(_whole(context, question))
+    if tokens > length:
+        raise TextError(f"length is {length}, expected at least {tokens}: that of the question")
+    if low == most:
+        raise TextError(
+            f"length is {length}, expected at most {tokens}: Python's documentation has no more "
+            "prose"
+        )
+    return context, question, tokens
+
+
+def _in_haystack(
+    rng: random.Random,
+    length: int,
+    count_tokens: CountTokens,
+    needles: Sequence[tuple[float, str]],
+    question: str,
+) -> tuple[str, str, int]:
+    """Return the context with its needles, the question, and the tokens of both."""
+    filler = draw(rng, length)  # more than enough: a word has at least one token
+    return _fit(
+        filler.words,
+        length,
+        count_tokens,
+        lambda words: (filler.last_words(words).text(needles), question),
+    )
+
+
+# ------------------------------------------------------------------------------------------- tasks
+
+
+def _code(rng: random.Random) -> str:
+    return str(rng.randrange(10_000, 100_000))
+
+
+def _question(thing: str) -> str:
+    # a model that was trained to complete text continues the last line
+    fact = f"The secret code of the {thing} is"
+    return f"\n\nQuestion: What is the secret code of the {thing}?\nAnswer: {fact}"
+
+
+def _needle(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
+    thing, code = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}", _code(rng)
+    fact = f"The secret code of the {thing} is {code}."
+    context, question, tokens = _in_haystack(
+        rng, length, count_tokens, [(depth, fact)], _question(thing)
+    )
+    return Sample("needle", length, tokens, depth, context, question, code, (fact,))
+
+
+def _needles(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
+    thing, other = rng.sample(_THINGS, 2)
+    code, decoy = rng.sample(range(10_000, 100_000), 2)
+    fact = f"The secret code of the {thing} is {code}."
+    placed = [(depth, fact), ((depth + 0.5) % 1, f"The secret code of the {other} is {decoy}.")]
+    context, question, tokens = _in_haystack(rng, length, count_tokens, placed, _question(thing))
+    return Sample("needles", length, tokens, depth, context, question, str(code), (fact,))
+
+
+def _quote(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
+    a, b, c, d = rng.sample(_THINGS, 4)
+    first, second = f"The {a} stands beside the {b}.", f"Then the {c} falls on the {d}."
+    placed = [(depth, f"{first} {second}")]
+    context, question, tokens = _in_haystack(rng, length, count_tokens, placed, f"\n\n{first}")
+    return Sample("quote", length, tokens, depth, context, question, second, (second,))
+
+
+def _fewshot(rng: random.Random, length: int, _depth: None, count_tokens: CountTokens) -> Sample:
+    groups = rng.sample(("red", "blue", "green", "white", "black"), len(_GROUPS))
+    examples, held_out = [], []
+    for words, group in zip(_GROUPS, groups, strict=True):
+        first, *others = rng.sample(words.split(), len(words.split()))
+        held_out.append((first, group))
+        examples += [f"{word} -> {group}" for word in others]
+    word, group = rng.choice(held_out)
+    lines: list[str] = []
+    while len(lines) < length:
+        lines += rng.sample(examples, len(examples))
+    context, question, tokens = _fit(
+        len(lines),
+        length,
+        count_tokens,
+        lambda n: ("\n".join(lines[len(lines) - n :]), f"\n{word} ->"),
+    )
+    return Sample("fewshot", length, tokens, None, context, question, group)
+
+
+def _chat(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
+    thing, code = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}", _code(rng)
+    fact = f"The secret code of the {thing} is {code}."
+    filler = draw(rng, length)
+
+    def build(words: int) -> tuple[list[dict[str, str]], str]:
+        paragraphs = filler.last_words(words).text([(depth, fact)]).split("\n\n")
+        ends = [round(len(paragraphs) * turn / _USERS) for turn in range(_USERS + 1)]
+        messages = []
+        for turn in range(_USERS):
+            content = "\n\n".join(paragraphs[ends[turn] : ends[turn + 1]])
+            messages.append({"role": "user", "content": content})
+            messages.append({"role": "assistant", "content": _ACKNOWLEDGED})
+        return messages, f"What is the secret code of the {thing}?"
+
+    context, question, tokens = _fit(filler.words, length, count_tokens, build)
+    return Sample("chat", length, tokens, depth, context, question, code, (fact,))
+
+
+def _text(rng: random.Random, length: int, _depth: None, count_tokens: CountTokens) -> Sample:
+    filler = draw(rng, length + length // 4)
+    words = filler.text().split(" ")
+    most = len(words) - length // 4
+
+    def build(n: int) -> tuple[str, str]:
+        return " ".join(words[:n]), ""
+
+    context, question, tokens = _fit(most, length, count_tokens, build)
+    used = len(context.split(" "))
+    response = " " + " ".join(words[used : used + length // 4])
+    return Sample("text", length, tokens, None, context, question, None, response=response)
+
+
+_MAKERS: dict[str, Callable[[random.Random, int, Any, CountTokens], Sample]] = {
+    "needle": _needle,
+    "needles": _needles,
+    "quote": _quote,
+    "fewshot": _fewshot,
+    "chat": _chat,
+    "text": _text,
+}

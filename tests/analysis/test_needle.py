@@ -1,0 +1,96 @@
+"""What rows after the prompt see of the needle, against loops over rows and entries."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.kept.needle import needle_visibility
+from kvsim.schema import NEVER
+from kvsim.testing.strategies import make_case
+
+NAMES = ["needle_recall", "needle_wipeout"]
+
+
+@given(
+    data=st.data(),
+    prompt_len=st.integers(1, 12),
+    response=st.integers(1, 8),
+    heads=st.integers(1, 3),
+)
+def test_visibility_equals_a_loop_over_rows(data, prompt_len, response, heads):
+    """Row r sees entry p where p <= r <= evicted_at[p]; shares of each row, then their mean."""
+    total = prompt_len + response
+    rows = [*range(prompt_len - 1, total), NEVER]
+    at = [[data.draw(st.sampled_from(rows)) for _ in range(total)] for _ in range(heads)]
+    evicted_at = np.maximum(np.array(at), np.arange(total)).astype(np.int32)
+    pairs = st.tuples(st.integers(0, prompt_len - 1), st.integers(1, prompt_len))
+    spans = data.draw(st.lists(pairs.filter(lambda s: s[0] < s[1]), min_size=1, max_size=3))
+    entries = sorted({p for start, end in spans for p in range(start, end)})
+
+    needle = needle_visibility(evicted_at, prompt_len, spans)
+
+    for head in range(heads):
+        recall, chance, wipeout = [], [], []
+        for row in range(prompt_len, total):
+            seen = [p for p in range(total) if p <= row <= evicted_at[head, p]]
+            recall.append(sum(p in seen for p in entries) / len(entries))
+            chance.append(sum(p < prompt_len for p in seen) / prompt_len)
+            gone = [all(p not in seen for p in range(start, end)) for start, end in spans]
+            wipeout.append(sum(gone) / len(spans))
+        assert needle.recall[head] == pytest.approx(np.mean(recall))
+        assert needle.chance[head] == pytest.approx(np.mean(chance))
+        assert needle.wipeout[head] == pytest.approx(np.mean(wipeout))
+
+
+def trace(spans=None):
+    """A random trace of 60 tokens, 40 of them the prompt."""
+    bare = make_case("normal", n=60, prompt_len=40).trace()
+    meta = {} if spans is None else {"spans": {"needle": spans}}
+    return kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, prompt_len=40, rope=bare.rope, meta=meta)
+
+
+def test_a_window_sees_the_needles_that_lie_in_it():
+    """streaming_llm at 12 keeps 4 sinks and 8 recent entries: one needle whole, one half, one not.
+
+    No event follows the prompt's, so each layer and head has the same numbers.
+    """
+    spans = [[1, 3], [20, 24], [30, 34]]
+    source = trace(spans)
+    policy = kvsim.policy("streaming_llm")
+    record = kvsim.replay(source, policy, budget=12, interval=1000, prefill=True)
+
+    table = kvsim.measure(source, record, NAMES)
+
+    assert table.height == 2 * source.n_layers * source.n_heads
+    recall, wipeout = (table.filter(metric=name) for name in NAMES)
+    assert recall["value"].to_list() == pytest.approx([0.4] * recall.height)
+    assert recall["chance"].to_list() == pytest.approx([12 / 40] * recall.height)
+    assert wipeout["value"].to_list() == pytest.approx([1 / 3] * wipeout.height)
+
+
+def test_the_full_cache_loses_nothing():
+    """Every entry of the needle is visible, and no needle is wiped out."""
+    source = trace([[20, 24]])
+
+    table = kvsim.measure(source, kvsim.replay(source, kvsim.policy("full"), budget=60), NAMES)
+
+    assert set(table.filter(metric="needle_recall")["value"]) == {1.0}
+    assert set(table.filter(metric="needle_wipeout")["value"]) == {0.0}
+
+
+def test_a_trace_without_a_needle_has_no_values():
+    """Tables of such traces are as they were."""
+    source = trace()
+    record = kvsim.replay(source, kvsim.policy("streaming_llm"), budget=12)
+
+    assert kvsim.measure(source, record, NAMES).is_empty()
+    assert not set(NAMES) & set(kvsim.measure(source, record)["metric"])
+
+
+def test_without_rows_after_the_prompt_it_is_unknown():
+    """NaN in arrays, null in tables."""
+    needle = needle_visibility(np.full((2, 5), NEVER, np.int32), 5, [(1, 3)])
+
+    assert np.isnan([needle.recall, needle.chance, needle.wipeout]).all()

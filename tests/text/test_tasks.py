@@ -1,0 +1,180 @@
+"""Tasks on real text: lengths, depths, needles and answers of every task."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsim.errors import TextError
+from kvsim.text.answers import is_right
+from kvsim.text.haystack import draw, prose
+from kvsim.text.tasks import DEPTHLESS, TASKS, sample
+
+WITH_DEPTH = [task for task in TASKS if task not in DEPTHLESS]
+
+
+@cache
+def _pieces(text):
+    return len(re.findall(r"\w{1,4}|\W", text))
+
+
+def count(prompt):
+    """Tokens of a made-up tokenizer: pieces of words, and three more for each message."""
+    if isinstance(prompt, str):
+        return 1 + _pieces(prompt)
+    return sum(3 + _pieces(message["content"]) for message in prompt)
+
+
+def text_of(prompt):
+    """The text of a prompt, messages joined."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(message["content"] for message in prompt)
+
+
+@given(
+    task=st.sampled_from(TASKS),
+    length=st.integers(200, 1500),
+    seed=st.integers(0, 99),
+    depth=st.floats(0, 1),
+)
+def test_prompts_have_the_requested_length_and_one_needle(task, length, seed, depth):
+    """At most `length` tokens and at most 25 fewer; needles are there once, and so is the answer.
+
+    The filler loses whole words, and a paragraph's break with them; a line of fewshot has 6 tokens.
+    """
+    at = None if task in DEPTHLESS else depth
+    drawn = sample(seed, 0, count, task=task, length=length, depth=at)
+    text = text_of(drawn.prompt)
+
+    assert drawn.tokens == count(drawn.prompt)
+    assert length - 25 <= drawn.tokens <= length
+    assert [text.count(needle) for needle in drawn.needles] == [1] * len(drawn.needles)
+    if task in WITH_DEPTH:
+        (needle,) = drawn.needles
+        assert is_right(needle, drawn.answer)
+        assert not is_right(text.replace(needle, ""), drawn.answer)
+
+
+@pytest.mark.parametrize("task", WITH_DEPTH)
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_the_needle_is_at_its_depth(task, depth):
+    """The share of the context's words before it, to within half of the longest sentence."""
+    longest = max(len(sentence.split()) for paragraph in prose() for sentence in paragraph)
+
+    for seed in range(10):
+        drawn = sample(seed, 0, count, task=task, length=4000, depth=depth)
+        before, _, after = text_of(drawn.context).partition(drawn.needles[0])
+        words = len(before.split()), len(after.split())
+        assert words[0] == pytest.approx(depth * sum(words), abs=longest / 2 + 40)
+
+
+def test_fewshot_asks_for_a_word_that_is_not_among_the_examples():
+    """The answer is the group of its kind in every example, and differs from seed to seed."""
+    answers = set()
+    for seed in range(20):
+        drawn = sample(seed, 0, count, task="fewshot", length=900)
+        pairs = dict(line.split(" -> ") for line in drawn.context.splitlines())
+        word = drawn.question.removesuffix(" ->").strip()
+        assert word not in pairs
+        assert drawn.answer in pairs.values()
+        assert len(set(pairs.values())) == 3
+        answers.add(drawn.answer)
+    assert len(answers) > 2
+
+
+def test_a_response_of_text_continues_its_prompt():
+    """Prompt and response are one piece of the documentation."""
+    drawn = sample(3, 0, count, task="text", length=600)
+
+    whole = " ".join((drawn.prompt + drawn.response).split())
+    everything = " ".join(" ".join(paragraph) for paragraph in (*prose(), *prose()))
+    assert whole in everything
+    assert len(drawn.response.split()) > 60
+    assert drawn.answer is None
+
+
+def test_prompts_depend_on_seed_and_index_alone():
+    """Equal arguments give equal prompts; another seed or index another code and another text."""
+    drawn = [sample(s, i, count, task="needle", length=300) for s, i in ((0, 0), (0, 1), (1, 0))]
+
+    assert drawn[0] == sample(0, 0, count, task="needle", length=300)
+    assert len({one.prompt for one in drawn}) == len({one.answer for one in drawn}) == 3
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_a_prompt_file(split):
+    """Text is `prompt`, or `context` and `prompt`; a chat `messages`, and how many are context."""
+    plain = sample(0, 0, count, task="needle", length=300, depth=0.25)
+    chat = sample(0, 0, count, task="chat", length=300)
+    row, chat_row = (each.row("a", split=split) for each in (plain, chat))
+
+    assert row.get("context", "") + row["prompt"] == plain.prompt
+    assert ("context" in row) == split
+    assert row["needle"] == list(plain.needles)
+    labels = {key: row[key] for key in ("id", "answer", "task", "length", "depth")}
+    expected = {"id": "a", "answer": plain.answer, "task": "needle", "length": 300, "depth": 0.25}
+    assert labels == expected
+    assert chat_row["messages"] == chat.prompt
+    assert chat_row.get("context") == (len(chat.prompt) - 1 if split else None)
+    assert chat_row["messages"][-1]["content"] == chat.question
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"task": "sort"}, "task is 'sort', expected one of needle, needles"),
+        ({"task": "text", "depth": 0.5}, "depth is 0.5, but text has no needle"),
+        ({"depth": 1.5}, "depth is 1.5, expected a number from 0 to 1"),
+        ({"depth": float("nan")}, "depth is nan, expected a number from 0 to 1"),
+        ({"length": 20}, "length is 20, expected at least 128 tokens"),
+        ({"length": 10**6}, "length is 1000000, expected at most .* no more prose"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(wrong, message):
+    """One line that says what is expected."""
+    with pytest.raises(TextError, match=f"^{message}"):
+        sample(0, 0, count, **{"task": "needle", "length": 300, **wrong})
+
+
+def test_prose_has_no_markup():
+    """Paragraphs of whole sentences, each once, without tables, headings and grammars."""
+    paragraphs = [" ".join(paragraph) for paragraph in prose()]
+
+    assert len(set(paragraphs)) == len(paragraphs) > 300
+    assert not any(re.search(r"::=|===|\*\*\*|\n| {2}", text) for text in paragraphs)
+    assert all(text[0].isupper() and text.endswith(".") for text in paragraphs)
+
+
+def test_a_haystack_loses_its_first_words():
+    """So many words are left, the last ones, in the same paragraphs."""
+    whole = draw(random.Random(0), 300)  # noqa: S311  no secret
+
+    part = whole.last_words(100)
+
+    assert part.words == 100
+    assert whole.text().endswith(part.text().split(" ", 1)[1])
+    assert whole.last_words(whole.words) == whole
+    assert whole.last_words(0).text() == ""
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "right"),
+    [
+        (" 48213.", "48213", True),
+        ("148213", "48213", False),
+        ("482 13", "48213", False),
+        ("It is PARIS!", "Paris", True),
+        ("then the\n  mirror falls", "Then the mirror falls", True),
+        ("<think>48213</think> no idea", "48213", False),
+        ("anything", " ", False),
+    ],
+)
+def test_answers_are_whole_words(response, answer, right):
+    """Case, spaces and line ends make no difference; thoughts do not count."""
+    assert is_right(response, answer) is right
