@@ -51,7 +51,7 @@ def made(tmp_path_factory):
     """A folder with everything that can lie in one, not to be changed."""
     folder = tmp_path_factory.mktemp("traces")
     said = {"model": {"name": "m", "layers": 4}, "versions": {"kvsim": "0.1"}}
-    labels = {"task": "walk", "level": 2, "length": 9}
+    labels = {"task": "walk", "level": 2, "colour": 9}
     make(folder / "b" / "whole.zarr", labels=labels, answer_check=CHECKS["right"], **said)
     make(folder / "a.zarr", n=300, layers=4, answer_check=CHECKS["wrong"], **said)
     make(folder / "bare.zarr")
