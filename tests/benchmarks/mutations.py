@@ -59,7 +59,7 @@ BUDGET, POSITIONS = 48, 300
 #: Facts of the header that are compared; the name and `meta` are labels.
 COMPARED = {
     *("prompt_len", "context_len", "formulas", "ropes", "layer_ids", "labels", "source_dtypes"),
-    *("name", "meta"),
+    *("spans", "name", "meta"),
 }
 
 

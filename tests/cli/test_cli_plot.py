@@ -34,9 +34,12 @@ def paths(tmp_path_factory):
     """Two small traces of the shipped model."""
     folder = tmp_path_factory.mktemp("traces")
     made = prompts(2, task="walk", facts=6, lines=6, kinds=3)
-    for name, one in zip("ab", made, strict=True):
+    for name, one, depth in zip("ab", made, (0.2, 0.8), strict=True):
         out = folder / f"{name}.zarr"
-        kvsim.capture("tiny", None, one.prompt, max_new_tokens=48, out=out, labels={"task": "walk"})
+        labels = {"task": "walk", "length": 100, "depth": depth}
+        needle = one.prompt.split(" . ")[1]  # a fact
+        options = {"max_new_tokens": 48, "labels": labels, "needle": needle}
+        kvsim.capture("tiny", None, one.prompt, out=out, **options)
     return [folder / "a.zarr", folder / "b.zarr"]
 
 
@@ -212,7 +215,7 @@ def finished(tmp_path_factory, paths):
     from kvsim.sweeps.run import sweep
 
     metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
-    metrics += ["sparsity", "sparsity_compressed", "middle_coverage"]
+    metrics += ["sparsity", "sparsity_compressed", "middle_coverage", "needle_recall"]
     named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
     sweep(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
     other = kvsim.policy("tova", heads="group")

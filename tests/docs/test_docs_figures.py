@@ -24,12 +24,16 @@ def test_the_pictures_are_what_pages_show():
 
 
 def test_every_figure_has_its_command_and_its_picture():
-    """All that `kvsim plot` knows, once each, named as the figure is."""
-    plotted = [shlex.split(line) for line in LINES if line.startswith("kvsim plot ")]
+    """All that `kvsim plot` knows, once each, named as the figure is.
 
-    assert sorted(one[2] for one in plotted) == sorted(PLOTTED)
+    But for the needle, whose grid takes prompts of several lengths and depths: quickstart.md.
+    """
+    plotted = [shlex.split(line) for line in LINES if line.startswith("kvsim plot ")]
+    expected = set(PLOTTED) - {"needle"}
+
+    assert sorted(one[2] for one in plotted) == sorted(expected)
     assert all(one[-2:] == ["--out", f"figures/{one[2]}.png"] for one in plotted)
-    assert {f"figures/{name}.png" for name in PLOTTED} <= drawing.shown()
+    assert {f"figures/{name}.png" for name in expected} <= drawing.shown()
 
 
 def test_what_is_wrong_with_pictures_is_told(tmp_path, monkeypatch):

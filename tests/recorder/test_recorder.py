@@ -711,7 +711,7 @@ def test_capture_many(tmp_path):
     rows = [
         {"id": "a/1", "prompt": "w1 w2 w3", "answer": "nothing of the sort"},
         {"prompt": "w4 w5"},
-        {"id": "chat", "messages": [{"role": "user", "content": "w6"}], "answer": ""},
+        {"id": "chat", "messages": [{"role": "user", "content": "w6"}]},
     ]
     source = tmp_path / "prompts.jsonl"
     source.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
