@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.summaries import STAGES, Interval, stage_of
 from results_page.statistics import Floats, Results
-from results_page.traces import kind
+from results_page.traces import labels
 
 BASE, MADE = "tova", "ams"
 
@@ -32,8 +32,7 @@ def groups(r: Results) -> str:
         "The layout of AMS, Table 14: intersection over union of consecutive kept sets, for "
         f"`{BASE}` alone and under `{MADE}`, at budget {budget}; random sets of these sizes have "
         f"{chance:.3f}. A stage is two sevenths of the layers at either end, and what lies "
-        "between: of three layers, one each. The difference is paired by prompt.\n\n"
-        + "\n".join(lines)
+        f"between{_three(r)}. The difference is paired by prompt.\n\n" + "\n".join(lines)
     )
 
 
@@ -43,11 +42,15 @@ def _groups(r: Results) -> Iterator[tuple[str, NDArray[np.bool_], list[int]]]:
     all_of_them = np.ones(r.plan.prompts, dtype=bool)
     for stage in STAGES:
         yield f"{stage} layers", all_of_them, [i for i in every if stage_of(i, r.layers) == stage]
-    kinds = [kind(number + 1) for number in range(r.plan.prompts)]
-    for place, what in ((1, "domain"), (0, "task")):
-        for name in dict.fromkeys(one[place] for one in kinds):
-            yield f"{what} {name}", np.array([one[place] == name for one in kinds]), every
+    kinds = [labels(r.plan, number + 1) for number in range(r.plan.prompts)]
+    for what in kinds[0]:
+        for name in dict.fromkeys(one[what] for one in kinds):
+            yield f"{what} {name}", np.array([one[what] == name for one in kinds]), every
     yield "all", all_of_them, every
+
+
+def _three(r: Results) -> str:
+    return ": of three layers, one each" if r.layers == 3 else ""
 
 
 def _mean(r: Results, label: str, budget: int, metric: str, layers: list[int]) -> Floats:

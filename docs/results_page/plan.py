@@ -1,25 +1,75 @@
-"""What is recorded and replayed: prompts, budgets and schedules."""
+"""What is recorded and replayed: the model, its prompts, budgets, schedule and sizes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+#: The largest values that policies made for thousands of tokens take on short traces.
+_SMALL = {"window": 8, "lag": 8, "chunk": 8}
+#: AMS likewise. Its window and recent entries are not those of the scorer inside.
+_SMALL_AMS = {"min_segment": 4, "max_segment": 32, "window": 16, "recent": 8, "min_quota": 1}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parameters of policies that go with the lengths of the traces.
+
+    largest, ams: the largest value of a parameter, in AMS's own parameters and in all others; those
+    that are not named keep the policy's own. recent: what AMS protects. segment: tokens of a fixed
+    segment. windows: other windows of AMS. across: the window of policies that drop rows.
+    """
+
+    largest: Mapping[str, int] = field(default_factory=dict)
+    ams: Mapping[str, int] = field(default_factory=dict)
+    recent: int = 32
+    segment: int = 128
+    windows: tuple[int, ...] = (32, 64, 256)
+    across: int | None = None
+
+
+#: The paper's fixed segment of 128 in the ratio of its window.
+SMALL = Sizes(_SMALL, _SMALL_AMS, _SMALL_AMS["recent"], 16, (4, 8, 32), _SMALL["window"])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is recorded and replayed."""
+    """What is recorded and replayed.
 
+    interval, prefill: the one schedule of every policy. presets: a row for each preset too.
+    """
+
+    model: str = "tiny"
     prompts: int = 24
     seed: int = 1
-    level: int | None = 2  #: of difficulty; without one the sizes below
+    level: int | None = 2  #: of difficulty, for tiny; without one the sizes below
     facts: int = 12
     lines: int = 12
+    lengths: tuple[int, ...] = ()  #: in tokens, in turn, for other models
     budgets: tuple[int, ...] = (32, 48, 64, 96)
+    tried: tuple[int, ...] = ()  #: budgets of variants that claims need; all by default
+    interval: int = 16
+    prefill: bool = False
+    presets: bool = True
+    sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
 
 FULL = Plan()
-SMALLEST = Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256))
-
-#: Rows between events, the same for every policy; no event follows the prompt.
-INTERVAL = 16
+SMOLLM2 = Plan(
+    model="smollm2",
+    prompts=60,
+    lengths=(512, 1024, 512, 1024, 512, 2048),
+    budgets=(128, 256, 512, 1024),
+    tried=(256,),
+    interval=32,
+    prefill=True,
+    presets=False,
+    sizes=Sizes(),
+)
+PLANS = {"tiny": FULL, "smollm2": SMOLLM2}
+#: What tests run.
+SMALLEST = {
+    "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
+    "smollm2": replace(SMOLLM2, prompts=2, lengths=(320,), budgets=(128,), cost=(128, 256)),
+}

@@ -10,15 +10,7 @@ import kvsim
 from kvsim import Policy, policy
 from kvsim.core.policy import Protection
 from kvsim.policies import names, parameters
-
-#: Parameters made for thousands of tokens, and the most that they are here.
-LARGEST = {"window": 8, "lag": 8, "chunk": 8}
-#: AMS likewise. Its window and recent entries are not those of the scorer inside.
-AMS = {"min_segment": 4, "max_segment": 32, "window": 16, "recent": 8, "min_quota": 1}
-#: What AMS protects at these sizes.
-KEEP = Protection(sink=4, recent=AMS["recent"])
-#: Fixed segments, the paper's 128 in the ratio of its window.
-SEGMENT = 16
+from results_page.plan import Plan, Sizes
 
 CROSSES = (
     *(f"ams+{x}" for x in ("expected_attention", "keydiff", "rkv@ams", "triattention")),
@@ -29,75 +21,82 @@ CROSSES = (
     "criticalkv+expected_attention",
 )
 
+#: Presets that claims compare, beside which others are left out where a plan has none.
+NEEDED = ("snapkv@gkv", "morphkv@gkv", "ams@release")
+
 #: The two settings of AMS that the papers give, beside the one made for these traces.
 PAPER, RELEASE = "ams, the paper's sizes", "ams@release, the release's sizes"
 
 
-def scaled(name: str, calibration: str | None = None, **params: Any) -> Policy:
+def scaled(sizes: Sizes, name: str, calibration: str | None = None, **params: Any) -> Policy:
     """The policy with the parameters that are larger than these traces bear made smaller."""
-    known = parameters(name)
-    if "protect_prompt" in known:  # the prompt is longer than any of the budgets
+    accepted = parameters(name)
+    if "protect_prompt" in accepted:  # the prompt is longer than any of the budgets
         params.setdefault("protect_prompt", False)
-    if "calibration" in known:
+    if "calibration" in accepted:
         params["calibration"] = calibration
     for key, value in policy(name, **params).params.items():
-        own = name.startswith("ams") and "__" not in key
-        most = (AMS if own and key in AMS else LARGEST).get(key.rpartition("__")[2])
+        of_ams = name.startswith("ams") and "__" not in key and key in sizes.ams
+        most = (sizes.ams if of_ams else sizes.largest).get(key.rpartition("__")[2])
         if most is not None and value > most and key not in params:
             params[key] = most
     return policy(name, **params)
 
 
-def table_policies(calibration: str) -> dict[str, Policy]:
+def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
     """The rows of the tables, each called by its label: the names of the catalogue, and crosses."""
+    made = partial(scaled, plan.sizes)
     out = {}
     for name in names():
         kind = kvsim.policies.describe(name).kind
         if kind == "propagation":  # part of the prefill: see across_policies
             continue
+        if "@" in name and not plan.presets and name not in NEEDED:
+            continue
         if kind == "scorer" or name.startswith("ams"):
-            out[name] = scaled(name, calibration)
+            out[name] = made(name, calibration)
         elif "@" in name:  # a preset of what needs a scorer
-            out[f"{name}+expected_attention"] = scaled(f"{name}+expected_attention", calibration)
+            out[f"{name}+expected_attention"] = made(f"{name}+expected_attention", calibration)
     out["oracle, by output"] = policy("oracle", by="output")
-    out |= {name: scaled(name, calibration) for name in CROSSES}
-    out[PAPER], out[RELEASE] = policy("ams"), policy("ams@release")
+    out |= {name: made(name, calibration) for name in CROSSES}
+    if plan.sizes.ams:
+        out[PAPER], out[RELEASE] = policy("ams"), policy("ams@release")
     return {label: replace(one, name=label) for label, one in out.items()}
 
 
-def variants() -> list[Policy]:
+def variants(sizes: Sizes) -> list[Policy]:
     """What claims need beside the rows of the tables, at the same events."""
-    one = partial(scaled, "ams")
-    whole = partial(scaled, "global_max")
+    made = partial(scaled, sizes)
+    keep = Protection(sink=4, recent=sizes.recent)
     return [
         policy("tova", heads="group"),
-        policy("tova", protect=KEEP),
-        policy("keydiff", protect=KEEP),
-        one(credit=False),
-        one(suffix_fill="observed"),
-        one(weights="length"),
-        one(weights="equal"),
-        one(segmentation="fixed", segment_length=SEGMENT),
-        *(one(window=w) for w in (4, 8, 32)),
-        *(whole(decay=d) for d in (0.0, 0.5, 0.9)),
-        whole(pool="max"),
-        *(scaled("gkv", mix_lambda=m) for m in (0.5, 0.9)),
+        policy("tova", protect=keep),
+        policy("keydiff", protect=keep),
+        made("ams", credit=False),
+        made("ams", suffix_fill="observed"),
+        made("ams", weights="length"),
+        made("ams", weights="equal"),
+        made("ams", segmentation="fixed", segment_length=sizes.segment),
+        *(made("ams", window=window) for window in sizes.windows),
+        *(made("global_max", decay=decay) for decay in (0.0, 0.5, 0.9)),
+        made("global_max", pool="max"),
+        *(made("gkv", mix_lambda=share) for share in (0.5, 0.9)),
     ]
 
 
-def prompt_policies() -> list[Policy]:
+def prompt_policies(sizes: Sizes) -> list[Policy]:
     """What is compared at the one event after the prompt, where Expected Attention is at home."""
-    inside = [scaled(x) for x in ("snapkv", "tova", "streaming_llm", "keydiff", "knorm")]
-    crossed = [scaled(f"adakv+{x}") for x in ("expected_attention", "snapkv")]
-    made = partial(policy, "expected_attention")
+    inside = [scaled(sizes, x) for x in ("snapkv", "tova", "streaming_llm", "keydiff", "knorm")]
+    crossed = [scaled(sizes, f"adakv+{x}") for x in ("expected_attention", "snapkv")]
+    expected = partial(policy, "expected_attention")
     return [
-        made(),
+        expected(),
         *inside,
         *crossed,
-        made(covariance=False),
-        made(value_norm="none"),
-        made(epsilon=0.0),
-        *(made(n_future=n) for n in (128, 256, 1024)),
+        expected(covariance=False),
+        expected(value_norm="none"),
+        expected(epsilon=0.0),
+        *(expected(n_future=n) for n in (128, 256, 1024)),
     ]
 
 
@@ -105,20 +104,21 @@ def prompt_policies() -> list[Policy]:
 ACROSS = "across: "
 
 
-def across_policies() -> list[Policy]:
+def across_policies(sizes: Sizes) -> list[Policy]:
     """What drops rows of the prompt on the way down, beside SnapKV with the same window.
 
-    ASL is forced to select at the only layer at which it can in a model of three.
+    On short traces ASL is forced to select at the only layer at which it can in a model of three.
     """
-    window = {"window": LARGEST["window"]}
-    forced = {"tau": 1.01, **window}
-    found = {
+    window = {} if sizes.across is None else {"window": sizes.across}
+    forced = window if sizes.across is None else {"tau": 1.01, **window}
+    least = {} if sizes.across is None else {"least": 2 * sizes.across}
+    out = {
         "snapkv": policy("snapkv", pool="avg", **window),
         "asl": policy("asl", **forced),
         "asl, full before": policy("asl", kv_before="full", **forced),
         "asl_2pass": policy("asl_2pass", **forced),
         "fastkv": policy("fastkv", rows=None, **window),
         "gemfilter": policy("gemfilter"),
-        "pyramidinfer": policy("pyramidinfer", least=16),
+        "pyramidinfer": policy("pyramidinfer", **least),
     }
-    return [replace(one, name=ACROSS + label) for label, one in found.items()]
+    return [replace(one, name=ACROSS + label) for label, one in out.items()]

@@ -12,13 +12,14 @@ import numpy as np
 
 from kvsim import Policy, policy
 from kvsim.analysis.summaries import RESAMPLES, Interval
-from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
+from kvsim.claims import HOLDS, NOT, OPEN, Claim
 from kvsim.policies import names, parameters
+from results_page.claims import beside
 from results_page.groups import groups
-from results_page.plan import FULL, INTERVAL
-from results_page.policies import ACROSS, AMS, PAPER, RELEASE, across_policies
+from results_page.plan import PLANS, SMALLEST, Plan
+from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
 from results_page.statistics import Results
-from results_page.traces import VERBS, weights
+from results_page.traces import ANSWER, DEPTHS, REAL, VERBS, labels, weights
 
 #: Columns of the tables: heading, metric, variant (None: the main one), format.
 COLUMNS = (
@@ -34,29 +35,50 @@ COLUMNS = (
 CHANCE = "IoU"
 
 
-def page(r: Results, policies: Mapping[str, Policy], figure: str) -> str:
+def page(
+    r: Results, policies: Mapping[str, Policy], claims: Mapping[str, Sequence[Claim]], figure: str
+) -> str:
     """The whole page; `figure` is its path as the page links to it."""
-    claims = {paper: list(make(r.evidence)) for paper, make in CLAIMS.items()}
+    changed = ["### Parameters made smaller", _changed(policies)] if r.plan.sizes.ams else []
     parts = [
         _introduction(r),
         "## What policies keep and lose",
         _reading(r),
         f"![Output error of every policy at every budget]({figure})",
         *(_table(r, policies, n) for n in r.plan.budgets),
-        "### Parameters made smaller",
-        _changed(policies),
-        "## By stage, domain and task",
+        *changed,
+        "## By " + _and(["stage", *labels(r.plan, 1)]),
         groups(r),
         "## Across layers",
         _across(r),
+        *(_of_a_real_model(r, policies, claims) if r.plan.lengths else []),
         "## Which of the papers' claims hold here",
         _rules(r),
         _count(claims),
-        *(f"### {paper}\n\n" + _claims(found, r.plan.prompts) for paper, found in claims.items()),
+        *(f"### {paper}\n\n" + _claims(each, r.plan.prompts) for paper, each in claims.items()),
         "## Names",
         f"The catalogue when this page was made: {listing()}.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _of_a_real_model(
+    r: Results, policies: Mapping[str, Policy], claims: Mapping[str, Sequence[Claim]]
+) -> list[str]:
+    """Sections that tiny has no layers and no needles for."""
+    return [
+        "## What is left of the needle",
+        _needle(r, policies),
+        "## Where ASL selects",
+        _selection(r),
+        "## Beside `tiny`",
+        beside(claims),
+    ]
+
+
+def _and(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def listing() -> str:
@@ -66,48 +88,111 @@ def listing() -> str:
 
 def _introduction(r: Results) -> str:
     plan = r.plan
-    command = "python docs/results.py" + ("" if plan == FULL else " --smallest")
+    option = f" --model {plan.model}" if plan.lengths else ""
+    if plan == SMALLEST[plan.model]:
+        option += " --smallest"
+    elif plan != PLANS[plan.model]:
+        option += f" --prompts {plan.prompts}"
     traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
     tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
-    tokens, prompt = np.array(r.sizes).T
-    size = f"level {plan.level}" if plan.level else f"{plan.facts} facts, up to {plan.lines} lines"
-    return f"""# Results on the shipped model
+    events = f"an event after each {plan.interval} rows of the response, and " + (
+        f"one after the prompt (`--interval {plan.interval} --prefill`)"
+        if plan.prefill
+        else f"none after the prompt (`--interval {plan.interval} --no-prefill`)"
+    )
+    about = _smollm2(r) if plan.lengths else _tiny(r)
+    return f"""{about[0]}
 
-`tiny` has three layers and about a million parameters, and was built for an artificial task with \
-its retrieving heads partly put there, so these numbers show what policies do to such attention \
-and not what they do to a large model. A claim that holds here has passed one small test; one \
-that does not may hold all the same where texts are ten times as long and heads less sharp.
-
-<!-- not run: takes minutes, and this page is what it writes -->
+<!-- not run: takes {"hours" if plan.lengths else "minutes"}, and this page is what it writes -->
 ```bash
-{command}
+python docs/results.py{option}
 ```
 
-* {plan.prompts} prompts in the language of `tiny` ({", ".join(VERBS)} in turn, domains in turn, \
-{size}, seed {plan.seed}), answered greedily: {tokens.min()} to \
-{tokens.max()} tokens, of which {prompt.min()} to {prompt.max()} are prompt. One more \
-prompt serves to calibrate `qfilter` and `triattention`.
-* Weights of `tiny`: sha256 `{weights()}`. Digests of the traces together: sha256 `{traces}`.
+* {about[1]}
+* Weights of `{plan.model}`: sha256 `{weights(plan)}`. Digests of the traces together: sha256 \
+`{traces}`.
 * {tools}, Python {platform.python_version()}, CPU.
-* One schedule for every policy, whatever its own is: an event after each {INTERVAL} rows of the \
-response, and none after the prompt (`--interval {INTERVAL} --no-prefill`). This compares what \
-policies keep, and not when they act.
+* One schedule for every policy, whatever its own is: {events}. This compares what policies keep, \
+and not when they act.
 * A value is the mean over layers and heads (and over the rows of the response, where rows count) \
 of a prompt, then over prompts. In brackets: its 95 % bootstrap interval over prompts \
 ({RESAMPLES} resamples, seed 0).
-* Numbers of layer 0 are exact, those of layers 1 and 2 open loop: errors do not add up over \
+* Numbers of layer 0 are exact, those of deeper layers open loop: errors do not add up over \
 layers ([fidelity](concepts.md#fidelity))."""
 
 
+def _tiny(r: Results) -> tuple[str, str]:
+    """The beginning of the page on tiny, and its prompts."""
+    plan = r.plan
+    tokens, prompt = np.array(r.sizes).T
+    size = f"level {plan.level}" if plan.level else f"{plan.facts} facts, up to {plan.lines} lines"
+    beginning = (
+        "# Results on the shipped model\n\n"
+        "`tiny` has three layers and about a million parameters, and was built for an artificial "
+        "task with its retrieving heads partly put there, so these numbers show what policies do "
+        "to such attention and not what they do to a large model. A claim that holds here has "
+        "passed one small test; one that does not may hold all the same where texts are ten times "
+        "as long and heads less sharp. [The same on a pretrained model](results-smollm2.md)."
+    )
+    prompts = (
+        f"{plan.prompts} prompts in the language of `tiny` ({', '.join(VERBS)} in turn, domains in "
+        f"turn, {size}, seed {plan.seed}), answered greedily: {tokens.min()} to {tokens.max()} "
+        f"tokens, of which {prompt.min()} to {prompt.max()} are prompt. One more prompt serves to "
+        "calibrate `qfilter` and `triattention`."
+    )
+    return beginning, prompts
+
+
+def _smollm2(r: Results) -> tuple[str, str]:
+    """The beginning of the page on SmolLM2, and its prompts."""
+    plan = r.plan
+    tokens, prompt = np.array(r.sizes).T
+    lengths = _and([f"{length:,}" for length in sorted(set(plan.lengths))])
+    depths = _and([f"{depth:.0%}" for depth in DEPTHS])
+    others = sorted(set(REAL) - {"text"})
+    beginning = (
+        "# Results on SmolLM2\n\n"
+        "SmolLM2-135M-Instruct is a small pretrained language model of 30 layers, 9 query heads "
+        "and 3 KV heads, here from the weights that [`--model smollm2`](smollm2.md) finds, in "
+        "4 bits. The texts are Python's documentation. What holds here holds on one model, one "
+        "kind of text and short contexts, measured open loop, and is no statement on accuracy; "
+        "what fails here may hold on models fifty times as large."
+    )
+    prompts = (
+        f"{plan.prompts} prompts of about {lengths} tokens, seed {plan.seed}, half of them `text`: "
+        "the last quarter of a text is the response, recorded in one pass. The others are tasks "
+        f"that [SmolLM2 solves](smollm2.md), {_and([f'`{task}`' for task in others])}, with "
+        f"needles at a depth of {depths} in turn; the model writes {ANSWER} tokens at most. "
+        f"{tokens.min()} to {tokens.max()} tokens, of which {prompt.min()} to {prompt.max()} are "
+        "prompt. A text more serves to calibrate `qfilter` and `triattention`. A prompt is "
+        "replayed at the budgets of at most half its tokens; variants that claims ask for at "
+        f"{_and([str(budget) for budget in plan.tried or plan.budgets])} alone."
+    )
+    return beginning, prompts
+
+
 def _reading(r: Results) -> str:
-    small, large = (AMS["window"] / (n + INTERVAL) for n in (r.plan.budgets[0], r.plan.budgets[-1]))
     return (
         "Rows are sorted by output error. *Regret* is the mass that an oracle retains on the same "
         "terms, minus retained mass; without a bound on the size there is none. *Wipe-out 16* "
         "and *32* are the shares of regions of so many tokens of which nothing is left after the "
         "last event; `full` has none. Beside the *IoU* of consecutive kept sets stands what random "
         "sets of the same sizes have. *Entries* is what a row sees, on average over rows, so it "
-        "lies above the budget. [Definitions](metrics.md).\n\n"
+        "lies above the budget. [Definitions](metrics.md).\n\n" + _sizes(r.plan)
+    )
+
+
+def _sizes(plan: Plan) -> str:
+    """How the parameters of the policies go with the budgets."""
+    if not plan.sizes.ams:
+        return (
+            "Every policy has its own parameters, save that none protects the whole prompt, "
+            "which is longer than the budgets. They do not fit every budget: the window of `ams` "
+            "is 128, so at a budget of 128 it is a sliding window."
+        )
+    window = plan.sizes.ams["window"]
+    small, large = (window / (n + plan.interval) for n in (plan.budgets[0], plan.budgets[-1]))
+    return (
         "AMS, G-KV and others are made for caches of hundreds or thousands of entries, so their "
         "windows and segments are made smaller here ([how](#parameters-made-smaller)). "
         f"{_name(PAPER)} and {_name(RELEASE)}, are AMS with the numbers of the paper and of the "
@@ -134,7 +219,10 @@ def _table(r: Results, policies: Mapping[str, Policy], budget: int) -> str:
     titles.insert(titles.index(CHANCE) + 1, f"{CHANCE} by chance")
     head = "| policy | " + " | ".join(titles) + " |"
     rule = "| --- |" + " ---: |" * len(titles)
-    return "\n".join([f"### Budget {budget}", "", head, rule, *(row for _, row in sorted(rows))])
+    n = Interval.of(r.of("full", budget, "entries_seen")).n
+    some = "" if n == r.plan.prompts else f": {n} prompts"
+    title = f"### Budget {budget}{some}"
+    return "\n".join([title, "", head, rule, *(row for _, row in sorted(rows))])
 
 
 def _name(label: str) -> str:
@@ -146,24 +234,81 @@ def _across(r: Results) -> str:
     """Policies that drop rows of the prompt, and what they are beside."""
     head = "| policy | " + " | ".join(f"budget {n}" for n in r.plan.budgets) + " | entries |"
     lines = [head, "| --- |" + " ---: |" * (len(r.plan.budgets) + 1)]
-    for one in across_policies():
+    for one in across_policies(r.plan.sizes):
         errors = (r.of(one.name, n, "output_error") for n in r.plan.budgets)
         cells = [Interval.of(error).text(".3f") for error in errors]
-        entries = [r.of(one.name, n, "entries_seen").mean() for n in r.plan.budgets]
+        entries = [np.nanmean(r.of(one.name, n, "entries_seen")) for n in r.plan.budgets]
         seen = f"{min(entries):.0f} to {max(entries):.0f}"
         label = _name(one.name.removeprefix(ACROSS))
         lines.append(f"| {label} | {' | '.join(cells)} | {seen} |")
+    forced = (
+        "Windows are 8 rows. In a model of three layers there is one layer behind a selection, and "
+        "ASL is forced to select (tau 1.01); the numbers of that layer are open loop. "
+        if r.plan.sizes.across
+        else "The numbers of layers behind a selection are open loop. "
+    )
     text = (
         "Output error of [policies that drop rows of the prompt on the way down]"
         "(across-layers.md), at the one event after the prompt; SnapKV, which cuts caches alone, "
-        "stands first. Windows are 8 rows. In a model of three layers there is one layer behind a "
-        "selection, and ASL is forced to select (tau 1.01); the numbers of that layer are open "
-        "loop. *Entries* is what a row sees from the smallest budget to the largest, means over "
-        "layers: caches grow while the response is written, and those of `pyramidinfer` and of "
-        "*full before* are larger to begin with. Dropping rows saves time, which is not in this "
-        "table: [costs](cost.md)."
+        f"stands first. {forced}*Entries* is what a row sees from the smallest budget to the "
+        "largest, means over layers: caches grow while the response is written, and those of "
+        "`pyramidinfer` and of *full before* are larger to begin with. Dropping rows saves time, "
+        "which is not in this table: [costs](cost.md)."
     )
     return "\n".join([text, "", *lines])
+
+
+def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
+    """Recall of the needle by policy and budget, and the share of needles that are wiped out."""
+    budgets = r.plan.budgets
+    heads = [f"{what} {n}" for what in ("recall", "wiped out") for n in budgets]
+    lines = [f"| policy | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
+    rows = []
+    for label in policies:
+        recall, gone = (
+            [r.of(label, n, metric) for n in budgets]
+            for metric in ("needle_recall", "needle_wipeout")
+        )
+        cells = [Interval.of(one).text(".2f") for one in (*recall, *gone)]
+        rows.append((-float(np.nanmean(recall[0])), f"| {_name(label)} | {' | '.join(cells)} |"))
+    chance = [f"{np.nanmean(r.chance('random', n, 'needle_recall')):.2f}" for n in budgets]
+    return (
+        "Share of the needle's tokens that the rows of the answer still see, mean over layers and "
+        "heads, and the share of layers and heads that see nothing of it. A set of the same size "
+        f"drawn at random has {_and(chance)} of it at these budgets. A head that never reads the "
+        "needle loses nothing with it, so a low recall need not be a wrong answer.\n\n"
+    ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
+
+
+def _selection(r: Results) -> str:
+    """The layers that ASL selects, by its tokens and threshold, and the variance they follow from.
+
+    With ASL's own look-back and first layer (`kvsim.policies.asl.ASL`).
+    """
+    lines = ["| | selects in | layer, mean | least | most |", "| --- |" + " ---: |" * 4]
+    for variant in r.evidence.variants("selection_layer"):
+        layers = r.evidence.value("selection_layer", variant)
+        chosen = layers[~np.isnan(layers)]
+        cells = [f"{len(chosen)} of {r.plan.prompts}", "", "", ""]
+        if len(chosen):
+            cells[1:] = [f"{chosen.mean():.1f}", f"{chosen.min():.0f}", f"{chosen.max():.0f}"]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    variants = r.evidence.variants("rank_relative")
+    head = "| layer | " + " | ".join(variants) + " |"
+    rows = [head, "| ---: |" + " ---: |" * len(variants)]
+    for layer in r.evidence.layers("rank_relative", variants[0]):
+        means = [
+            f"{np.nanmean(r.evidence.value('rank_relative', variant, layer)):.2f}"
+            for variant in variants
+        ]
+        rows.append(f"| {layer} | {' | '.join(means)} |")
+    return (
+        "The layer behind which ASL drops rows of the prompt, for the numbers of tokens of the "
+        "budgets; prompts in which it selects nowhere keep all rows.\n\n"
+        + "\n".join(lines)
+        + "\n\nVariance of ranks over that of the first layer that ASL tests, means over prompts; "
+        "ASL selects where it falls below its threshold.\n\n" + "\n".join(rows)
+    )
 
 
 def _changed(policies: Mapping[str, Policy]) -> str:

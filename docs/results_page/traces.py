@@ -1,59 +1,108 @@
-"""The traces: prompts in the language of the shipped model, recorded, and read into memory."""
+"""The traces: prompts of a model, recorded, and read into memory."""
 
 from __future__ import annotations
 
 import hashlib
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from kvsim import Trace, open_trace
 from kvsim.recorder import Prompt, capture_many, load_model
+from kvsim.recorder.models import describe_model, load_tokenizer
+from kvsim.recorder.prompts import token_count
+from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH, tasks
 from kvsim.tiny.vocabulary import DOMAINS
 from results_page.plan import Plan
 
-#: Tasks of the prompts, in turn: those whose response is long enough for events.
+#: Tasks of the prompts for tiny, in turn: those whose response is long enough for events.
 VERBS = tuple(task for task in tasks.TASKS if task != "needle")
+#: Tasks of the prompts on real text, in turn: of texts the response is given, too.
+REAL = ("text", "needle", "text", "quote", "text", "chat", "text", "fewshot")
+#: Depths of the needles, in turn.
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+#: Tokens that the model writes at most, where the response is not given.
+ANSWER = 32
+
+_model, _tokenizer = cache(load_model), cache(load_tokenizer)
 
 
 @cache
-def weights() -> str:
-    """SHA-256 of the weights of `tiny`."""
+def weights(plan: Plan) -> str:
+    """SHA-256 of the weights of the model."""
+    if plan.lengths:
+        return str(describe_model(_model(plan.model)[0])["source"]["sha256"])
     return hashlib.sha256((PATH / "model.safetensors").read_bytes()).hexdigest()
 
 
-def kind(number: int) -> tuple[str, str]:
-    """Task and domain of a prompt; number 0 is the one for calibration."""
+def labels(plan: Plan, number: int) -> dict[str, Any]:
+    """What a prompt is about, for the table of groups; number 0 is the one for calibration."""
+    if plan.lengths:
+        at = number - 1
+        turn = len(plan.lengths)
+        task = REAL[at // turn % len(REAL)] if number else "text"
+        return {"length": plan.lengths[at % turn], "task": task}
     domains = list(DOMAINS)
-    return VERBS[number % len(VERBS)], domains[number % len(domains)]
+    return {"domain": domains[number % len(domains)], "task": VERBS[number % len(VERBS)]}
 
 
+@cache
 def samples(plan: Plan) -> list[Prompt]:
     """The prompts, and before them the one for calibration alone."""
-    label = f"{weights()[:8]}-{plan.level or plan.facts}-{plan.seed}"
+    make = _real if plan.lengths else _ledger
+    return [make(plan, number) for number in range(plan.prompts + 1)]
+
+
+def _ledger(plan: Plan, number: int) -> Prompt:
+    """A prompt in the language of tiny."""
+    label = f"{weights(plan)[:8]}-{plan.level or plan.facts}-{plan.seed}"
     size: dict[str, Any] = {"level": plan.level}
     if plan.level is None:
         size = {"facts": plan.facts, "lines": plan.lines}
-    found: list[Prompt] = []
-    for i in range(plan.prompts + 1):
-        task, domain = kind(i)
-        (one,) = tasks.prompts(1, 1000 * plan.seed + i, task=task, domain=domain, **size)
-        found.append(Prompt(f"{label}-{i:02}", one.prompt, one.answer))
-    return found
+    of = labels(plan, number)
+    (one,) = tasks.prompts(1, 1000 * plan.seed + number, **of, **size)
+    return Prompt(f"{label}-{number:02}", one.prompt, one.answer, labels=of)
 
 
-def record(plan: Plan, folder: Path) -> list[Path]:
-    """The traces of the prompts; those that an earlier run left in the folder are used again."""
-    wanted = {folder / f"{prompt.id}.zarr": prompt for prompt in samples(plan)}
-    missing = [prompt for path, prompt in wanted.items() if not path.exists()]
+def _real(plan: Plan, number: int) -> Prompt:
+    """A prompt on real text. Of a text a quarter of the tokens or so is the response."""
+    tokenizer = _tokenizer(plan.model)
+    task, length = (labels(plan, number)[name] for name in ("task", "length"))
+    at = None if task in DEPTHLESS else DEPTHS[number % len(DEPTHS)]
+    asked = length * 3 // 4 if task == "text" else length
+    count = partial(token_count, tokenizer=tokenizer)
+    one = sample(plan.seed, number, count, task=task, length=asked, depth=at)
+    response = None
+    if task == "text":
+        response = tokenizer(one.response, add_special_tokens=False)["input_ids"]
+        response = response[: length - one.tokens]
+    shown = {"task": task, "length": length} | ({} if at is None else {"depth": at})
+    return Prompt(
+        f"{plan.model}-{task}-{length}-{plan.seed}-{number:03}",
+        one.prompt,
+        one.answer,
+        labels=shown,
+        needle=one.needles,
+        response=response,
+    )
+
+
+def record(plan: Plan, folder: Path, numbers: Sequence[int]) -> list[Path]:
+    """The traces of some prompts; those that an earlier run left in the folder are used again."""
+    wanted = [samples(plan)[number] for number in numbers]
+    paths = [folder / f"{prompt.id}.zarr" for prompt in wanted]
+    missing = [prompt for prompt, path in zip(wanted, paths, strict=True) if not path.exists()]
     if missing:
-        model, tokenizer = load_model("tiny")
-        capture_many(model, tokenizer, missing, folder, o_proj=True)
-    for path, prompt in wanted.items():
-        if open_trace(path).meta["text"]["prompt"] != prompt.content:
+        model, tokenizer = _model(plan.model)
+        most = {"max_new_tokens": ANSWER} if plan.lengths and not missing[0].response else {}
+        capture_many(model, tokenizer, missing, folder, o_proj=True, **most)
+    for prompt, path in zip(wanted, paths, strict=True):
+        recorded = open_trace(path).meta["text"]
+        if prompt.content not in (recorded["prompt"], recorded["messages"]):
             raise SystemExit(f"{path} is a trace of another prompt; remove it and run again")
-    return list(wanted)
+    return paths
 
 
 def in_memory(path: Path) -> Trace:
@@ -72,4 +121,5 @@ def in_memory(path: Path) -> Trace:
         token_text=trace.token_text,
         name=trace.name,
         layer_ids=trace.layer_ids,
+        meta=trace.meta,
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import results
-from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN
+from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.policies import CATALOGUE, names
-from results_page.plan import SMALLEST
+from results_page.claims import beside, store
+from results_page.plan import FULL, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.text import listing
 from results_page.traces import weights
@@ -51,7 +54,7 @@ def test_the_page_has_its_parts(page):
     found = tables(text)
 
     assert list(found) == [
-        *(f"Budget {n}" for n in SMALLEST.budgets),
+        *(f"Budget {n}" for n in SMALLEST["tiny"].budgets),
         "Parameters made smaller",
         "By stage, domain and task",
         "Across layers",
@@ -62,7 +65,7 @@ def test_the_page_has_its_parts(page):
     assert 5_000 < (page.parent / "figures" / "page.png").stat().st_size < 100_000
     assert "](figures/page.png)" in text
     assert "python docs/results.py --smallest\n" in text
-    assert weights() in text
+    assert weights(FULL) in text
 
 
 def test_every_policy_has_a_row_that_makes_sense(page):
@@ -75,7 +78,7 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
     alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
     assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}
-    for n in SMALLEST.budgets:
+    for n in SMALLEST["tiny"].budgets:
         head, *rows = found[f"Budget {n}"]
         labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
         by_label = {
@@ -107,7 +110,7 @@ def test_groups_split_the_same_numbers(page):
     found = tables(page.read_text("utf-8"))
     head, *rows = found["By stage, domain and task"]
     groups = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-    budget = SMALLEST.budgets[len(SMALLEST.budgets) // 2]
+    budget = SMALLEST["tiny"].budgets[len(SMALLEST["tiny"].budgets) // 2]
     columns, *policies = found[f"Budget {budget}"]
     iou = {row[0]: row[columns.index("IoU")] for row in policies}
 
@@ -157,7 +160,7 @@ def test_the_page_tests_parts_of_policies(page):
         "output error: expected_attention (covariance=False) minus expected_attention",
     ):
         ((result),) = [result for test, result in tested.items() if pair in test]
-        assert [f"budget {n}:" in result for n in SMALLEST.budgets] == [True, True]
+        assert [f"budget {n}:" in result for n in SMALLEST["tiny"].budgets] == [True, True]
 
 
 def test_names_of_the_committed_page_are_those_of_the_catalogue():
@@ -170,5 +173,30 @@ def test_names_of_the_committed_page_are_those_of_the_catalogue():
 
     assert line[1] == listing()
     assert line[1].replace("`", "").split(", ") == names()
-    assert f"sha256 `{weights()}`" in text
+    assert f"sha256 `{weights(FULL)}`" in text
     assert "\npython docs/results.py\n" in text  # of the full size
+
+
+def test_verdicts_on_two_models_stand_beside_each_other(tmp_path):
+    """Those of one model are replaced, those of the other stay; a reason stands where they differ.
+
+    A claim that the other page has not is said to be untested there.
+    """
+    file = tmp_path / "verdicts.jsonl"
+    file.write_text("")
+    right, wrong = np.ones(9), -np.ones(9)
+    same = Claim("Q1", "Both agree", cases={"a": right})
+    other = Claim("Q2", "One | differs", cases={"a": right})
+    for _ in range(2):
+        store("tiny", {"AMS": [same, other]}, file)
+    store("smollm2", {"AMS": [same]}, file)
+    here = {"AMS": [same, replace(other, cases={"a": wrong}), Claim("Q3", "New", needs="more")]}
+    reasons = {("Q2", "One | differs"): "they do", ("Q1", "Both agree"): "not shown"}
+    lines = beside(here, file, reasons).splitlines()[4:]
+
+    assert len(file.read_text().splitlines()) == 3
+    assert lines == [
+        f"| Q1 | Both agree | {HOLDS} | **{HOLDS}** |  |",
+        f"| Q2 | One \\| differs | {HOLDS} | **{NOT}** | they do |",
+        f"| Q3 | New | not tested | **{OPEN}** | more |",
+    ]
