@@ -32,7 +32,10 @@ ROOT = DOCS.parent
 #: Bytes of a picture, bytes of all of them, and pixels of a picture's width, at most.
 LARGEST, ALL, WIDTH = 50_000, 1_000_000, 1000
 #: Pictures that a script of their own makes, and what it is.
-OTHERS = {"figures/results.png": "docs/results.py"}
+OTHERS = {
+    "figures/results.png": "docs/results.py",
+    "figures/needle.png": "the commands of quickstart.md that need SmolLM2",
+}
 #: What a block says that is run here alone.
 REASON = "docs/drawing.py"
 
