@@ -19,12 +19,11 @@ from matplotlib.figure import Figure
 
 import kvsim
 from kvsim import Rope, Trace, files, plots
-from kvsim.cli import app, demo
+from kvsim.cli import app
 from kvsim.errors import OutputError
 from kvsim.files import check_output, published, write_file
 from kvsim.report import write_report
 from kvsim.sweeps.run import sweep
-from kvsim.tiny.tasks import prompts as draw_prompts
 
 EARLIER = b"what was there before\n" * 400
 
@@ -165,11 +164,8 @@ def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path, m
     assert bytes_of(out) == bytes_of(whole)
 
 
-def test_a_demo_on_a_full_disk_leaves_the_earlier_one(run, tmp_path, monkeypatch):
+def test_a_demo_on_a_full_disk_leaves_the_earlier_one(run, small_demo, tmp_path, monkeypatch):
     """Whichever file of a second demo cannot be written, the first one is there byte for byte."""
-    few = draw_prompts(1, task="walk", facts=8, lines=24, kinds=3)
-    monkeypatch.setattr("kvsim.tiny.tasks.prompts", lambda *_, **__: few)
-    monkeypatch.setattr(demo._Demo, "_draw", lambda *_: None)
     out = tmp_path / "demo"
     assert run("demo", "--out", out)[0] == 0
     before = bytes_of(out)

@@ -19,6 +19,7 @@ import pytest
 
 import kvsim
 from kvsim import renamed
+from kvsim.tiny.sample import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -224,9 +225,16 @@ def test_constraints_cover_the_declared_dependencies():
     assert requirements(wanted) - {"kvsim"} <= requirements(lines)
 
 
-def test_sample_trace_is_found():
-    """The sample trace is there in a checkout."""
-    assert (kvsim.sample_trace() / "zarr.json").is_file()
+def test_sample_traces_are_found():
+    """The sample traces are there in a checkout, and go into a wheel under the name looked for."""
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for name, model in SAMPLES.items():
+        path = kvsim.sample_trace(model)
+        assert path.name == f"{name}.zarr"
+        assert (path / "zarr.json").is_file()
+        assert f"traces/{name}.zarr" in wheel["only-include"]
+        assert wheel["sources"][f"traces/{name}.zarr"] == f"kvsim/_{name}.zarr"
+    assert kvsim.sample_trace() == kvsim.sample_trace("tiny")
 
 
 def _trace():

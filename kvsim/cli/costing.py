@@ -47,8 +47,8 @@ def cost(
         str | None,
         typer.Option(
             metavar="TRACE",
-            help="A recorded trace, or 'sample': gives the model and the context where they are "
-            "not given, and measures the selection layer of policies that have one.",
+            help="A recorded trace, such as 'sample': gives the model and the context where they "
+            "are not given, and measures the selection layer of policies that have one.",
         ),
     ] = None,
     context: Annotated[

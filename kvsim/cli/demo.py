@@ -1,13 +1,14 @@
-"""`kvsim demo`: a comparison of policies on a trace of the shipped model."""
+"""`kvsim demo`: a comparison of policies on traces of two models."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +18,9 @@ from kvsim.cli.show import bar, cells, echo_json, echo_results, echo_text, fidel
 from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 from kvsim.files import check_writable, published, refused
+from kvsim.tiny.sample import sample_trace
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from kvsim.core.trace import Trace
     from kvsim.sweeps.run import Run
 
@@ -29,11 +29,14 @@ POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")
 BUDGETS = (64, 128)
 #: Rows between events, the same for every policy, so that policies differ only in what they keep.
 INTERVAL = 32
-#: The layer and KV head of the retention map.
-LAYER, HEAD = 1, 0
+#: The layer of the trace and the KV head of the retention maps, of `tiny` and of SmolLM2.
+TINY_HEAD, SMOLLM2_HEAD = (1, 0), (0, 2)
+#: What begins the names of files of the second comparison.
+SMOLLM2 = "smollm2-"
 
 MARKER = "demo.json"
-_FILES = frozenset({MARKER, "trace.zarr", "run", "retention.png", "error.png"})
+_OUTPUTS = ("run", "retention.png", "error.png")
+_FILES = frozenset({MARKER, "trace.zarr", *_OUTPUTS, *(SMOLLM2 + name for name in _OUTPUTS)})
 
 
 def run(
@@ -45,10 +48,11 @@ def run(
     ] = Path("results/demo"),
     as_json: Json = False,
 ) -> None:
-    """Compare six policies on a trace of the shipped model.
+    """Compare six policies on traces of two models.
 
-    Records the model while it reasons, replays the policies at two budgets, prints a table, and
-    writes trace, run and figures.
+    Records the shipped model while it reasons, replays the policies at two budgets, prints a table,
+    and writes trace, run and figures. Then does the same comparison on the shipped trace of a real
+    language model, SmolLM2.
     """
     _check_target(out)
     check_writable(out.parent)
@@ -98,35 +102,71 @@ class _Demo:
         """Do all steps, print on the way, and return what `--json` prints."""
         with self._step("load"):
             from kvsim.recorder import load_model
-            from kvsim.sweeps.run import SUMMARY, summarise
+            from kvsim.store import open_trace
 
             quiet_transformers()
             model, tokenizer = load_model("tiny")
         trace, facts = self._record(model, tokenizer)
         self._verify()
+        tiny = self._compare(trace, "", TINY_HEAD, self._read_tiny)
+        trace = open_trace(sample_trace("smollm2"))
+        self._introduce(trace)
+        smollm2 = self._compare(trace, SMOLLM2, SMOLLM2_HEAD, _read_smollm2)
+        steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        self._echo(f"\nSeconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
+        return {
+            "trace": facts,
+            **tiny,
+            "smollm2": smollm2,
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }
+
+    def _compare(
+        self,
+        trace: Trace,
+        prefix: str,
+        head: tuple[int, int],
+        read: Callable[[Sequence[Mapping[str, Any]]], str],
+    ) -> dict[str, Any]:
+        """Replay, draw, save and print, and return what `--json` prints of it.
+
+        prefix: of the names of the files. head: layer and KV head of the retention map. read:
+        returns sentences about the cells of the table.
+        """
+        from kvsim.cli.replaying import fidelity_line, means
+        from kvsim.sweeps.run import SUMMARY, summarise
+
+        first = not prefix
         run, seconds = self._replay(trace)
         with self._step("figures"):
-            self._draw(trace, run)
-            run.save(self.folder / "run")
+            self._draw(trace, run, prefix, head)
+            run.save(self.folder / f"{prefix}run")
         summary = summarise(run.table)
         rows = cells(summary)
         for row in rows:
             row["replay_seconds"] = seconds[row["policy"], row["budget"]]
         if not self.quiet:
-            self._print(run, summary, rows)
+            self._echo(
+                f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval."
+            )
+            echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
+            self._echo(f"\n{means(SUMMARY, 1)}" if first else "")
+            self._echo(fidelity_line(run.table, SUMMARY))
+            self._echo(read(rows))
         return {
-            "trace": facts,
             **run.describe(),
             "cells": rows,
             "fidelity": fidelity_shares(run.table, SUMMARY),
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - start
+        self._add(name, time.perf_counter() - start)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _echo(self, text: str = "") -> None:
         if not self.quiet:
@@ -186,61 +226,84 @@ class _Demo:
             raise KeyboardInterrupt
         if run.failures:
             raise TraceError(f"a replay failed: {run.failures[0].error}")
-        self.seconds["replay"] = starts[-1] - starts[0]
-        self.seconds["measure"] = end - starts[-1]
+        self._add("replay", starts[-1] - starts[0])
+        self._add("measure", end - starts[-1])
         durations = (after - before for before, after in itertools.pairwise(starts))
         return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
 
-    def _draw(self, trace: Trace, run: Run) -> None:
+    def _draw(self, trace: Trace, run: Run, prefix: str, head: tuple[int, int]) -> None:
         from kvsim.plots import error_over_rows, retention_map
         from kvsim.plots.style import picture
 
         records = [record for record in run.records if record.policy != "full"]
         figures = {
-            "retention.png": retention_map(trace, records, layer=LAYER, head=HEAD),
+            "retention.png": retention_map(trace, records, layer=head[0], head=head[1]),
             "error.png": error_over_rows(trace, records),
         }
         for name, figure in figures.items():
-            (self.folder / name).write_bytes(picture(figure, "png"))
+            (self.folder / f"{prefix}{name}").write_bytes(picture(figure, "png"))
 
-    def _print(self, run: Run, summary: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> None:
-        from kvsim.cli.replaying import fidelity_line, means
-        from kvsim.sweeps.run import SUMMARY
-
-        capture = self.seconds["capture"]
-        seconds = {(cell["policy"], cell["budget"]): cell["replay_seconds"] for cell in cells}
-
-        def times(row: Mapping[str, Any]) -> dict[str, str]:
-            replay = seconds[row["policy"], row["budget"]]
-            ratio = f"{capture / replay:.0f}x"
-            return {"replay\nms": f"{1000 * replay:.0f}", "capture\n/ replay": ratio}
-
-        self._echo(f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.")
-        echo_results(summary, ["full"], times)
-        self._echo(f"\n{means(SUMMARY, 1)}")
-        self._echo(fidelity_line(run.table, SUMMARY))
-        self._echo(_reading(cells))
+    def _introduce(self, trace: Trace) -> None:
+        """Say what the second trace is."""
+        layers = ", ".join(map(str, trace.layer_ids))
         self._echo(
-            f"Generating and recording the text took {capture:.1f} s; the last column divides this "
-            f"by the time of one replay. Measuring all {len(run.records)} cells, "
-            f"{len(BUDGETS)} of them in the line of full, took another "
+            f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
+            f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
+            "documentation. A sentence with a code is hidden in the prompt, and nothing but the "
+            "end of the text asks for it, after the policies have evicted."
+        )
+
+    def _times(
+        self,
+        seconds: Mapping[tuple[str, int], float],
+        row: Mapping[str, Any],
+        *,
+        recorded: bool,
+    ) -> dict[str, str]:
+        """Return the columns of times; a trace that was not recorded now has one less."""
+        replay = seconds[row["policy"], row["budget"]]
+        times = {"replay\nms": f"{1000 * replay:.0f}"}
+        if recorded:
+            times["capture\n/ replay"] = f"{self.seconds['capture'] / replay:.0f}x"
+        return times
+
+    def _read_tiny(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return sentences about the first table, and about its times."""
+        small = _by_error(rows, min(BUDGETS))
+        best, worst = small[0], small[-1]
+        streaming = next(row for row in small if row["policy"] == "streaming_llm")
+        n_cells = len(POLICIES) * len(BUDGETS)
+        return (
+            f"At budget {min(BUDGETS)}, {best['policy']} moves the attention output least, by "
+            f"{best['output_error']:.0%} of its size, and {worst['policy']} most, by "
+            f"{worst['output_error']:.0%}. streaming_llm, which reads no attention, wipes out "
+            f"{streaming['wipeout']:.0%} of the regions of the sequence, {best['policy']} "
+            f"{best['wipeout']:.0%}.\n"
+            f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
+            "column divides this by the time of one replay. Measuring all "
+            f"{n_cells} cells, {len(BUDGETS)} of them in the line of full, took another "
             f"{self.seconds['measure']:.1f} s. Both times are of this machine's CPU and a tiny "
             "model; a large model has another ratio."
         )
-        steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
-        self._echo(f"Seconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
 
 
-def _reading(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return two sentences about the table at the smaller budget."""
-    small = [row for row in rows if row["budget"] == min(BUDGETS) and row["policy"] != "full"]
-    small.sort(key=lambda row: float(row["output_error"]))
-    best, worst = small[0], small[-1]
-    streaming = next(row for row in small if row["policy"] == "streaming_llm")
+def _by_error(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
+    """Return the cells of a budget, but for `full`, from the least output error on."""
+    cells = [row for row in rows if row["budget"] == budget and row["policy"] != "full"]
+    return sorted(cells, key=lambda row: float(row["output_error"]))
+
+
+def _read_smollm2(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return sentences about the second table: the output error, and the needle."""
+    best = _by_error(rows, min(BUDGETS))[0]
+    parts = []
+    for budget in BUDGETS:
+        recall = {row["policy"]: row["needle_recall"] for row in _by_error(rows, budget)}
+        chance = recall.pop("random")
+        most = max(recall, key=recall.__getitem__)
+        parts.append(f"{recall[most]:.0%} at budget {budget} ({most}; random {chance:.0%})")
     return (
         f"At budget {min(BUDGETS)}, {best['policy']} moves the attention output least, by "
-        f"{best['output_error']:.0%} of its size, and {worst['policy']} most, by "
-        f"{worst['output_error']:.0%}. streaming_llm, which reads no attention, wipes out "
-        f"{streaming['wipeout']:.0%} of the regions of the sequence, {best['policy']} "
-        f"{best['wipeout']:.0%}."
+        f"{best['output_error']:.0%} of its size. But no policy knows what will be asked: of the "
+        f"sentence with the code (the needle) rows see at most {' and '.join(parts)}."
     )

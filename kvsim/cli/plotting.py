@@ -46,7 +46,7 @@ def plot(
         list[str],
         typer.Argument(
             metavar="TRACE|RUN",
-            help="Recorded traces, or 'sample' for the one shipped; for "
+            help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for "
             f"{', '.join(_RUNS[:-1])} and {_RUNS[-1]} also folders that "
             "`kvsim replay --out` wrote.",
         ),

@@ -17,7 +17,7 @@ def report(
         typer.Argument(
             metavar="RUN|TRACE",
             help="Folders that `kvsim replay --out` wrote, and recorded traces to analyse, or "
-            "'sample' for the one shipped.",
+            "the shipped 'sample' and 'sample-smollm2'.",
         ),
     ],
     out: Annotated[Path, path_option("FILE", "The page to write.")] = Path("report.html"),

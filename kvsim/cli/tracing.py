@@ -11,6 +11,7 @@ import typer
 from kvsim.cli.show import bar, echo_json, echo_text, one_line
 from kvsim.cli.values import Json, Overwrite, Stop, TracePaths, locate, path_argument, path_option
 from kvsim.schema import FORMAT_VERSION
+from kvsim.tiny.sample import SAMPLES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +34,7 @@ def pack(
     trace: Annotated[
         str,
         typer.Argument(
-            metavar="TRACE", help="The folder of a recorded trace, or 'sample', which ships."
+            metavar="TRACE", help="The folder of a recorded trace, or the name of a shipped one."
         ),
     ],
     out: Out = None,
@@ -44,8 +45,8 @@ def pack(
     """
     from kvsim.store import packing
 
-    if trace == "sample" and out is None:
-        out = Path("sample.zarr.zip")  # not next to the sample, inside the package
+    if trace in SAMPLES and out is None:
+        out = Path(f"{trace}.zarr.zip")  # not next to the sample, inside the package
     packed = packing.pack(locate(trace), out)
     typer.echo(f"{packed}: {packed.stat().st_size / 1e6:.1f} MB")
 

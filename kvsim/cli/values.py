@@ -15,7 +15,7 @@ import typer
 
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.schema import is_url
-from kvsim.tiny.sample import sample_trace
+from kvsim.tiny.sample import SAMPLES, sample_trace
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
@@ -108,7 +108,8 @@ TracePaths = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
-        help="Recorded traces: folders, packed files, URLs of folders, or 'sample', which ships.",
+        help="Recorded traces: folders, packed files, URLs of folders, or 'sample' and "
+        "'sample-smollm2', which ship.",
     ),
 ]
 
@@ -126,11 +127,11 @@ class OptionError(KvsimError, ValueError):
 
 
 def locate(trace: str) -> Path | str:
-    """Return the path of a trace, or its URL; `sample` is the trace that ships with kvsim."""
+    """Return the path of a trace, or its URL; those of `SAMPLES` ship with kvsim."""
     if is_url(trace):
         return trace
     path = Path(trace)
-    return sample_trace() if trace == "sample" and not path.exists() else path
+    return sample_trace(SAMPLES[trace]) if trace in SAMPLES and not path.exists() else path
 
 
 def open_traces(paths: Iterable[str]) -> list[Trace]:

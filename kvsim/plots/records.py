@@ -68,11 +68,13 @@ def retention_map(
 
     Rows of panels are budgets and columns are policies. Blue is seen, pale is evicted, red is
     evicted although the row's full attention on it, for some query head of the group, is at least
-    5 % (drawn larger than it is). The number is the mean retained mass of rows after the prompt.
+    5 % (drawn larger than it is). The number is the mean retained mass of rows after the prompt. A
+    bar marks the needle of the prompt, if it has one.
     """
     heads = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
     needed = (attention >= NEEDED).cpu().numpy()
+    needles = trace.spans.get("needle", ())
     budgets = sorted({record.budget for record in records})
     names = list(dict.fromkeys(record.policy for record in records))
     figure = Figure(figsize=(max(6.0, 2.6 * len(names) + 0.6), 2.75 * len(budgets) + 0.9), dpi=150)
@@ -90,6 +92,8 @@ def retention_map(
         axis.imshow(_cells(last, needed), cmap=colours, extent=extent, **image)
         axis.set_xlim(-0.02 * record.n_pos, record.n_pos)  # the frame would hide the first token
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
+        for start, end in needles:
+            axis.axvspan(start, end, 0.97, 1.0, color="black", linewidth=0)
         mass = result.mass[at, heads, trace.prompt_len :]
         if mass.size:
             look: dict[str, Any] = {"ha": "right", "fontsize": 8, "transform": axis.transAxes}
@@ -104,7 +108,9 @@ def retention_map(
     states = {"seen": KEPT, "evicted": GONE}
     states[f"evicted, but the row would attend >= {NEEDED:.0%} to it"] = MISSED
     handles = {state: Patch(color=colour) for state, colour in states.items()}
-    legend_of(figure, handles, columns=3)
+    if needles:
+        handles["needle"] = Patch(color="black")
+    legend_of(figure, handles, columns=4)
     labels = {
         fidelity(trace, record, kind, layer) for record in records for kind in ("sets", "rows")
     }

@@ -31,6 +31,7 @@ from kvsim.store.layout import (
 from kvsim.store.metadata import check_numbers, find_document, object_at, read_header
 from kvsim.store.place import Folder, Packed, Place
 from kvsim.store.remote import find_remote
+from kvsim.tiny.sample import SAMPLES
 
 _ALL = slice(None)
 
@@ -74,8 +75,11 @@ def find_place(path: str | Path) -> Place:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         advice = "record one with `kvsim capture`"
-        if path == Path("sample"):
-            advice += ", or open the shipped one with kvsim.open_trace(kvsim.sample_trace())"
+        if str(path) in SAMPLES:
+            model = "" if path == Path("sample") else repr(SAMPLES[str(path)])
+            advice += (
+                f", or open the shipped one with kvsim.open_trace(kvsim.sample_trace({model}))"
+            )
         raise TraceNotFoundError(f"{path} does not exist, expected a trace; {advice}") from error
     if stat.S_ISDIR(mode):
         return Folder(path)

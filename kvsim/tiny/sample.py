@@ -1,22 +1,39 @@
-"""The sample trace that ships with kvsim, recorded from the model `tiny`."""
+"""The sample traces that ship with kvsim, one of the model `tiny` and one of SmolLM2."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kvsim.errors import TraceNotFoundError
+from kvsim.errors import TraceNotFoundError, suggest
 
-__all__ = ["sample_trace"]
+__all__ = ["SAMPLES", "sample_trace"]
+
+#: The names that commands take, and the model that each was recorded from.
+SAMPLES = {"sample": "tiny", "sample-smollm2": "smollm2"}
 
 _PACKAGE = Path(__file__).parents[1]
 
 
-def sample_trace() -> Path:
-    """Return the path of the sample trace, for `kvsim.open_trace`.
+def sample_trace(model: str = "tiny") -> Path:
+    """Return the path of a sample trace, for `kvsim.open_trace`.
 
     A wheel has it inside the package, a checkout under ``traces/``.
+
+    Args:
+        model: ``"tiny"``, all of its layers; or ``"smollm2"``, three of the 30 layers of
+            SmolLM2-135M-Instruct, recorded on Python's documentation. No model is needed.
+
+    Raises:
+        TraceNotFoundError: there is no sample of this model, or it is not installed.
     """
-    places = (_PACKAGE / "_sample.zarr", _PACKAGE.parent / "traces" / "sample.zarr")
+    models = tuple(SAMPLES.values())
+    if model not in models:
+        raise TraceNotFoundError(
+            f"there is no sample trace of {model!r}{suggest(str(model), models)}; "
+            f"expected one of {', '.join(models)}"
+        )
+    name = f"{tuple(SAMPLES)[models.index(model)]}.zarr"
+    places = (_PACKAGE / f"_{name}", _PACKAGE.parent / "traces" / name)
     for place in places:
         if place.is_dir():
             return place

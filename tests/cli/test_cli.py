@@ -997,14 +997,6 @@ def demo(tmp_path_factory):
     return folder / "results" / "demo", out.getvalue()
 
 
-@pytest.fixture
-def small_demo(monkeypatch):
-    """Make demos of this process small: a short text and no figures."""
-    few = prompts(1, task="walk", facts=8, lines=24, kinds=3)
-    monkeypatch.setattr("kvsim.tiny.tasks.prompts", lambda *_, **__: few)
-    monkeypatch.setattr(demo_module._Demo, "_draw", lambda *_: None)
-
-
 #: What a terminal would act upon, what a reader would be misled by, and what UTF-8 cannot hold.
 HOSTILE = "\x1b[31m\x9b2J\x07\u202e\u2066\u2028<i>[b]x[/b] $x^$\r\nsecond line\x7f\ud800 漢"
 
@@ -1078,7 +1070,10 @@ def test_texts_of_a_trace_are_text(run, hostile, tmp_path, monkeypatch, command)
 
 
 def test_demo_answers_the_question(demo):
-    """The demo prints one table of all policies at both budgets, how to read it, and its times."""
+    """The demo prints one table of all policies at both budgets, how to read it, and its times.
+
+    Then the same of the real trace, whose times of recording are not known.
+    """
     folder, out = demo
     lines = out.splitlines()
 
@@ -1088,15 +1083,27 @@ def test_demo_answers_the_question(demo):
         assert len(rows) == (1 if name == "full" else 2)
         shown += len(rows)
     assert shown == 11
+    real = lines[next(i for i, line in enumerate(lines) if line.startswith("Now a real model")) :]
+    assert "layers 7, 17, 28 of SmolLM2-135M-Instruct" in real[0]
+    for name in demo_module.POLICIES:
+        rows = [line for line in real if line.split()[:1] == [name]]
+        assert len(rows) == (1 if name == "full" else 2)
+    assert "of the sentence with the code (the needle) rows see at most" in out
+    document = json.loads((folder / "demo.json").read_text())
+    recall = {(c["policy"], c["budget"]): c["needle_recall"] for c in document["smollm2"]["cells"]}
+    assert recall["full", 64] == 1
+    assert recall["streaming_llm", 64] == 0
+    assert "needle_recall" not in document["cells"][0]
     assert "Measuring all 12 cells, 2 of them in the line of full, took" in out
     assert "is right." in lines[0]
     assert any(line.startswith("Fidelity of the values: ") for line in lines)
     assert any(line.startswith("Seconds: ") for line in lines)
     assert {p.name for p in folder.iterdir()} == demo_module._FILES
     assert kvsim.open_trace(folder / "trace.zarr").meta["answer_check"]["right"]
-    for figure in ("retention.png", "error.png"):
-        assert (folder / figure).read_bytes().startswith(b"\x89PNG")
-    assert len(read_records(folder / "run" / "records.zarr")) == 12
+    for prefix in ("", "smollm2-"):
+        for figure in ("retention.png", "error.png"):
+            assert (folder / f"{prefix}{figure}").read_bytes().startswith(b"\x89PNG")
+        assert len(read_records(folder / f"{prefix}run" / "records.zarr")) == 12
 
 
 def test_demo_replaces_an_earlier_one(run, demo, small_demo, tmp_path):

@@ -65,6 +65,20 @@ def test_the_legend_of_the_retention_map_names_its_colours(trace, records):
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[:2] == ["seen", "evicted"]
     assert "5%" in labels[2]
+    assert len(labels) == 3
+
+
+def test_the_retention_map_marks_the_needle():
+    """A bar over the positions of the needle in each panel, which the legend names."""
+    sample = kvsim.open_trace(kvsim.sample_trace("smollm2"))
+    policies = [kvsim.policy("streaming_llm"), kvsim.policy("random")]
+    figure = plots.retention_map(
+        sample, [kvsim.replay(sample, policy, budget=64, interval=64) for policy in policies]
+    )
+
+    bars = [axis.patches for axis in figure.axes if axis.images]
+    assert [[(bar.get_x(), bar.get_width()) for bar in drawn] for drawn in bars] == [[(52, 15)]] * 2
+    assert figure.legends[0].get_texts()[-1].get_text() == "needle"
 
 
 def test_the_error_figure_has_a_line_per_policy_and_its_fidelity(trace, records):

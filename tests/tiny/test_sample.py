@@ -1,0 +1,146 @@
+"""The sample traces that ship: their bytes, and replay on the one of SmolLM2."""
+
+import pytest
+
+import kvsim
+import reference
+from kvsim.errors import PolicyError, TraceNotFoundError
+from kvsim.policies import CATALOGUE
+from kvsim.schema import NEVER
+from kvsim.store import describe, open_trace, verify
+from kvsim.store.place import Folder
+from kvsim.tiny.sample import SAMPLES
+
+#: The SHA-256 of what each trace says and of all its numbers.
+DIGESTS = {
+    "tiny": "sha256:f0d786f2322e12e14ad9b97f88f8ae134ca12089be140a0ff4c62db49cac8e0a",
+    "smollm2": "sha256:7feb3aeba68ec2658316e2e1ef581f9625a2224fabe89b4b582edd2639f0b842",
+}
+LAYERS = (7, 17, 28)
+#: Policies whose names say all that they need, but for those that need a calibration.
+ALONE = [
+    name
+    for name, entry in CATALOGUE.items()
+    if entry.kind in ("scorer", "propagation") and not hasattr(entry.piece, "calibration")
+]
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """The sample of SmolLM2."""
+    return open_trace(kvsim.sample_trace("smollm2"))
+
+
+@pytest.mark.parametrize("model", SAMPLES.values())
+def test_a_sample_is_small_and_undamaged(model):
+    """The trace has the bytes that were recorded, at most 4 MB, and attention follows from it."""
+    path = kvsim.sample_trace(model)
+    result, facts = verify(path, deep=True), describe(path)
+
+    assert (result.ok, result.problems) == (True, ())
+    assert (facts["format"], facts["digest"]) == (3, DIGESTS[model])
+    assert sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) < 4_000_000
+
+
+@pytest.mark.parametrize("model", SAMPLES.values())
+def test_opening_a_sample_reads_no_numbers(model, monkeypatch):
+    """Opening reads metadata and tokens, no chunk of attention, whatever the size of the arrays."""
+    read = {}
+
+    def note(place, key, limit):
+        read[key] = read_folder(place, key, limit)
+        return read[key]
+
+    read_folder = Folder.read
+    monkeypatch.setattr(Folder, "read", note)
+    open_trace(kvsim.sample_trace(model))
+
+    assert "zarr.json" in read
+    assert not [key for key in read if key.startswith(("q/c", "k/c", "v/c", "attn_out/c", "lse/c"))]
+    assert sum(map(len, read.values())) < 100_000
+
+
+def test_an_unknown_sample_is_refused():
+    """The error names the models that have a sample; in Python the names of commands have none."""
+    with pytest.raises(TraceNotFoundError, match=r"did you mean 'smollm2'\?; expected one of tiny"):
+        kvsim.sample_trace("smollm")
+    with pytest.raises(TraceNotFoundError, match=r"sample_trace\('smollm2'\)\)$"):
+        open_trace("sample-smollm2")
+
+
+def test_the_sample_says_what_it_is(trace):
+    """Three layers in 16 bits of a text with a needle, whose end asks for the code and gives it."""
+    ((start, end),) = trace.spans["needle"]
+    arrays = describe(trace.path)["arrays"]
+
+    assert (trace.layer_ids, trace.n_heads, trace.group, trace.n_pos) == (LAYERS, 3, 3, 401)
+    assert not trace.whole
+    assert {arrays[name]["dtype"] for name in ("q", "k", "v", "attn_out")} == {"float16"}
+    assert "".join(trace.token_text[start:end]) == "The secret code of the red door is 35929."
+    assert trace.meta["text"]["response"].endswith("The secret code of the red door is 35929.")
+    assert min(trace.response_logprobs[-6:-1]) > -0.05  # the model reads the digits of the needle
+
+
+def test_a_head_reads_the_needle_again(trace):
+    """In layers 7 and 17 some head's last rows attend mostly to the needle, as the README says."""
+    ((start, end),) = trace.spans["needle"]
+    rows = slice(trace.n_pos - 6, trace.n_pos - 1)
+
+    for layer, expected in enumerate((0.8, 0.5, 0.0)):
+        weights = trace.attention(layer, rows)[..., start:end].sum(-1)
+        assert weights.mean(-1).max() > expected
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_policies_replay_the_sample(trace, name):
+    """Policies that keep to a layer replay; those across layers say which layers the trace has."""
+    policy = kvsim.policy(name)
+    if policy.propagation is not None:
+        with pytest.raises(PolicyError, match=r"trace has layers \[7, 17, 28\]; expected 0, 1, 2"):
+            kvsim.replay(trace, policy, budget=128)
+        return
+    record = kvsim.replay(trace, policy, budget=128, interval=32)
+
+    kept = (record.evicted_at == NEVER).sum(-1)
+    assert record.layers == (0, 1, 2)
+    assert (kept.sum() == kept.size * 401) == (name == "full")
+
+
+@pytest.mark.parametrize("name", ["pyramidkv", "cake"])
+def test_shared_budgets_say_that_layers_are_missing(name, run):
+    """A policy that shares its budget among layers remarks that these are not all."""
+    status, out, err = run("replay", "sample-smollm2", "--policy", name, "--budget", "64")
+
+    assert status == 0
+    assert "shared over the 3 layers of the trace, which are not all of the model's" in out + err
+
+
+@pytest.mark.parametrize(("name", "params"), [("tova", {}), ("snapkv", {"window": 32})])
+def test_replay_of_the_sample_equals_the_naive_replay(trace, name, params):
+    """The engine evicts what plain loops in float64 evict, up to near-ties."""
+    record = kvsim.replay(trace, kvsim.policy(name, **params), budget=64, interval=64)
+    outcome = reference.replay(
+        trace.q,
+        trace.k,
+        trace.v,
+        policy=name,
+        params=params,
+        budget=64,
+        interval=64,
+        prompt_len=trace.prompt_len,
+        rope=(list(trace.rope.inv_freq), trace.rope.attention_scaling),
+    )
+
+    assert outcome.agrees(record.evicted_at, 1e-5)
+    assert (outcome.sure_until(1e-5) > trace.prompt_len).mean() > 0.5
+
+
+def test_commands_know_the_sample_by_its_name(run, tmp_path, monkeypatch):
+    """Commands find it, and pack it next to where they run."""
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run("info", "sample-smollm2")
+
+    assert status == 0
+    assert str(kvsim.sample_trace("smollm2")) in out
+    assert run("trace", "pack", "sample-smollm2")[0] == 0
+    assert verify(tmp_path / "sample-smollm2.zarr.zip").ok
