@@ -132,7 +132,7 @@ def _tiny(r: Results) -> tuple[str, str]:
         "task with its retrieving heads partly put there, so these numbers show what policies do "
         "to such attention and not what they do to a large model. A claim that holds here has "
         "passed one small test; one that does not may hold all the same where texts are ten times "
-        "as long and heads less sharp. [The same on a pretrained model](results-smollm2.md)."
+        "as long and heads less sharp."
     )
     prompts = (
         f"{plan.prompts} prompts in the language of `tiny` ({', '.join(VERBS)} in turn, domains in "
