@@ -191,9 +191,10 @@ class Session:
         """Compare a response with the right one, ready for JSON; None without anything to compare.
 
         For tiny the right response follows from the prompt. For other models the response is right
-        if it has the answer in it (`kvsim.text.answers.is_right`).
+        if it has the answer in it (`kvsim.text.answers.is_right`). A response that was given is not
+        compared: the model did not write it.
         """
-        if response is None:
+        if response is None or self.response:
             return None
         if is_tiny(self.model) and self.encoded.text is not None:
             try:

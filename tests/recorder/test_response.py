@@ -194,3 +194,14 @@ def test_info_shows_the_likelihood(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"{mean:.4f} per token of the response" in printed
     assert "(prompt 2, response 2, given)" in printed
+
+
+def test_a_given_response_is_not_compared_with_the_answer():
+    """Whether a response is right says something of the model that wrote it, and of no other."""
+    words = {"tokenizer": words_tokenizer(), "answer": "w2"}
+
+    given = capture(small(), prompt="w1 w3", response="w2 w4", **words)
+    written = capture(small(), prompt="w1 w3", max_new_tokens=2, **words)
+
+    assert given.meta["answer_check"] is None
+    assert written.meta["answer_check"]["kind"] == "text"
