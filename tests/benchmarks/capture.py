@@ -2,6 +2,7 @@
 
     python tests/benchmarks/capture.py            # the shape of a 0.5B model: some minutes
     python tests/benchmarks/capture.py --smallest # seconds; what the test suite runs
+    python tests/benchmarks/capture.py --model smollm2 # a language model on real text: minutes
 
 A random model of the shape of Qwen2-0.5B answers a prompt with and without a capture of q, k, v and
 attention output to disk, in turns, in one process; the ratio is of the fastest turns.
@@ -13,6 +14,9 @@ block does, which leaves the most to hold.
 
 The least that a trace can take is q, k and v in the model's precision, uncompressed; beside it
 stands what the same arrays and the attention output take.
+
+With `--model smollm2` the model is SmolLM2, the prompt is documentation that comes with Python, and
+host memory is also that of a prompt of 4,095 tokens.
 
 With `--doc docs/performance.md` the report is put into that page.
 """
@@ -27,12 +31,15 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import kvsim
+from kvsim.recorder import load_model
 from kvsim.recorder.generation import generate
 from kvsim.schema import CHUNK
 
@@ -40,11 +47,15 @@ sys.path.append(str(Path(__file__).parent))
 from replay import put
 
 BEGIN, END = "<!-- begin capture -->", "<!-- end capture -->"
+BEGIN_REAL, END_REAL = "<!-- begin capture smollm2 -->", "<!-- end capture smollm2 -->"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a text: prompt and new tokens of a turn."""
+    """A model and a text: prompt and new tokens of a turn.
+
+    model: its name, for a real one. longest: the prompt whose memory is measured, if not `prompt`.
+    """
 
     layers: int
     hidden: int
@@ -55,6 +66,8 @@ class Shape:
     prompt: int
     new: int
     turns: int
+    model: str | None = None
+    longest: int | None = None
 
     @property
     def dim(self) -> int:
@@ -84,11 +97,28 @@ SMALLEST = Shape(
     new=20,
     turns=1,
 )
+REAL = Shape(
+    layers=30,
+    hidden=576,
+    intermediate=1536,
+    qheads=9,
+    heads=3,
+    vocabulary=49152,
+    prompt=512,
+    new=64,
+    turns=3,
+    model="smollm2",
+    longest=4096,
+)
 
 
 def build(shape: Shape) -> PreTrainedModel:
-    """A random model in float32."""
+    """The model in float32, a random one without a name; neither ends a response."""
     torch.manual_seed(0)
+    if shape.model:
+        model, _ = load_model(shape.model)
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+        return model
     config = Qwen2Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -103,9 +133,19 @@ def build(shape: Shape) -> PreTrainedModel:
     return Qwen2ForCausalLM(config).eval()
 
 
+@cache
+def prompt(shape: Shape) -> list[int]:
+    """The ids of the prompt: of real text for a real model, else random."""
+    if shape.model is None:
+        return torch.randint(0, shape.vocabulary, (shape.prompt,)).tolist()
+    text = "\n\n".join(topics.topics.values())
+    ids = load_model(shape.model)[1](text[: 20 * shape.prompt])["input_ids"]
+    return ids[: shape.prompt]
+
+
 def turn(model: PreTrainedModel, shape: Shape, out: Path | None) -> tuple[float, float]:
     """Seconds of the prompt and of each new token; recorded to `out`, or the model alone."""
-    ids = torch.randint(0, shape.vocabulary, (shape.prompt,)).tolist()
+    ids = prompt(shape)
     marks = [time.perf_counter()]
 
     def mark(_done: int, _total: int) -> None:
@@ -181,17 +221,19 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
         stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         tokens = kvsim.open_trace(path).n_pos
     del model
-    (prompt, token), (prompt_too, token_too) = (
+    (first, token), (first_too, token_too) = (
         [min(part) for part in zip(*turns, strict=True)] for turns in (alone, recorded)
     )
-    worst = replace(shape, prompt=shape.prompt - shape.prompt % CHUNK - 1)
-    more = peak(worst, recorded=True) - peak(worst, recorded=False)
+    longest = shape.longest or shape.prompt
+    worst = replace(shape, prompt=longest - longest % CHUNK - 1)
+    most, alone_most = (peak(worst, recorded=recorded) for recorded in (True, False))
+    more = most - alone_most
     block = block_bytes(shape)
     least = shape.layers * shape.dim * 4 * (shape.qheads + 2 * shape.heads)
     arrays = array_bytes(shape)
     ratios = {
         "generation": token_too / token,
-        "prompt": prompt_too / prompt,
+        "prompt": first_too / first,
         "memory in blocks": more / block,
         "bytes": stored / tokens / least,
     }
@@ -200,15 +242,17 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
         f"{shape}",
         (
             f"a new token takes {token * 1e3:.1f} ms alone, {token_too * 1e3:.1f} ms recorded: "
-            f"{ratios['generation']:.3f} times"
+            f"{ratios['generation']:.3f} times ({1 / token:.1f} and {1 / token_too:.1f} tokens/s)"
         ),
         (
-            f"the prompt takes {prompt:.2f} s alone, {prompt_too:.2f} s recorded: "
-            f"{ratios['prompt']:.3f} times"
+            f"the prompt takes {first:.2f} s alone, {first_too:.2f} s recorded: "
+            f"{ratios['prompt']:.3f} times ({shape.prompt / first:.0f} and "
+            f"{shape.prompt / first_too:.0f} tokens/s)"
         ),
         (
             f"host memory grows by {more / 2**20:.0f} MiB, {ratios['memory in blocks']:.2f} of one "
-            f"block of all layers ({block / 2**20:.0f} MiB), at a prompt of {worst.prompt} tokens"
+            f"block of all layers ({block / 2**20:.0f} MiB), at a prompt of {worst.prompt} tokens: "
+            f"at most {alone_most / 2**20:.0f} MiB alone, {most / 2**20:.0f} MiB recorded"
         ),
         (
             f"{stored / tokens:.0f} bytes on disk for a token, {ratios['bytes']:.2f} times q, k "
@@ -223,6 +267,7 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smallest", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--model", choices=[REAL.model], help="a real model on real text")
     parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
     parser.add_argument("--once", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--recorded", action="store_true", help=argparse.SUPPRESS)
@@ -230,10 +275,10 @@ def main() -> None:
     if options.once:
         once(Shape(**options.once), recorded=options.recorded)
         return
-    _, lines = run(SMALLEST if options.smallest else AIM)
+    _, lines = run(SMALLEST if options.smallest else REAL if options.model else AIM)
     print("\n".join(lines))
     if options.doc:
-        put(options.doc, lines, BEGIN, END)
+        put(options.doc, lines, *((BEGIN_REAL, END_REAL) if options.model else (BEGIN, END)))
 
 
 if __name__ == "__main__":
