@@ -94,9 +94,10 @@ def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None
         document = unsealed(document, path)
     files = document.pop("files", {}) if bound else None
     shapes = {"traces": dict, "remarks": list}
-    if not isinstance(files, dict | None):
+    if bound and not isinstance(files, dict):
         raise damaged(path, "its list of files is of another type")
-    if not all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items()):
+    typed = all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items())
+    if not typed or not all(isinstance(remark, str) for remark in document.get("remarks", ())):
         raise damaged(path, "its traces or remarks are of another type")
     if not bound:
         remark = (

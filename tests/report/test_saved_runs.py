@@ -294,3 +294,17 @@ def test_a_digest_that_is_missing_fits_no_file(run, tmp_path, missing):
 
     with pytest.raises(OutputError, match="damaged: its SHA-256 is another"):
         read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("remarks", [None], "remarks are of another type"), ("files", None, "list of files")],
+)
+def test_a_description_of_another_type_is_refused(run, tmp_path, name, value, said):
+    """Also where whoever changed `run.json` renewed its digest."""
+    path = run.save(tmp_path / "run")
+    content = inputs.unsealed(json.loads((path / "run.json").read_text()), path)
+    (path / "run.json").write_text(json.dumps(inputs.sealed({**content, name: value})))
+
+    with pytest.raises(OutputError, match=said):
+        read_run(path)
