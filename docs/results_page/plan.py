@@ -1,4 +1,4 @@
-"""What is recorded and replayed: the model, its prompts, budgets, schedule and sizes."""
+"""Plans of a page: the model, its prompts, budgets, schedule and sizes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SMALL_AMS = {"min_segment": 4, "max_segment": 32, "window": 16, "recent": 8, "m
 class Sizes:
     """The parameters of policies that go with the lengths of the traces.
 
-    largest, ams: the largest value of a parameter, in AMS's own parameters and in all others; those
-    that are not named keep the policy's own. recent: what AMS protects. segment: tokens of a fixed
+    largest, ams: the largest value of a parameter, of all policies, and of AMS itself; what is not
+    named keeps the policy's default. recent: what AMS protects. segment: tokens of a fixed
     segment. windows: other windows of AMS. across: the window of policies that drop rows.
     """
 
@@ -34,7 +34,7 @@ SMALL = Sizes(_SMALL, _SMALL_AMS, _SMALL_AMS["recent"], 16, (4, 8, 32), _SMALL["
 
 @dataclass(frozen=True)
 class Plan:
-    """What is recorded and replayed.
+    """The model, its prompts, and how they are replayed.
 
     interval, prefill: the one schedule of every policy. presets: a row for each preset too.
     """
@@ -68,7 +68,7 @@ SMOLLM2 = Plan(
     sizes=Sizes(),
 )
 PLANS = {"tiny": FULL, "smollm2": SMOLLM2}
-#: What tests run.
+#: The least that makes a page: a look at it, and the test of the one on tiny.
 SMALLEST = {
     "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
     "smollm2": replace(SMOLLM2, prompts=2, lengths=(320,), budgets=(128,), cost=(128, 256)),

@@ -45,7 +45,7 @@ def scaled(sizes: Sizes, name: str, calibration: str | None = None, **params: An
 
 def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
     """The rows of the tables, each called by its label: the names of the catalogue, and crosses."""
-    made = partial(scaled, plan.sizes)
+    build = partial(scaled, plan.sizes)
     out = {}
     for name in names():
         kind = kvsim.policies.describe(name).kind
@@ -54,11 +54,11 @@ def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
         if "@" in name and not plan.presets and name not in NEEDED:
             continue
         if kind == "scorer" or name.startswith("ams"):
-            out[name] = made(name, calibration)
+            out[name] = build(name, calibration)
         elif "@" in name:  # a preset of what needs a scorer
-            out[f"{name}+expected_attention"] = made(f"{name}+expected_attention", calibration)
+            out[f"{name}+expected_attention"] = build(f"{name}+expected_attention", calibration)
     out["oracle, by output"] = policy("oracle", by="output")
-    out |= {name: made(name, calibration) for name in CROSSES}
+    out |= {name: build(name, calibration) for name in CROSSES}
     if plan.sizes.ams:
         out[PAPER], out[RELEASE] = policy("ams"), policy("ams@release")
     return {label: replace(one, name=label) for label, one in out.items()}
@@ -66,21 +66,21 @@ def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
 
 def variants(sizes: Sizes) -> list[Policy]:
     """What claims need beside the rows of the tables, at the same events."""
-    made = partial(scaled, sizes)
+    build = partial(scaled, sizes)
     keep = Protection(sink=4, recent=sizes.recent)
     return [
         policy("tova", heads="group"),
         policy("tova", protect=keep),
         policy("keydiff", protect=keep),
-        made("ams", credit=False),
-        made("ams", suffix_fill="observed"),
-        made("ams", weights="length"),
-        made("ams", weights="equal"),
-        made("ams", segmentation="fixed", segment_length=sizes.segment),
-        *(made("ams", window=window) for window in sizes.windows),
-        *(made("global_max", decay=decay) for decay in (0.0, 0.5, 0.9)),
-        made("global_max", pool="max"),
-        *(made("gkv", mix_lambda=share) for share in (0.5, 0.9)),
+        build("ams", credit=False),
+        build("ams", suffix_fill="observed"),
+        build("ams", weights="length"),
+        build("ams", weights="equal"),
+        build("ams", segmentation="fixed", segment_length=sizes.segment),
+        *(build("ams", window=window) for window in sizes.windows),
+        *(build("global_max", decay=decay) for decay in (0.0, 0.5, 0.9)),
+        build("global_max", pool="max"),
+        *(build("gkv", mix_lambda=share) for share in (0.5, 0.9)),
     ]
 
 

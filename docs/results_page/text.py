@@ -149,7 +149,7 @@ def _smollm2(r: Results) -> tuple[str, str]:
     tokens, prompt = np.array(r.sizes).T
     lengths = _and([f"{length:,}" for length in sorted(set(plan.lengths))])
     depths = _and([f"{depth:.0%}" for depth in DEPTHS])
-    others = sorted(set(REAL) - {"text"})
+    answered = sorted(set(REAL) - {"text"})
     beginning = (
         "# Results on SmolLM2\n\n"
         "SmolLM2-135M-Instruct is a small pretrained language model of 30 layers, 9 query heads "
@@ -161,7 +161,7 @@ def _smollm2(r: Results) -> tuple[str, str]:
     prompts = (
         f"{plan.prompts} prompts of about {lengths} tokens, seed {plan.seed}, half of them `text`: "
         "the last quarter of a text is the response, recorded in one pass. The others are tasks "
-        f"that [SmolLM2 solves](smollm2.md), {_and([f'`{task}`' for task in others])}, with "
+        f"that [SmolLM2 solves](smollm2.md), {_and([f'`{task}`' for task in answered])}, with "
         f"needles at a depth of {depths} in turn; the model writes {ANSWER} tokens at most. "
         f"{tokens.min()} to {tokens.max()} tokens, of which {prompt.min()} to {prompt.max()} are "
         "prompt. A text more serves to calibrate `qfilter` and `triattention`. A prompt is "
@@ -220,8 +220,8 @@ def _table(r: Results, policies: Mapping[str, Policy], budget: int) -> str:
     head = "| policy | " + " | ".join(titles) + " |"
     rule = "| --- |" + " ---: |" * len(titles)
     n = Interval.of(r.of("full", budget, "entries_seen")).n
-    some = "" if n == r.plan.prompts else f": {n} prompts"
-    title = f"### Budget {budget}{some}"
+    count = "" if n == r.plan.prompts else f": {n} prompts"
+    title = f"### Budget {budget}{count}"
     return "\n".join([title, "", head, rule, *(row for _, row in sorted(rows))])
 
 

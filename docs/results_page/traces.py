@@ -38,7 +38,7 @@ def weights(plan: Plan) -> str:
 
 
 def labels(plan: Plan, number: int) -> dict[str, Any]:
-    """What a prompt is about, for the table of groups; number 0 is the one for calibration."""
+    """Labels of a prompt, the groups of a table; number 0 is the prompt for calibration."""
     if plan.lengths:
         at = number - 1
         turn = len(plan.lengths)
@@ -71,9 +71,9 @@ def _real(plan: Plan, number: int) -> Prompt:
     tokenizer = _tokenizer(plan.model)
     task, length = (labels(plan, number)[name] for name in ("task", "length"))
     at = None if task in DEPTHLESS else DEPTHS[number % len(DEPTHS)]
-    asked = length * 3 // 4 if task == "text" else length
+    prompt_length = length * 3 // 4 if task == "text" else length
     count = partial(token_count, tokenizer=tokenizer)
-    one = sample(plan.seed, number, count, task=task, length=asked, depth=at)
+    one = sample(plan.seed, number, count, task=task, length=prompt_length, depth=at)
     response = None
     if task == "text":
         response = tokenizer(one.response, add_special_tokens=False)["input_ids"]

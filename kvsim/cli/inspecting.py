@@ -141,8 +141,8 @@ def length_text(facts: Mapping[str, Any]) -> str:
     if is_cut(facts):
         end = ", cut by --max-new-tokens"
     context = facts["context_len"]
-    asked = "" if context is None else f" with a context of {context}"
-    return f"{total} tokens (prompt {prompt}{asked}, response {total - prompt}{end})"
+    context_text = "" if context is None else f" with a context of {context}"
+    return f"{total} tokens (prompt {prompt}{context_text}, response {total - prompt}{end})"
 
 
 def layers_text(facts: Mapping[str, Any]) -> str:

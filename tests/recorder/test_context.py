@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import kvsim
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.store import describe, recover, verify
 from kvsim.testing.strategies import make_case
+from small_model import small
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<a>{% endif %}"
-
-
-@functools.cache
-def small():
-    """A random model of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=900,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def tokenizer(template=CHAT):
@@ -51,7 +33,7 @@ def tokenizer(template=CHAT):
 def recorded(prompt, context, **options):
     """A trace, and the texts of its context and of its question."""
     words = options.pop("tokenizer", tokenizer())
-    trace = capture(small(), words, prompt, context=context, max_new_tokens=0, **options)
+    trace = capture(small(300), words, prompt, context=context, max_new_tokens=0, **options)
     ids, end = trace.tokens.tolist(), trace.context_len
     return trace, words.decode(ids[:end]), words.decode(ids[end:])
 
@@ -112,24 +94,24 @@ def test_token_ids(tmp_path):
     """A number of tokens, which may be all of them; stored, copied and resumed as it is."""
     out = tmp_path / "a.zarr"
     options = {"max_new_tokens": 3, "out": out}
-    trace = capture(small(), None, [1, 2, 3], context=2, **options)
+    trace = capture(small(300), None, [1, 2, 3], context=2, **options)
 
     assert trace.context_len == 2
     assert describe(out)["context_len"] == 2
     assert verify(out, deep=True).ok
-    memory = capture(small(), None, [1, 2, 3], context=2, max_new_tokens=3)
+    memory = capture(small(300), None, [1, 2, 3], context=2, max_new_tokens=3)
     assert memory.digest == trace.digest
     copy = kvsim.open_trace(trace.save(tmp_path / "copy.zarr"))
     assert (copy.context_len, copy.digest) == (2, trace.digest)
-    assert capture(small(), None, [1, 2, 3], context=-1, resume=True, **options).path == out
+    assert capture(small(300), None, [1, 2, 3], context=-1, resume=True, **options).path == out
     with pytest.raises(CaptureError, match="its context has 2 tokens, expected 3"):
-        capture(small(), None, [1, 2, 3], context=3, resume=True, **options)
+        capture(small(300), None, [1, 2, 3], context=3, resume=True, **options)
 
 
 def test_digest_has_the_context_where_there_is_one():
     """Traces without a context keep their digest, and others have one of their own."""
     plain, one, other = (
-        capture(small(), None, [1, 2, 3], context=at, max_new_tokens=0) for at in (None, 1, 2)
+        capture(small(300), None, [1, 2, 3], context=at, max_new_tokens=0) for at in (None, 1, 2)
     )
 
     assert plain.context_len is None
@@ -155,7 +137,7 @@ def test_bad_contexts(prompt, context, message, tmp_path):
     prompts = [Prompt("a", "x"), Prompt("b", prompt, context=context)]
 
     with pytest.raises(CaptureError, match=f"^prompt 'b': {message}") as caught:
-        capture_many(small(), tokenizer(), prompts, tmp_path / "out", max_new_tokens=0)
+        capture_many(small(300), tokenizer(), prompts, tmp_path / "out", max_new_tokens=0)
 
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -177,7 +159,7 @@ def test_lines_of_a_file(tmp_path):
     source.write_text("\n".join(map(json.dumps, rows)))
 
     traces = capture_many(
-        small(), tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
+        small(300), tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
     )
 
     assert [trace.context_len for trace in traces] == [7, 2]
@@ -207,7 +189,7 @@ def test_context_behind_what_was_recovered(tmp_path):
     for name, context in {"early": 200, "late": 280}.items():
         with pytest.raises(KeyboardInterrupt):
             capture(
-                *(small(), None, [1] * 300),
+                *(small(300), None, [1] * 300),
                 context=context,
                 max_new_tokens=10,
                 progress=interrupt,

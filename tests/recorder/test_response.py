@@ -7,41 +7,13 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvsim
 from kvsim.cli import app
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.store import describe, recover, verify
-
-UNKNOWN = "<unk>"
-
-
-@functools.cache
-def small():
-    """A random model of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=900,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def words_tokenizer():
-    """A tokenizer of the words w0 to w62."""
-    vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
-    inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=UNKNOWN)
+from small_model import small, words_tokenizer
 
 
 @functools.cache

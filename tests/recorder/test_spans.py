@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import polars as pl
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import kvsim
 from kvsim.analysis.table import COLUMNS
@@ -20,35 +18,7 @@ from kvsim.store import describe, recover
 from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.run import sweep
 from kvsim.testing.strategies import make_case
-
-UNKNOWN = "<unk>"
-
-
-@functools.cache
-def small():
-    """A random model of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=900,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def words_tokenizer(template=None):
-    """A tokenizer of the words w0 to w62."""
-    vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
-    inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token=UNKNOWN, chat_template=template
-    )
+from small_model import small, words_tokenizer
 
 
 def bytes_tokenizer():

@@ -1,4 +1,4 @@
-"""What rows after the prompt still see of a needle, the entries that the answer depends on.
+"""Recall and wipe-out of a needle: how many of its entries the rows after the prompt still see.
 
 A needle is a token span of the prompt (`Trace.spans`): needle in a haystack, Kamradt 2023,
 github.com/gkamradt/LLMTest_NeedleInAHaystack.
