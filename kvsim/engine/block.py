@@ -21,7 +21,8 @@ class Block:
     evicted_at: int32 [L, H, T], the result of the replay. since: int [L], the row of the last event
     that acted on each layer, -1 before the first. poison is called after each eviction with the
     entries that have left, bool [L, H, T]; note after each event that acts, with its plans.
-    context: the setting of an event before the last row of the prompt.
+    context: the setting of an event before the last row of the prompt. compacted is called after
+    each eviction with the slots that stay, int [L, H, n], where the source holds live entries alone.
     """
 
     def __init__(
@@ -34,15 +35,18 @@ class Block:
         context: Setting | None = None,
         poison: Callable[[Tensor], None] | None = None,
         note: Callable[[Plans], None] | None = None,
+        compacted: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
         self._context = context
         self.layers = layers
-        self.poison, self._note = poison, note
+        self.poison, self._note, self._compacted = poison, note, compacted
         keys = source.keys
-        shape = keys.shape[:3]
+        shape = (*keys.shape[:2], source.n_rows)
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
-        self.entries = Entries(shape[0], shape[1], policy.columns, like=keys)
+        self.entries = Entries(
+            *shape[:2], policy.columns, like=keys, compacted=compacted is not None
+        )
         self.since = torch.full_like(layers, -1)
         self._next = 0  # first position not yet appended
 
@@ -80,7 +84,9 @@ class Block:
         self._evict(entries.live & ~keep, row)
         for name, column in (*scores.columns.items(), *plan.columns.items()):
             entries.columns[name] = column.where(acts, entries.columns[name])
-        entries.compress(keep)
+        slots = entries.compress(keep)
+        if self._compacted is not None:
+            self._compacted(slots)
         self.since = self.since.masked_fill(acts.flatten(), row)
         return True
 

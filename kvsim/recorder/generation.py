@@ -48,7 +48,7 @@ def generate(
     total = len(tokens) + new_tokens
     generator = torch.Generator().manual_seed(seed)
     options = _options(model, logits=1)
-    device = _device(model)
+    device = device_of(model)
     inputs = torch.tensor([tokens], device=device)
     with torch.no_grad(), evaluating(model):
         while True:
@@ -81,7 +81,7 @@ def score(
 
     That of a token is given all tokens before it. before_last, progress: as for `generate`.
     """
-    device, n = _device(model), len(ids)
+    device, n = device_of(model), len(ids)
     with torch.no_grad(), evaluating(model):
         before_last(n)
         inputs = torch.tensor([ids], device=device)
@@ -113,7 +113,8 @@ def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
     return options
 
 
-def _device(model: PreTrainedModel) -> torch.device:
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Return the device that a model takes its tokens on."""
     device = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.device
     # offloaded until it runs
     return torch.device("cpu") if device.type == "meta" else device

@@ -26,6 +26,10 @@ from kvsim.errors import CaptureError
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
+#: Returns the mask that the kernel of a layer gets instead of the one that the model made, from the
+#: layer's number, the queries [1, qhead, w, dim] and that mask.
+Masking = Callable[[int, Tensor, Tensor | None], Tensor | None]
+
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
 
@@ -230,11 +234,13 @@ def intercepting(
     receive: Callable[[KernelCall], None],
     *,
     layers: Collection[int] | None = None,
+    masking: Masking | None = None,
 ) -> Iterator[None]:
     """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
 
     receive: called after the kernel, before the output projection; may raise. layers: the layers to
-    intercept, by number; None for all.
+    intercept, by number; None for all. masking: gives kernels another mask than the model's, which
+    then computes something else.
     """
     modules = {
         layer: module
@@ -247,10 +253,19 @@ def intercepting(
         listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
 
         def kernel(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            *args: Any,
+            **options: Any,
         ) -> tuple[Tensor, Tensor | None]:
             original = listed if listed is not None else _eager_kernel(module)
-            result = original(module, query, key, value, *args, **options)
+            if masking is not None and id(module) in interceptor.layer_of:
+                layer = interceptor.layer_of[id(module)]
+                attention_mask = masking(layer, query, attention_mask)
+            result = original(module, query, key, value, attention_mask, *args, **options)
             if id(module) in interceptor.layer_of:
                 interceptor.called(module, (query, key, value), result[0], options)
             return result
