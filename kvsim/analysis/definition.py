@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.subject import Analysis, Subject
 
 
@@ -31,8 +32,8 @@ class Metric:
     """A named number about a trace, or about a record of it.
 
     kind: "sets" reads what events kept and decided, "rows" what rows of attention become, "trace"
-    the trace alone. cells: computes the values from an `Analysis` of the trace (kind "trace") or
-    from a `Subject`, the trace and a record.
+    the trace alone, "live" what a running model did. cells: computes the values from an `Analysis`
+    of the trace (kind "trace"), from a `Subject`, the trace and a record, or from a `LiveSubject`.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. main: the variant that stands for the
     others where there is room for one number. default: False where a Table of records has it only
@@ -42,11 +43,15 @@ class Metric:
     """
 
     summary: str
-    kind: Literal["sets", "rows", "trace"]
+    kind: Literal["sets", "rows", "trace", "live"]
     unit: str
     better: Literal["higher", "lower"] | None
     source: str
-    cells: Callable[[Analysis], Iterable[Cells]] | Callable[[Subject], Iterable[Cells]]
+    cells: (
+        Callable[[Analysis], Iterable[Cells]]
+        | Callable[[Subject], Iterable[Cells]]
+        | Callable[[LiveSubject], Iterable[Cells]]
+    )
     over_events: Literal["last", "mean"] = "mean"
     main: str = ""
     default: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
@@ -109,6 +111,53 @@ def measure(
     return _table(blocks)
 
 
+#: Metrics of rows that a live run has values of, beside those of sets and of kind "live".
+LIVE_ROWS = ("output_error",)
+
+
+def measure_live(
+    subjects: Sequence[LiveSubject], metrics: Sequence[str] | None = None, *, events: bool = False
+) -> pl.DataFrame:
+    """A Table of live runs of one trace, as `measure` makes it of replays; fidelity closed.
+
+    metrics: by name; by default those of kind "live", those of sets that are quick, and the output
+    error. Raises PolicyError for an unknown metric, or one of rows that only a replay has.
+    """
+    chosen = choose_live(metrics)
+    trace = subjects[0].trace
+    replayed = _subjects(trace, [subject.record for subject in subjects], None, "cpu")
+    blocks: list[_Block] = []
+    for live, subject in zip(subjects, replayed, strict=True):
+        forced = live.outcome.forced
+        for name, entry in chosen.items():
+            if entry.kind == "live":
+                blocks += _blocks(live, name, entry, events=events)
+            elif entry.kind == "sets":
+                blocks += _blocks(subject, name, entry, events=events)
+            elif forced is not None and isinstance(subject, Subject):
+                measured = replace(subject, output=lambda output=forced.output: output)
+                blocks += _blocks(measured, name, entry, events=events)
+    return _table(blocks)
+
+
+def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
+    """The metrics of a live run by name, or the default ones."""
+    if metrics is None:
+        return {
+            name: entry
+            for name, entry in METRICS.items()
+            if (entry.default and entry.kind in ("live", "sets")) or name in LIVE_ROWS
+        }
+    chosen = {name: metric(name) for name in metrics}
+    for name, entry in chosen.items():
+        if entry.kind not in ("live", "sets") and name not in LIVE_ROWS:
+            raise PolicyError(
+                f"{name} is computed from recorded attention; expected a metric of a running "
+                f"model: {', '.join(choose_live(None))}; take kvsim replay for {name}"
+            )
+    return chosen
+
+
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order.
 
@@ -135,10 +184,16 @@ def choose(
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
-        default = {name: entry for name, entry in METRICS.items() if entry.default}
+        default = {
+            name: entry for name, entry in METRICS.items() if entry.default and entry.kind != "live"
+        }
         return {name: x for name, x in default.items() if oracles or not x.beside_oracle}
     chosen = {name: metric(name) for name in metrics}
     for name, entry in chosen.items():
+        if entry.kind == "live":
+            raise PolicyError(
+                f"{name} is about a running model, and a replay runs none; take kvsim live"
+            )
         if not records and entry.kind != "trace":
             raise PolicyError(
                 f"{name} is about a record, and only a trace was given; give a record "
@@ -189,10 +244,10 @@ _Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
 def _blocks(
-    subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
+    subject: Analysis | Subject | LiveSubject, name: str, entry: Metric, *, events: bool
 ) -> Iterator[_Block]:
-    """The rows of one metric of a trace or of a record."""
-    trace, record = subject.trace, subject.record if isinstance(subject, Subject) else None
+    """The rows of one metric of a trace, of a record, or of a live run."""
+    trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
@@ -201,8 +256,8 @@ def _blocks(
         if record.compress != "prompt":  # another result, as with another parameter
             params["compress"] = record.compress
         shared["params"] = json.dumps(params)
-    # an entry of kind "trace" reads an Analysis, the others a Subject
-    compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
+    # an entry of kind "trace" reads an Analysis, "live" a LiveSubject, the others a Subject
+    compute = cast("Callable[[Analysis | Subject | LiveSubject], Iterable[Cells]]", entry.cells)
     for cells in compute(subject):
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
@@ -253,11 +308,15 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     finished by then. Everything else is open loop: recorded q, k, v carry no error from the layers
     below.
 
+    What a running model did is closed loop.
+
     Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
     rows that it propagates are exact; deeper sets are so where nothing is chosen there, and "semi"
     where these layers were computed again (`kvsim.recompute`).
     """
+    if record.closed:
+        return "closed"
     across = record.selection is not None and record.selection.layer is not None
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
     if kind == "trace" or layer is None or alone or trace.layer_ids[layer] == 0:

@@ -87,6 +87,8 @@ class Record:
     compress: Literal["prompt", "context", "both"] = "prompt"
     #: layers behind a selection were computed again and not read from the trace
     recomputed: bool = False
+    #: a running model decided on what its own evictions had made of it
+    closed: bool = False
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     @property

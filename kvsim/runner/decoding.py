@@ -297,6 +297,7 @@ class Decoding:
             trace=self.sketch.name,
             own_schedule=schedule == policy.schedule,
             remark=remark(self.sketch, policy, self.budget, schedule, None),
+            closed=True,
         )
 
 
