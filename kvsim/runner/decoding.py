@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -120,8 +120,8 @@ class Decoding:
     """One sequence while a policy evicts from the cache of a running model.
 
     Use it in a `with` block, in which the model's kernel is intercepted. prompt_len, n_pos: tokens
-    of the prompt, and of the whole sequence at most. layers: those that evict, by number; all that
-    see the whole text by default. observe: called with each kernel call (`KernelCall`).
+    of the prompt, and of the whole sequence at most. schedule: instead of the policy's own. layers:
+    those that evict, by number; all that see the whole text by default. observe: called with each kernel call (`KernelCall`).
 
     Raises:
         PolicyError: a policy that a running model cannot follow: with rows of the future, sets per
@@ -138,16 +138,14 @@ class Decoding:
         prompt_len: int,
         n_pos: int,
         context_len: int | None = None,
-        interval: int | None = None,
-        prefill: bool | None = None,
-        compress: Literal["prompt", "context", "both"] | None = None,
+        schedule: Schedule | None = None,
         layers: Sequence[int] | None = None,
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
     ) -> None:
         check_live(policy)
         self.running, self.policy, self.budget = running, policy, whole(budget)
-        self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
+        self.schedule = schedule or policy.schedule
         self.sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         self.layers = replayed(self.sketch, layers)
@@ -268,6 +266,13 @@ class Decoding:
             for part in self.cache.layers
             if isinstance(part, DynamicLayer) and part.is_initialized
         )
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that the full cache of the rows so far takes."""
+        sketch, itemsize = self.sketch, self.running.model.dtype.itemsize
+        heads = sketch.n_layers * sketch.n_heads
+        return 2 * heads * sketch.dim * len(self.tokens) * itemsize
 
     @property
     def allocated_bytes(self) -> int:

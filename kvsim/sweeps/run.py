@@ -109,13 +109,13 @@ def sweep(
     the last cells unmeasured.
     """
     check_progress(progress)
-    _check_names(policies)
+    check_names(policies)
     check_distinct(traces)
     prefill = shared_prefill(interval, prefill)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     chosen = choose(metrics, oracles=regret)
-    cells = _cells(traces, policies, budgets)
+    cells = cells_of(traces, policies, budgets)
     for cell in cells:
         terms = cell.policy.schedule.override(interval, prefill, compress)
         check_cell(cell.trace, cell.policy, cell.budget, memory, terms)
@@ -137,7 +137,7 @@ def sweep(
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
-        return _finished(folder, parameters)
+        return finished(folder, parameters)
     with Parts(folder, content, resume=resume) as parts:
         run = Cells(cells, chosen, parameters, report, parts).run()
         if run.records:
@@ -145,7 +145,7 @@ def sweep(
     return run
 
 
-def _finished(folder: Path, parameters: dict[str, Any]) -> Run:
+def finished(folder: Path, parameters: dict[str, Any]) -> Run:
     """Return a complete run from its folder. Raises OutputError if it is that of another sweep."""
     saved = read_run(folder)
     stored, given = saved.parameters, json.loads(json.dumps(parameters))
@@ -155,7 +155,7 @@ def _finished(folder: Path, parameters: dict[str, Any]) -> Run:
     return Run(tuple(read_records(folder / RECORDS)), saved.table, (), parameters)
 
 
-def _cells(
+def cells_of(
     traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
 ) -> list[Cell]:
     """Return every cell, with its budget in entries."""
@@ -168,7 +168,7 @@ def _cells(
     return cells
 
 
-def _check_names(policies: Sequence[Policy]) -> None:
+def check_names(policies: Sequence[Policy]) -> None:
     """Raise PolicyError where two policies of one name differ."""
     by_name: dict[str, Policy] = {}
     for policy in policies:
