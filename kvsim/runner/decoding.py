@@ -235,13 +235,16 @@ class Decoding:
         return max(1, stop - start)
 
     def _end(self) -> None:
-        """Count what the cache holds, and fire the event after the last row, if there is one."""
-        self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
+        """Fire the event after the last row, if there is one, and count what the cache holds."""
         row = len(self.tokens) - 1
+        if row >= self.sketch.prompt_len:
+            self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         if row in self.events:
             for block, source in self._blocks:
                 block.event(row)
                 source.settle()
+        if row >= self.sketch.prompt_len - 1:
+            self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
 
     def _receive(self, call: KernelCall) -> None:
         """Keep the queries of new rows of a layer that evicts."""

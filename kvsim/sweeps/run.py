@@ -185,6 +185,12 @@ SUMMARY = (
     *("needle_recall", "needle_wipeout"),  # of traces with a needle
 )
 
+#: The same of a running model.
+LIVE_SUMMARY = (
+    *("response_kl", "nll_increase", "top_agreement", "output_error", "retained_iou"),
+    *("needle_recall", "answer_right", "answer_kept", "peak_share"),
+)
+
 
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.

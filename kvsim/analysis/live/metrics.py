@@ -95,7 +95,7 @@ METRICS: Mapping[str, Metric] = {
         "live", "seconds", "lower", "kvsim",
         _generated(lambda x: x.seconds / max(1, len(x.tokens)))),
     "peak_bytes": Metric(
-        "most bytes of live keys and values at once, after the prefill, without padding",
+        "most bytes of live keys and values at once in decoding, without padding",
         "live", "bytes", "lower", "kvsim", _peak),
     "peak_share": Metric(
         "peak_bytes as a share of the full cache at the end",
