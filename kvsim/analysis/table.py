@@ -84,7 +84,8 @@ def measure(
     short for has no rows (`Analysis.left_out`).
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
-    regret without oracles, TraceError where a record belongs to another trace.
+    regret without oracles, NeedsError for a metric by name that reads what the trace has not
+    recorded (`Metric.arrays`), TraceError where a record belongs to another trace.
     """
     check_device(device)
     check_progress(progress)
@@ -94,7 +95,13 @@ def measure(
         analysis, trace = trace, trace.trace
     else:
         analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
-    subjects = [analysis] if records is None else _subjects(trace, records, oracles, device)
+    if metrics is None:
+        chosen = {name: x for name, x in chosen.items() if all(map(trace.has, x.arrays))}
+    check_arrays(trace, chosen)
+    subjects: Sequence[Analysis | Subject] = [analysis]
+    if records is not None:
+        projected = any("o_proj" in entry.arrays for entry in chosen.values())
+        subjects = _subjects(trace, records, oracles, device, projected=projected)
     steps = [
         (analysis if entry.kind == "trace" else subject, name, entry)
         for place, subject in enumerate(subjects)
@@ -152,9 +159,20 @@ def choose(
     return chosen
 
 
+def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
+    """Raise NeedsError where the trace has not recorded what one of the metrics reads."""
+    for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
+        trace.read(name, slice(0, 0))
+
+
 def _subjects(
-    trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
-) -> list[Analysis | Subject]:
+    trace: Trace,
+    records: Sequence[Record],
+    oracles: Sequence[Record | None] | None,
+    device: str,
+    *,
+    projected: bool,
+) -> list[Subject]:
     """Return a Subject of each record; they share walks over the trace and output errors."""
     best = [None] * len(records) if oracles is None else list(oracles)
     replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
@@ -164,7 +182,8 @@ def _subjects(
 
     @cache
     def outputs() -> dict[int, OutputError]:
-        return dict(zip(map(id, replayed), output_error(trace, replayed, device), strict=True))
+        errors = output_error(trace, replayed, device, projected=projected)
+        return dict(zip(map(id, replayed), errors, strict=True))
 
     @cache
     def results(walk: Walk[Any]) -> dict[int, Any]:

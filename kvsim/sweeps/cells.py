@@ -146,7 +146,11 @@ class Cells:
         trace, number = cells[0].trace, cells[-1].number
         self._report(number + 1, len(self._cells), f"{trace.name}: measuring")
         first = not any(rows.trace == trace.name for rows in self._rows)
-        names = [name for name, x in self._metrics.items() if first or x.kind != "trace"]
+        names = [
+            name
+            for name, x in self._metrics.items()
+            if (first or x.kind != "trace") and all(map(trace.has, x.arrays))
+        ]
         replayed = [self._replayed[cell.number] for cell in cells]
         options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
         if self._parameters["regret"]:
