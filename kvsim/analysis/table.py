@@ -96,7 +96,7 @@ def measure(
     else:
         analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
     if metrics is None:
-        chosen = {name: x for name, x in chosen.items() if all(map(trace.has, x.arrays))}
+        chosen = {name: chosen[name] for name in available(chosen, [trace])}
     check_arrays(trace, chosen)
     subjects: Sequence[Analysis | Subject] = [analysis]
     if records is not None:
@@ -157,6 +157,15 @@ def choose(
                 "(kvsim.sweeps.sweep(..., regret=True))"
             )
     return chosen
+
+
+def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
+    """The metrics of which every trace has recorded what they read (`Metric.arrays`)."""
+    return [
+        name
+        for name in metrics
+        if all(trace.has(array) for array in metric(name).arrays for trace in traces)
+    ]
 
 
 def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import COLUMNS, in_order, measure
+from kvsim.analysis.table import COLUMNS, available, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -146,11 +146,8 @@ class Cells:
         trace, number = cells[0].trace, cells[-1].number
         self._report(number + 1, len(self._cells), f"{trace.name}: measuring")
         first = not any(rows.trace == trace.name for rows in self._rows)
-        names = [
-            name
-            for name, x in self._metrics.items()
-            if (first or x.kind != "trace") and all(map(trace.has, x.arrays))
-        ]
+        names = [name for name, x in self._metrics.items() if first or x.kind != "trace"]
+        names = available(names, [trace])
         replayed = [self._replayed[cell.number] for cell in cells]
         options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
         if self._parameters["regret"]:
