@@ -39,7 +39,9 @@ class Metric:
     others where there is room for one number. default: False where a Table of records has it only
     if it is named. beside_oracle: compares the record with one of the mass oracle, which is
     replayed on request. notes: what it reads of the notes of allocators at events
-    (`Allocator.notes`, `kvsim.replay(..., internals=...)`).
+    (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what stands for all layers in a
+    summary, the mean of their values or the sum. arrays: what a trace must have recorded; by
+    default, metrics of traces without them are left out.
     """
 
     summary: str
@@ -57,3 +59,5 @@ class Metric:
     default: bool = True
     beside_oracle: bool = False
     notes: frozenset[str] = frozenset()
+    layers: Literal["mean", "sum"] = "mean"
+    arrays: tuple[str, ...] = ()

@@ -86,7 +86,8 @@ def measure(
     short for has no rows (`Analysis.left_out`).
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
-    regret without oracles, TraceError where a record belongs to another trace.
+    regret without oracles, NeedsError for a metric by name that reads what the trace has not
+    recorded (`Metric.arrays`), TraceError where a record belongs to another trace.
     """
     check_device(device)
     check_progress(progress)
@@ -96,7 +97,13 @@ def measure(
         analysis, trace = trace, trace.trace
     else:
         analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
-    subjects = [analysis] if records is None else _subjects(trace, records, oracles, device)
+    if metrics is None:
+        chosen = {name: chosen[name] for name in available(chosen, [trace])}
+    check_arrays(trace, chosen)
+    subjects: Sequence[Analysis | Subject] = [analysis]
+    if records is not None:
+        projected = any("o_proj" in entry.arrays for entry in chosen.values())
+        subjects = _subjects(trace, records, oracles, device, projected=projected)
     steps = [
         (analysis if entry.kind == "trace" else subject, name, entry)
         for place, subject in enumerate(subjects)
@@ -112,7 +119,7 @@ def measure(
 
 
 #: Metrics of rows that a live run has values of, beside those of sets and of kind "live".
-LIVE_ROWS = ("output_error",)
+LIVE_ROWS = ("output_error", "layer_error")
 
 
 def measure_live(
@@ -125,7 +132,8 @@ def measure_live(
     """
     chosen = choose_live(metrics)
     trace = subjects[0].trace
-    replayed = _subjects(trace, [subject.record for subject in subjects], None, "cpu")
+    records = [subject.record for subject in subjects]
+    replayed = _subjects(trace, records, None, "cpu", projected=False)
     blocks: list[_Block] = []
     for live, subject in zip(subjects, replayed, strict=True):
         forced = live.outcome.forced
@@ -134,7 +142,7 @@ def measure_live(
                 blocks += _blocks(live, name, entry, events=events)
             elif entry.kind == "sets":
                 blocks += _blocks(subject, name, entry, events=events)
-            elif forced is not None and isinstance(subject, Subject):
+            elif forced is not None and (name != "layer_error" or forced.output.added is not None):
                 measured = replace(subject, output=lambda output=forced.output: output)
                 blocks += _blocks(measured, name, entry, events=events)
     return _table(blocks)
@@ -207,9 +215,29 @@ def choose(
     return chosen
 
 
+def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
+    """The metrics of which every trace has recorded what they read (`Metric.arrays`)."""
+    return [
+        name
+        for name in metrics
+        if all(trace.has(array) for array in metric(name).arrays for trace in traces)
+    ]
+
+
+def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
+    """Raise NeedsError where the trace has not recorded what one of the metrics reads."""
+    for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
+        trace.read(name, slice(0, 0))
+
+
 def _subjects(
-    trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
-) -> list[Analysis | Subject]:
+    trace: Trace,
+    records: Sequence[Record],
+    oracles: Sequence[Record | None] | None,
+    device: str,
+    *,
+    projected: bool,
+) -> list[Subject]:
     """Return a Subject of each record; they share walks over the trace and output errors."""
     best = [None] * len(records) if oracles is None else list(oracles)
     replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
@@ -219,7 +247,8 @@ def _subjects(
 
     @cache
     def outputs() -> dict[int, OutputError]:
-        return dict(zip(map(id, replayed), output_error(trace, replayed, device), strict=True))
+        errors = output_error(trace, replayed, device, projected=projected)
+        return dict(zip(map(id, replayed), errors, strict=True))
 
     @cache
     def results(walk: Walk[Any]) -> dict[int, Any]:

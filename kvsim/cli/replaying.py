@@ -296,6 +296,8 @@ def means(shown: Sequence[str], n_traces: int) -> str:
     more = ""
     if "wipeout" in shown:
         more += "; wiped out: regions of 32 tokens of which nothing is left after the last event"
+    if "layer_error" in shown:
+        more += "; layer error: sum over layers of what each adds to the residual stream (RMS)"
     if "regret" in shown:
         more += "; regret: mass that the oracle keeps beyond the policy"
     if not LIVE.isdisjoint(shown):

@@ -180,9 +180,27 @@ class ClosedLoop:
         forced = Forced(
             **_compared(logits, expected, response),
             residual_error=_moved_streams(rows, full_inputs, n_rows),
-            output=_moved_outputs(rows, full_outputs, decoding.layers, trace),
+            output=self._moved_outputs(rows, full_outputs, decoding.layers),
         )
         return decoding.record(), forced, decoding.peak_bytes, decoding.full_bytes
+
+    def _moved_outputs(
+        self, rows: _Rows, full: Sequence[Tensor], layers: Sequence[int]
+    ) -> OutputError:
+        """The error of the attention output of some layers; rows of the prompt have none."""
+        trace, projections = self.trace, self.running.projections
+        shape = (len(layers), trace.n_qheads, trace.n_pos)
+        error = np.zeros(shape, np.float32)
+        added = None if projections is None else np.zeros((shape[0], shape[2]), np.float32)
+        after = slice(trace.prompt_len, None)
+        outputs = rows.outputs if trace.n_pos > trace.prompt_len else full
+        for at, layer in enumerate(layers):
+            moved = outputs[layer] - full[layer]  # [qhead, n, d]
+            error[at, :, after] = _relative(outputs[layer], full[layer]).cpu().numpy()
+            if added is not None and projections is not None:
+                stream = torch.einsum("hnd,hdm->nm", moved, projections[layer].to(moved.dtype))
+                added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
+        return OutputError(error, np.full(shape, np.nan, np.float32), added=added)
 
     def _written(
         self,
@@ -263,20 +281,6 @@ def _moved_streams(rows: _Rows, full: Sequence[Tensor], n_rows: int) -> Any:
         return np.empty((len(full), 0))
     moved = [_relative(live, expected) for live, expected in zip(rows.inputs, full, strict=True)]
     return torch.stack(moved).cpu().numpy()
-
-
-def _moved_outputs(
-    rows: _Rows, full: Sequence[Tensor], layers: Sequence[int], trace: Trace
-) -> OutputError:
-    """The error of the attention output of some layers; rows of the prompt have none."""
-    shape = (len(layers), trace.n_qheads, trace.n_pos)
-    error = np.zeros(shape, np.float32)
-    outputs = rows.outputs if trace.n_pos > trace.prompt_len else []
-    for at, layer in enumerate(layers):
-        if outputs:
-            moved = _relative(outputs[layer], full[layer])
-            error[at, :, trace.prompt_len :] = moved.cpu().numpy()
-    return OutputError(error, np.full(shape, np.nan, np.float32))
 
 
 def _relative(x: Tensor, full: Tensor) -> Tensor:

@@ -70,6 +70,14 @@ class RunningModel:
         name = model_name(self.model)
         return capture(self.model, None, ids, name=name, max_new_tokens=0, **options)
 
+    @cached_property
+    def projections(self) -> Tensor | None:
+        """Output projection of each query head [layer, qhead, d, D]; None without such matrices."""
+        try:
+            return self._projected.o_proj.to(self.device)
+        except CaptureError:
+            return None
+
     def sketch(
         self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
     ) -> Trace:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import COLUMNS, in_order, measure
+from kvsim.analysis.table import COLUMNS, available, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -153,7 +153,8 @@ class Cells:
         options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
         if self._parameters["regret"]:
             options["oracles"] = [each.oracle for each in replayed]
-        return measure(cells[0].trace, [each.record for each in replayed], names, **options)
+        trace, records = cells[0].trace, [each.record for each in replayed]
+        return measure(trace, records, available(names, [trace]), **options)
 
     def _measure(self, cells: Sequence[Cell], *, store: bool = True) -> None:
         """Measure replayed cells of a trace; with the first of a trace, the trace itself."""

@@ -12,7 +12,8 @@ import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import choose
+from kvsim.analysis.summaries import over_layers
+from kvsim.analysis.table import check_arrays, choose
 from kvsim.core.checks import check_progress
 from kvsim.core.policy import Policy
 from kvsim.core.record import read_records
@@ -103,7 +104,8 @@ def sweep(
 
     Budgets that a policy has no rule for (BudgetError), a memory budget that holds no layer
     (MemoryLimitError), two traces of one name (TraceError), and a folder that cannot be written to
-    or resumed with these parameters (OutputError) are found before any work starts. A cell that
+    or resumed with these parameters (OutputError) are found before any work starts, and so is a
+    metric by name that reads what a trace has not recorded (NeedsError). A cell that
     fails later is listed in `failures`, whatever its policy raises, and the others are kept. Ctrl-C
     ends the replays; what is done by then is measured and kept, and Ctrl-C while measuring leaves
     the last cells unmeasured.
@@ -115,6 +117,9 @@ def sweep(
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     chosen = choose(metrics, oracles=regret)
+    if metrics is not None:
+        for trace in traces:
+            check_arrays(trace, chosen)
     cells = cells_of(traces, policies, budgets)
     for cell in cells:
         terms = cell.policy.schedule.override(interval, prefill, compress)
@@ -187,15 +192,16 @@ SUMMARY = (
 
 #: The same of a running model.
 LIVE_SUMMARY = (
-    *("response_kl", "nll_increase", "top_agreement", "output_error", "retained_iou"),
-    *("needle_recall", "answer_right", "answer_kept", "peak_share"),
+    *("response_kl", "nll_increase", "top_agreement", "layer_error", "output_error"),
+    *("retained_iou", "needle_recall", "answer_right", "answer_kept", "peak_share"),
 )
 
 
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
-    Means over layers and heads within a trace, then over traces, of each metric's main variant:
+    Means over layers and heads within a trace, then over traces, of each metric's main variant;
+    layers of some metrics are added up (`layer_error`; `Metric.layers`).
     `wipeout` is that of 32-token regions of which nothing is left, after the last event;
     `iou_chance` stands beside `retained_iou`; `exact` is the share of the values behind the row
     whose fidelity is exact. Null where a policy has no value of the main variant, whatever others
@@ -210,7 +216,8 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")
         .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
         .filter((pl.col("metric") != "wipeout") | last)
     )
-    within = chosen.group_by(*keys, "trace", "metric", maintain_order=True).agg(
+    whole = over_layers(chosen, [*keys, "trace", "metric", "variant"])
+    within = whole.group_by(*keys, "trace", "metric", maintain_order=True).agg(
         pl.col("value", "chance").filter(pl.col("main")).mean()
     )
     means = within.group_by(*keys, "metric", maintain_order=True).agg(

@@ -445,7 +445,7 @@ def test_a_table_is_tidy_and_carries_its_origin():
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
     located = {"needle_recall", "needle_wipeout"}  # of prompts with a needle
     assert set(table["metric"]) == set(METRICS) - on_request - decided - located
-    assert {"regret", "layer_error", "expectation"} <= on_request
+    assert {"regret", "concat_error", "expectation"} <= on_request
     of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
     measured = table.filter(~pl.col("metric").is_in(of_trace))
     assert set(measured["policy"]) == {"snapkv"}
@@ -530,13 +530,13 @@ def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
     """Mean over the rows after the prompt, relative to the full output and not; a row per layer."""
     trace = make_trace()
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=9, interval=10)
-    table = kvsim.measure(trace, record, ["layer_error", "layer_error_absolute"])
+    table = kvsim.measure(trace, record, ["concat_error", "concat_error_absolute"])
 
     full = trace.full(slice(0, 2))[0][:, :, 20:].double().numpy()  # [layer, qhead, row, dim]
     error = output_error(trace, [record])[0].error[:, :, 20:]
     moved = np.sqrt(((error * np.linalg.norm(full, axis=-1)) ** 2).sum(1))
     size = np.linalg.norm(full, axis=(1, 3))
-    for name, expected in (("layer_error", moved / size), ("layer_error_absolute", moved)):
+    for name, expected in (("concat_error", moved / size), ("concat_error_absolute", moved)):
         part = table.filter(metric=name)
         assert part["layer"].to_list() == [0, 1]
         np.testing.assert_allclose(part["value"], expected.mean(-1), rtol=1e-6)
