@@ -12,7 +12,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
-from kvsim.analysis.kept.needle import needle_visibility
+from kvsim.analysis.kept.needle import global_eviction, needle_visibility
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted
 from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
@@ -148,6 +148,12 @@ def _entries(subject: Subject) -> Iterator[Cells]:
         yield Cells(layer, entries_seen(evicted_at, subject.trace.prompt_len), "head")
 
 
+def _global_eviction(subject: Subject) -> Iterator[Cells]:
+    if spans := subject.trace.spans.get("needle"):
+        share = global_eviction(subject.record.gone_after, subject.trace.prompt_len, spans)
+        yield Cells(None, np.array([share]))
+
+
 def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         if spans := subject.trace.spans.get("needle"):
@@ -224,6 +230,10 @@ PLACES: Mapping[str, Metric] = {
     "needle_wipeout": Metric(
         "share of needles of which a row sees no entry, mean over rows after the prompt",
         "sets", "share", "lower", "kvsim", _needle("wipeout")),
+    "global_eviction": Metric(
+        "share of the needle's tokens that have left every head of every layer, mean over rows "
+        "after the prompt",
+        "sets", "share", "lower", "kvsim", _global_eviction),
 }  # fmt: skip
 
 
