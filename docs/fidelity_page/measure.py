@@ -55,7 +55,7 @@ def _measure(number: int, study: Study, folder: Path) -> pl.DataFrame:
     prompt = samples(plan)[number]
     given = prompt.response is not None
     writes: dict[str, Any] = {} if given else {"max_new_tokens": study.new_tokens}
-    at = folder / "traces" / f"{number:03}"
+    at = folder / "traces" / f"{plan.model}-{number:03}"
     shutil.rmtree(at, ignore_errors=True)  # of a run that was killed
     (trace,) = capture_many(model, tokenizer, [prompt], at, residual=True, o_proj=True, **writes)
     terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
