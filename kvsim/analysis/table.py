@@ -154,7 +154,7 @@ def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
         return {
             name: entry
             for name, entry in METRICS.items()
-            if (entry.default and entry.kind in ("live", "sets")) or name in LIVE_ROWS
+            if entry.kind == "live" or (entry.kind == "sets" and entry.default) or name in LIVE_ROWS
         }
     chosen = {name: metric(name) for name in metrics}
     for name, entry in chosen.items():
@@ -192,9 +192,7 @@ def choose(
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
-        default = {
-            name: entry for name, entry in METRICS.items() if entry.default and entry.kind != "live"
-        }
+        default = {name: entry for name, entry in METRICS.items() if entry.default}
         return {name: x for name, x in default.items() if oracles or not x.beside_oracle}
     chosen = {name: metric(name) for name in metrics}
     for name, entry in chosen.items():

@@ -443,8 +443,9 @@ def test_a_table_is_tidy_and_carries_its_origin():
     assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
     on_request = {name for name, one in METRICS.items() if one.beside_oracle or not one.default}
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
-    located = {"needle_recall", "needle_wipeout"}  # of prompts with a needle
-    assert set(table["metric"]) == set(METRICS) - on_request - decided - located
+    located = {"needle_recall", "needle_wipeout", "global_eviction"}  # of prompts with a needle
+    needing = {name for name, one in METRICS.items() if one.arrays}  # arrays that it has not
+    assert set(table["metric"]) == set(METRICS) - on_request - decided - located - needing
     assert {"regret", "concat_error", "expectation"} <= on_request
     of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
     measured = table.filter(~pl.col("metric").is_in(of_trace))
