@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kvsim.analysis.registry import METRICS
 from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps.run import sweep
 from results_page.traces import samples
+
+_model = cache(load_model)
 
 #: What a replay says of a policy, all of which may predict what the model does.
 OFFLINE = (
@@ -51,7 +54,7 @@ def _key(number: int, study: Study) -> str:
 
 def _measure(number: int, study: Study, folder: Path) -> pl.DataFrame:
     plan = study.prompts
-    model, tokenizer = load_model(plan.model)
+    model, tokenizer = _model(plan.model)
     prompt = samples(plan)[number]
     given = prompt.response is not None
     writes: dict[str, Any] = {} if given else {"max_new_tokens": study.new_tokens}

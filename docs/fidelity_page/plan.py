@@ -46,6 +46,6 @@ SMOLLM2 = Study(
         sizes=Sizes(SMALL.largest | {"window": 16}, SMALL.ams, SMALL.recent, 16),
     ),
     (64, 128, 192, 320),
-    48,
+    24,
 )
 STUDIES = {"tiny": TINY, "smollm2": SMOLLM2}

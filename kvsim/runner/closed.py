@@ -82,16 +82,9 @@ class ClosedLoop:
     def __init__(
         self, running: RunningModel, trace: Trace, tokenizer: Any, writing: Writing | None
     ) -> None:
-        if trace.tokens is None or not trace.whole:
-            raise NeedsError(
-                f"{trace.name} has {'no tokens' if trace.tokens is None else 'not all layers'}, "
-                "expected the tokens and all layers of a sequence that is to be run again; record "
-                "it with kvsim capture"
-            )
-        check_model(trace, running.model)
+        self._ids = check_recorded(trace, running.model)
         self.running, self.trace, self.writing = running, trace, writing
         self._tokenizer = tokenizer
-        self._ids: list[int] = trace.tokens.tolist()
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
 
@@ -146,8 +139,7 @@ class ClosedLoop:
 
     @cached_property
     def _full(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Of the full cache: log-likelihoods [R, V], and outputs and inputs of rows after the
-        prompt."""
+        """Of the full cache: logits [R, V], and outputs and inputs of rows after the prompt."""
         prompt_len, n_pos = self.trace.prompt_len, self.trace.n_pos
         rows, model = _Rows(prompt_len, self._residual), self.running.model
         with (
@@ -157,7 +149,7 @@ class ClosedLoop:
             self._residual.following(),
         ):
             logits = self.running.forward(self._ids, 0, DynamicCache(), n_pos - prompt_len + 1)
-        return logits[:-1].double().log_softmax(-1).float(), rows.outputs, rows.inputs
+        return logits[:-1], rows.outputs, rows.inputs
 
     def _forced(
         self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None
@@ -258,13 +250,29 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
 
 
+def check_recorded(trace: Trace, model: PreTrainedModel) -> list[int]:
+    """Return the tokens of a trace that is to be run again on its model.
+
+    Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
+    CaptureError for another model than the recorded one.
+    """
+    if trace.tokens is None or not trace.whole:
+        missing = "no tokens" if trace.tokens is None else "only some layers of its model"
+        raise NeedsError(
+            f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
+            "to be run again; record it with kvsim capture"
+        )
+    check_model(trace, model)
+    tokens: list[int] = trace.tokens.tolist()
+    return tokens
+
+
 def _compared(logits: Tensor, expected: Tensor, response: Sequence[int]) -> dict[str, Any]:
-    """Compare predictions [R, V] with those of the full cache, log-likelihoods [R, V]."""
+    """Compare predictions, logits [R, V], with those of the full cache."""
     if not response:
         empty = np.empty(0)
         return dict.fromkeys(("nll", "full_nll", "kl", "agreement"), empty)
-    live = logits.double().log_softmax(-1)
-    full = expected.double()
+    live, full = (x.double().log_softmax(-1) for x in (logits, expected))
     at = torch.tensor(response, device=live.device)[:, None]
     values = {
         "nll": -live.gather(1, at)[:, 0],

@@ -19,7 +19,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.recorder import load_model
-from kvsim.runner.closed import ClosedLoop, Writing
+from kvsim.runner.closed import ClosedLoop, Writing, check_recorded
 from kvsim.runner.decoding import RunningModel, check_live
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run
@@ -79,6 +79,8 @@ def live(
         check_cell(cell.trace, cell.policy, cell.budget, None, terms)
     if isinstance(model, str | Path):
         model, tokenizer = load_model(model)
+    for trace in traces:
+        check_recorded(trace, model)
     parameters: dict[str, Any] = {
         "loop": "closed",
         "policies": {policy.name: policy.params for policy in policies},
