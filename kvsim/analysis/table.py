@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -216,9 +216,7 @@ _OF_ROW = ("value", "chance", "head", "qhead", "event")
 _Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
-def _blocks(
-    subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
-) -> Iterator[_Block]:
+def _blocks(subject: Analysis | Subject, name: str, entry: Metric, *, events: bool) -> list[_Block]:
     """The rows of one metric of a trace or of a record."""
     trace, record = subject.trace, subject.record if isinstance(subject, Subject) else None
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
@@ -231,6 +229,7 @@ def _blocks(
         shared["params"] = json.dumps(params)
     # an entry of kind "trace" reads an Analysis, the others a Subject
     compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
+    blocks: list[_Block] = []
     for cells in compute(subject):
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
@@ -239,19 +238,27 @@ def _blocks(
                 values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
             else:
                 values, chance, rows = mean_known(values), mean_known(chance), None
-        index = np.repeat(np.arange(len(values)), 1 if rows is None else len(rows))
+        layers = cells.layer if isinstance(cells.layer, Sequence) else [cells.layer]
+        size = len(values) // len(layers)
+        index = np.repeat(np.arange(size), 1 if rows is None else len(rows))
         none = np.full(len(index), -1)
-        axis, level = cells.heads, "exact"
-        if record is not None:
-            level = fidelity(trace, record, entry.kind, cells.layer)
-            if record.per_query_head and axis == "head":
-                axis = "qhead"  # its head axis counts query heads
+        axis = cells.heads
+        if record is not None and record.per_query_head and axis == "head":
+            axis = "qhead"  # its head axis counts query heads
         heads = index if axis == "head" else none, index if axis == "qhead" else none
-        event = none if rows is None else np.tile(rows, len(values))
-        yield (
-            shared | {"variant": cells.variant, "layer": cells.layer, "fidelity": level},
-            (values.ravel(), chance.ravel(), *heads, event),
-        )
+        event = none if rows is None else np.tile(rows, size)
+        for place, layer in enumerate(layers):
+            level = "exact" if record is None else fidelity(trace, record, entry.kind, layer)
+            part = slice(place * size, (place + 1) * size)
+            blocks.append(
+                (
+                    shared | {"variant": cells.variant, "layer": layer, "fidelity": level},
+                    (values[part].ravel(), chance[part].ravel(), *heads, event),
+                )
+            )
+    # those of a record by layer, whatever was computed together
+    order = {} if record is None else {layer: place for place, layer in enumerate(record.layers)}
+    return sorted(blocks, key=lambda block: order.get(block[0]["layer"], -1))
 
 
 def _table(blocks: Sequence[_Block]) -> pl.DataFrame:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 from math import comb
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis import subject as subject_module
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
 from kvsim.analysis.output import error as output_module
@@ -486,6 +488,33 @@ def test_a_table_lists_events_on_request_and_their_summary_otherwise():
         expected = row["last"] if row["metric"] == "wipeout" else row["value_each"]
         assert row["value"] == pytest.approx(expected)
     assert set(each.filter(pl.col("metric") == "wipeout")["event"]) == set(record.events)
+
+
+def test_layers_computed_together_have_the_values_of_each_alone(monkeypatch):
+    """Layers are grouped by their events, a group has a limit, and rows stay in layer order."""
+    trace = make_trace(layers=5, tokens=90)
+    policy = kvsim.policy("pyramidkv", window=4)
+    record = kvsim.replay(trace, policy, budget=24, interval=8)
+    counts = [len(event_rows(gone)) for gone in record.gone_after]
+    alone = pl.concat(
+        kvsim.measure(trace, replace(record, layers=(layer,), evicted_at=gone[None]), events=True)
+        for layer, gone in zip(record.layers, record.evicted_at, strict=True)
+    )
+    place = {name: at for at, name in enumerate(METRICS)}
+    order = pl.col("metric").replace_strict(place, return_dtype=pl.Int64)
+    expected = (
+        alone.filter(pl.col("policy").is_not_null())
+        .sort(order, maintain_order=True)
+        .drop("fidelity")  # of a layer replayed alone
+    )
+
+    for most in (1 << 20, 2 * 2 * 90, 1):
+        monkeypatch.setattr(subject_module, "TOGETHER", most)
+        table = kvsim.measure(trace, record, events=True)
+        together = table.filter(pl.col("policy").is_not_null()).drop("fidelity")
+
+        assert together.equals(expected)
+    assert len(set(counts)) > 1 and len(set(counts)) < len(counts)
 
 
 def test_many_records_share_one_table_and_one_overlap():
