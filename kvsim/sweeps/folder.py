@@ -17,9 +17,10 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.table import COLUMNS, in_order
-from kvsim.core.inputs import damaged, digests, read_document, read_file, sealed, unsealed
-from kvsim.core.record import Record, write_records
+from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
+from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
+from kvsim.store.records import write_records
 from kvsim.sweeps.tables import decode_table, encode_table
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"

@@ -33,13 +33,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from kvsim.analysis.table import in_order
-from kvsim.core.inputs import read_file
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, lock, sync, sync_tree, unbroken
 from kvsim.schema import plural
+from kvsim.store.inputs import read_file
 from kvsim.sweeps.folder import RUN
 from kvsim.sweeps.tables import decode_table, encode_table
 

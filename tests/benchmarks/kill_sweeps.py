@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 import kvsim
-from kvsim.core.record import read_records
 from kvsim.errors import OutputError
 from kvsim.report import read_run
+from kvsim.store.records import read_records
 from kvsim.sweeps import cells
 from kvsim.sweeps.run import Run, sweep
 

@@ -22,10 +22,10 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Policy, Schedule, Scorer
-from kvsim.core.record import read_records
 from kvsim.errors import OutputError
 from kvsim.report import read_run
 from kvsim.schema import NEVER, plural
+from kvsim.store.records import read_records
 from kvsim.sweeps import cells, parts
 from kvsim.sweeps.run import sweep
 
