@@ -21,7 +21,7 @@ import kvsim
 from kvsim import Rope, Trace, files, plots
 from kvsim.cli import app
 from kvsim.errors import OutputError
-from kvsim.files import check_output, published, write_file
+from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
 from kvsim.sweeps.run import sweep
 
@@ -363,3 +363,17 @@ def test_what_a_killed_command_leaves_is_listed_and_discarded(run, tmp_path):
     assert discard in run("traces", tmp_path)[1]
     assert run("trace", "discard", left)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path):
+    """A full disk leaves the earlier content and no draft; otherwise the new content is there."""
+    path = tmp_path / "part"
+    replace_file(path, EARLIER)
+
+    with limit(1000), pytest.raises(OSError, match="File too large"):
+        replace_file(path, bytes(5000))
+
+    assert path.read_bytes() == EARLIER
+    replace_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]

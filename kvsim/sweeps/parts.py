@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import io
 import json
-import secrets
 import shutil
 import sys
 import zipfile
@@ -37,7 +36,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
-from kvsim.files import check_writable, lock, sync, sync_tree, unbroken
+from kvsim.files import check_writable, lock, replace_file, sync, sync_tree, unbroken
 from kvsim.schema import plural
 from kvsim.store.inputs import read_file
 from kvsim.sweeps.folder import RUN
@@ -182,7 +181,7 @@ class Parts:
         for partial in (self.folder / PARTS).glob(".*"):  # of a process that was killed
             partial.unlink()
         if not path.exists():
-            _write(path, json.dumps(self._plan, indent=2).encode())
+            replace_file(path, json.dumps(self._plan, indent=2).encode())
 
     def _check_plan(self, path: Path) -> None:
         """Raise OutputError unless the sweep in the folder computes the same."""
@@ -263,7 +262,7 @@ class Parts:
         np.savez_compressed(data, **named, **arrays)
         body = self._digest + data.getbuffer()
         with self._writing():
-            _write(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
+            replace_file(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
 
     def _parts(
         self, prefix: str, build: Callable[[Any, Arrays], Content]
@@ -339,17 +338,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file under a hidden name next to `path` and rename it."""
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:

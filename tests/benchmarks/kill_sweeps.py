@@ -26,8 +26,7 @@ import kvsim
 from kvsim.errors import OutputError
 from kvsim.report import read_run
 from kvsim.store.records import read_records
-from kvsim.sweeps import cells
-from kvsim.sweeps.run import Run, sweep
+from kvsim.sweeps import Run, cells, sweep
 
 POLICIES = ("tova", "snapkv", "ams+tova", "random")
 BUDGETS = (32, 64, "25%")
