@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -377,3 +378,37 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path):
     replace_file(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from kvsim.files import published
+
+rename = Path.rename
+with published(Path(sys.argv[1]), overwrite=True) as draft:
+    draft.mkdir()
+    (draft / "demo.json").write_text("new")
+    Path.rename = lambda path, target: os._exit(9) if path == draft else rename(path, target)
+"""
+
+
+def test_what_a_kill_between_two_renames_leaves_is_listed_and_removed(run, tmp_path):
+    """The earlier folder and the new one: `traces` names the command that removes each."""
+    out = tmp_path / "demo"
+    out.mkdir()
+    (out / "demo.json").write_text("earlier")
+    command = [sys.executable, "-c", KILLED, str(out)]
+    assert subprocess.run(command, check=False).returncode == 9
+    old, new = sorted(tmp_path.iterdir())
+    assert (old / "demo.json").read_text() == "earlier"
+
+    status, text, _ = run("traces", tmp_path)
+
+    assert status == 0
+    assert f"{old.name}: was set aside for another output, and is no whole trace" in text
+    removals = [line.partition("; ")[2].removesuffix(" removes it") for line in text.splitlines()]
+    for removal in filter(None, removals):
+        assert run(*removal.split()[1:])[0] == 0
+    assert list(tmp_path.iterdir()) == []
+    assert new.name.startswith(".demo.tmp-")
