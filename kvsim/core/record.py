@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -110,17 +112,21 @@ class Record:
 
     def kept(self, row: int) -> NDArray[np.bool_]:
         """Return which entries row `row` sees; bool [layer, head, pos]."""
-        return self._staying(row, self.evicted_at >= row)
+        return self._leaving_after(row, -1)
 
     def retained(self, row: int) -> NDArray[np.bool_]:
         """Return which entries stay after the event after row `row`; bool [layer, head, pos]."""
-        return self._staying(row, self.evicted_at > row)
+        return self._leaving_after(row, 0)
 
-    def _staying(self, row: int, later: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which entries of rows up to `row` leave `later`."""
-        if not 0 <= row < self.n_pos:
-            raise PositionError(f"row is {row}; expected 0..{self.n_pos - 1}")
-        return later & (np.arange(self.n_pos) <= row)
+    def _leaving_after(self, row: int, later: int) -> NDArray[np.bool_]:
+        """Return which entries of rows up to `row` leave after row `row + later`, or never."""
+        try:
+            number = operator.index(row)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.n_pos:
+            raise PositionError(f"row is {reprlib.repr(row)}; expected 0..{self.n_pos - 1}")
+        return (self.evicted_at > number + later) & (np.arange(self.n_pos) <= number)
 
 
 def record_document(record: Record) -> dict[str, Any]:

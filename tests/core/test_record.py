@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvsim.core.record import Record
+from kvsim.errors import PositionError
 from kvsim.schema import NEVER
 
 
@@ -25,11 +26,11 @@ def test_a_row_sees_a_position_from_its_own_row_to_its_last():
     assert record.retained(3)[0, 0].tolist() == [False, True, False, True]
 
 
-@pytest.mark.parametrize("row", [-1, 4])
+@pytest.mark.parametrize("row", [-1, 4, 1.5, "x", None, [1]])
 def test_a_row_outside_the_trace_is_refused(row):
     """The message names the rows that there are."""
     record = make_record([NEVER] * 4)
 
     for ask in (record.kept, record.retained):
-        with pytest.raises(IndexError, match=r"expected 0\.\.3"):
+        with pytest.raises(PositionError, match=r"expected 0\.\.3"):
             ask(row)
