@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -18,7 +19,7 @@ from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.checks import check_device, check_progress
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import FIDELITY, LABELS
 
 # Labels that are numbers; a Table has their columns only where a trace has them.
@@ -85,11 +86,13 @@ def measure(
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
     regret without oracles, NeedsError for a metric by name that reads what the trace has not
-    recorded (`Metric.arrays`), TraceError where a record belongs to another trace.
+    recorded (`Metric.arrays`), TraceError for what is no trace or record, and where a record
+    belongs to another trace.
     """
     check_device(device)
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
+    _check_inputs(trace, records, oracles)
     chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
     if isinstance(trace, Analysis):
         analysis, trace = trace, trace.trace
@@ -116,6 +119,24 @@ def measure(
     return _table(blocks)
 
 
+def _check_inputs(trace: Any, records: Any, oracles: Any) -> None:
+    """Raise an error for what `measure` cannot take as a trace, as records, or as oracles."""
+    if not isinstance(trace, Trace | Analysis):
+        raise TraceError(f"trace is {reprlib.repr(trace)}; expected a Trace of kvsim.open_trace")
+    if records is not None and not (
+        isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
+    ):
+        raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
+    if oracles is not None and not (
+        isinstance(oracles, Sequence)
+        and len(oracles) == len(records or ())
+        and all(isinstance(each, Record | None) for each in oracles)
+    ):
+        raise PolicyError(
+            f"oracles are {reprlib.repr(oracles)}; expected a Record or None for each record"
+        )
+
+
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order.
 
@@ -139,6 +160,8 @@ def choose(
     Those that need an oracle are among the default ones if there is one. Raises PolicyError for an
     unknown name, and for a metric that needs an oracle or a record that there is not.
     """
+    if metrics is not None:
+        metrics = _names(metrics)
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
@@ -172,6 +195,18 @@ def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
     """Raise NeedsError where the trace has not recorded what one of the metrics reads."""
     for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
         trace.read(name, slice(0, 0))
+
+
+def _names(metrics: Any) -> list[str]:
+    """Return names of metrics as a list. Raises PolicyError for a single name or no names."""
+    several = isinstance(metrics, Iterable) and not isinstance(metrics, str)
+    names = list(metrics) if several else []
+    if not several or not all(isinstance(name, str) for name in names):
+        raise PolicyError(
+            f"metrics is {reprlib.repr(metrics)}; expected a list of names, such as "
+            "['output_error'], which `kvsim metrics` lists"
+        )
+    return names
 
 
 def _subjects(

@@ -21,7 +21,7 @@ from kvsim.analysis.output import error as output_module
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
-from kvsim.errors import PolicyError, TraceError
+from kvsim.errors import KvsimError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from reference import metrics as loop_metrics
 from reference.strategies import evictions
@@ -570,6 +570,42 @@ def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
         assert part["layer"].to_list() == [0, 1]
         np.testing.assert_allclose(part["value"], expected.mean(-1), rtol=1e-6)
     assert table.select("head", "qhead", "event").null_count().row(0) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        (
+            ...,
+            {"metrics": 5},
+            r"^metrics is 5; expected a list of names, such as \['out",
+        ),
+        (..., {"metrics": [None]}, r"^metrics is \[None\]; expected a list of names"),
+        (
+            ...,
+            {"metrics": [["wipeout"]]},
+            r"^metrics is \[\['wipeout'\]\]; expected a list",
+        ),
+        (..., {"metrics": "wipeout"}, "^metrics is 'wipeout'; expected a list of names"),
+        (5, {}, "^record is 5; expected Records of kvsim.replay"),
+        ([5], {}, r"^record is \[5\]; expected Records of kvsim.replay"),
+        (..., {"oracles": []}, r"^oracles are \[\]; expected a Record or None for each record"),
+        (..., {"oracles": [5]}, r"^oracles are \[5\]; expected a Record or None for each record"),
+    ],
+)
+def test_what_measure_cannot_take_is_one_line(record, options, message):
+    """Metrics, records and oracles of other types are named with what was expected."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8))
+    replayed = kvsim.replay(trace, kvsim.policy("tova"), 8)
+
+    with pytest.raises(KvsimError, match=message) as caught:
+        kvsim.measure(trace, replayed if record is ... else record, **options)
+
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TraceError, match="trace is None; expected a Trace of"):
+        kvsim.measure(None, replayed)
 
 
 def test_an_unknown_metric_is_refused_with_a_suggestion():
