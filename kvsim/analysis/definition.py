@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +15,12 @@ from kvsim.analysis.subject import Analysis, Subject
 class Cells:
     """Values of one metric for one layer: [m], or [m, E] where `events` [E] names the rows.
 
-    layer: None for what a trace has as a whole, such as its response. heads: the axis that m runs
-    over. chance: what chance alone would give, like values.
+    layer: None for what a trace has as a whole, such as its response; several where m runs over the
+    heads of one after those of the other. heads: the axis that m runs over. chance: what chance
+    alone would give, like values.
     """
 
-    layer: int | None
+    layer: int | Sequence[int] | None
     values: Floats
     heads: Literal["head", "qhead"] | None = None
     variant: str = ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.checks import check_device, check_progress
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import FIDELITY, LABELS
 
 # Labels that are numbers; a Table has their columns only where a trace has them.
@@ -87,11 +87,13 @@ def measure(
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
     regret without oracles, NeedsError for a metric by name that reads what the trace has not
-    recorded (`Metric.arrays`), TraceError where a record belongs to another trace.
+    recorded (`Metric.arrays`), TraceError for what is no trace or record, and where a record
+    belongs to another trace.
     """
     check_device(device)
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
+    _check_inputs(trace, records, oracles)
     chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
     if isinstance(trace, Analysis):
         analysis, trace = trace, trace.trace
@@ -103,67 +105,37 @@ def measure(
     subjects: Sequence[Analysis | Subject] = [analysis]
     if records is not None:
         projected = any("o_proj" in entry.arrays for entry in chosen.values())
-        subjects = _subjects(trace, records, oracles, device, projected=projected)
+        subjects = subjects_of(trace, records, oracles, device, projected=projected)
     steps = [
         (analysis if entry.kind == "trace" else subject, name, entry)
         for place, subject in enumerate(subjects)
         for name, entry in chosen.items()
         if not place or entry.kind != "trace"  # the same for every record
     ]
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     for done, (subject, name, entry) in enumerate(steps):
         if progress is not None:
             progress(done, len(steps), f"{trace.name}: {name}")
-        blocks += _blocks(subject, name, entry, events=events)
-    return _table(blocks)
+        blocks += blocks_of(subject, name, entry, events=events)
+    return table_of(blocks)
 
 
-#: Metrics of rows that a live run has values of, beside those of sets and of kind "live".
-LIVE_ROWS = ("output_error", "layer_error")
-
-
-def measure_live(
-    subjects: Sequence[LiveSubject], metrics: Sequence[str] | None = None, *, events: bool = False
-) -> pl.DataFrame:
-    """A Table of live runs of one trace, as `measure` makes it of replays; fidelity closed.
-
-    metrics: by name; by default those of kind "live", those of sets that are quick, and the output
-    error. Raises PolicyError for an unknown metric, or one of rows that only a replay has.
-    """
-    chosen = choose_live(metrics)
-    trace = subjects[0].trace
-    records = [subject.record for subject in subjects]
-    replayed = _subjects(trace, records, None, "cpu", projected=False)
-    blocks: list[_Block] = []
-    for live, subject in zip(subjects, replayed, strict=True):
-        forced = live.outcome.forced
-        for name, entry in chosen.items():
-            if entry.kind == "live":
-                blocks += _blocks(live, name, entry, events=events)
-            elif entry.kind == "sets":
-                blocks += _blocks(subject, name, entry, events=events)
-            elif forced is not None and (name != "layer_error" or forced.output.added is not None):
-                measured = replace(subject, output=lambda output=forced.output: output)
-                blocks += _blocks(measured, name, entry, events=events)
-    return _table(blocks)
-
-
-def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
-    """The metrics of a live run by name, or the default ones."""
-    if metrics is None:
-        return {
-            name: entry
-            for name, entry in METRICS.items()
-            if entry.kind == "live" or (entry.kind == "sets" and entry.default) or name in LIVE_ROWS
-        }
-    chosen = {name: metric(name) for name in metrics}
-    for name, entry in chosen.items():
-        if entry.kind not in ("live", "sets") and name not in LIVE_ROWS:
-            raise PolicyError(
-                f"{name} is computed from recorded attention; expected a metric of a running "
-                f"model: {', '.join(choose_live(None))}; take kvsim replay for {name}"
-            )
-    return chosen
+def _check_inputs(trace: Any, records: Any, oracles: Any) -> None:
+    """Raise an error for what `measure` cannot take as a trace, as records, or as oracles."""
+    if not isinstance(trace, Trace | Analysis):
+        raise TraceError(f"trace is {reprlib.repr(trace)}; expected a Trace of kvsim.open_trace")
+    if records is not None and not (
+        isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
+    ):
+        raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
+    if oracles is not None and not (
+        isinstance(oracles, Sequence)
+        and len(oracles) == len(records or ())
+        and all(isinstance(each, Record | None) for each in oracles)
+    ):
+        raise PolicyError(
+            f"oracles are {reprlib.repr(oracles)}; expected a Record or None for each record"
+        )
 
 
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
@@ -189,6 +161,8 @@ def choose(
     Those that need an oracle are among the default ones if there is one. Raises PolicyError for an
     unknown name, and for a metric that needs an oracle or a record that there is not.
     """
+    if metrics is not None:
+        metrics = _names(metrics)
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
@@ -228,7 +202,19 @@ def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
         trace.read(name, slice(0, 0))
 
 
-def _subjects(
+def _names(metrics: Any) -> list[str]:
+    """Return names of metrics as a list. Raises PolicyError for a single name or no names."""
+    several = isinstance(metrics, Iterable) and not isinstance(metrics, str)
+    names = list(metrics) if several else []
+    if not several or not all(isinstance(name, str) for name in names):
+        raise PolicyError(
+            f"metrics is {reprlib.repr(metrics)}; expected a list of names, such as "
+            "['output_error'], which `kvsim metrics` lists"
+        )
+    return names
+
+
+def subjects_of(
     trace: Trace,
     records: Sequence[Record],
     oracles: Sequence[Record | None] | None,
@@ -267,12 +253,12 @@ _OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 _OF_ROW = ("value", "chance", "head", "qhead", "event")
 
 #: The columns that rows share, and those `_OF_ROW`, arrays [n]; -1 where a row has no such index.
-_Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
+Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
-def _blocks(
+def blocks_of(
     subject: Analysis | Subject | LiveSubject, name: str, entry: Metric, *, events: bool
-) -> Iterator[_Block]:
+) -> list[Block]:
     """The rows of one metric of a trace, of a record, or of a live run."""
     trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
@@ -285,6 +271,7 @@ def _blocks(
         shared["params"] = json.dumps(params)
     # an entry of kind "trace" reads an Analysis, "live" a LiveSubject, the others a Subject
     compute = cast("Callable[[Analysis | Subject | LiveSubject], Iterable[Cells]]", entry.cells)
+    blocks: list[Block] = []
     for cells in compute(subject):
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
@@ -293,22 +280,30 @@ def _blocks(
                 values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
             else:
                 values, chance, rows = mean_known(values), mean_known(chance), None
-        index = np.repeat(np.arange(len(values)), 1 if rows is None else len(rows))
+        layers = cells.layer if isinstance(cells.layer, Sequence) else [cells.layer]
+        size = len(values) // len(layers)
+        index = np.repeat(np.arange(size), 1 if rows is None else len(rows))
         none = np.full(len(index), -1)
-        axis, level = cells.heads, "exact"
-        if record is not None:
-            level = fidelity(trace, record, entry.kind, cells.layer)
-            if record.per_query_head and axis == "head":
-                axis = "qhead"  # its head axis counts query heads
+        axis = cells.heads
+        if record is not None and record.per_query_head and axis == "head":
+            axis = "qhead"  # its head axis counts query heads
         heads = index if axis == "head" else none, index if axis == "qhead" else none
-        event = none if rows is None else np.tile(rows, len(values))
-        yield (
-            shared | {"variant": cells.variant, "layer": cells.layer, "fidelity": level},
-            (values.ravel(), chance.ravel(), *heads, event),
-        )
+        event = none if rows is None else np.tile(rows, size)
+        for place, layer in enumerate(layers):
+            level = "exact" if record is None else fidelity(trace, record, entry.kind, layer)
+            part = slice(place * size, (place + 1) * size)
+            blocks.append(
+                (
+                    shared | {"variant": cells.variant, "layer": layer, "fidelity": level},
+                    (values[part].ravel(), chance[part].ravel(), *heads, event),
+                )
+            )
+    # those of a record by layer, whatever was computed together
+    order = {} if record is None else {layer: place for place, layer in enumerate(record.layers)}
+    return sorted(blocks, key=lambda block: order.get(block[0]["layer"], -1))
 
 
-def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
+def table_of(blocks: Sequence[Block]) -> pl.DataFrame:
     """One frame of all blocks: one for each would take longer than what it holds."""
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)

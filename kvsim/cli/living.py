@@ -52,7 +52,9 @@ def live(
     settings: values.Settings = None,
     layer: Annotated[
         str | None,
-        typer.Option("--layers", metavar="N,A-B,...", help="Only these layers evict; default: all."),
+        typer.Option(
+            "--layers", metavar="N,A-B,...", help="Only these layers evict; default: all."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -111,11 +113,12 @@ def live(
     if events and out is None:
         raise OptionError("--events is about the results in --out; give --out DIR as well")
 
-    from kvsim.analysis.table import choose_live
+    from kvsim.analysis.live.table import choose_live
     from kvsim.core.policy import Protection
     from kvsim.runner.decoding import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.run import LIVE_SUMMARY, check_output
+    from kvsim.sweeps.parts import check_output
+    from kvsim.sweeps.run import LIVE_SUMMARY
 
     if out is not None:
         check_output(out, resume=resume)

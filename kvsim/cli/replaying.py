@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
-    from kvsim.sweeps.run import Run
+    from kvsim.sweeps import Run
 
 _OPEN_LOOP = (
     "open: computed from the recorded queries, keys and values; in a live run errors also add up "
@@ -109,7 +109,7 @@ def replay(
 
     from kvsim.analysis.table import choose
     from kvsim.core.policy import Protection
-    from kvsim.sweeps.run import SUMMARY, check_output, sweep
+    from kvsim.sweeps import SUMMARY, check_output, sweep
 
     if out is not None:
         check_output(out, resume=resume)

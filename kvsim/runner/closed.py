@@ -207,7 +207,8 @@ class ClosedLoop:
         stop = stop_tokens(self.running.model, self._tokenizer)
         generator = torch.Generator().manual_seed(writing.seed)
         decoding = self._decoding(policy, budget, schedule, layers, n_pos)
-        prefix, tokens = self._prefix(decoding), []
+        prefix = self._prefix(decoding)
+        tokens: list[int] = []
         with decoding:
             logits = self._prompt(decoding, prefix)
             start = time.perf_counter()

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import polars as pl
 
 from kvsim.analysis.live.outcome import LiveSubject, Outcome
+from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import choose_live, measure_live
 from kvsim.core.checks import check_progress
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -69,8 +70,9 @@ def live(
     check_names(policies)
     check_distinct(traces)
     prefill = shared_prefill(interval, prefill)
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected a number of tokens, or 0")
+    new_tokens = integer(max_new_tokens)
+    if new_tokens is None or new_tokens < 0:
+        raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
     chosen = choose_live(metrics)
     cells = cells_of(traces, policies, budgets)
     for cell in cells:
@@ -89,7 +91,7 @@ def live(
         "prefill": prefill,
         "compress": compress,
         "layers": None if layers is None else list(layers),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": new_tokens,
         "temperature": temperature,
         "seed": seed,
         "metrics": None if metrics is None else list(metrics),
@@ -98,7 +100,7 @@ def live(
         "device": "cpu",
         "regret": False,
     }
-    writing = Writing(max_new_tokens, temperature, seed) if max_new_tokens else None
+    writing = Writing(new_tokens, temperature, seed) if new_tokens else None
     running = RunningModel(model)
     report = progress or (lambda *_: None)
 

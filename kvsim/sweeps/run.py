@@ -16,33 +16,20 @@ from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.table import check_arrays, choose
 from kvsim.core.checks import check_progress
 from kvsim.core.policy import Policy
-from kvsim.core.record import read_records
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import BudgetError, OutputError, PolicyError, local_path
+from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.folder import RECORDS, read_run
-from kvsim.sweeps.outcome import Failure, Run
+from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import (
     Parts,
-    check_output,
     is_complete,
     other_sweep,
     plan,
     plan_digest,
 )
-
-__all__ = [
-    "SUMMARY",
-    "Failure",
-    "Progress",
-    "Run",
-    "check_output",
-    "resolve_budget",
-    "shared_prefill",
-    "summarise",
-    "sweep",
-]
 
 
 def resolve_budget(budget: int | str, n_pos: int) -> int:

@@ -8,15 +8,15 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from small_model import small, words_tokenizer
 
 import kvsim
-from kvsim.core.record import read_records
 from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
 from kvsim.runner.closed import ClosedLoop
+from kvsim.store.records import read_records
 from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.run import sweep
+from small_model import small, words_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +75,14 @@ def test_teacher_forced_likelihoods_are_those_of_the_model(model, trace):
 
 def kvsim_running(model):
     """The model as a live run takes it."""
-    from kvsim.runner.decoding import RunningModel  # noqa: PLC0415  transformers is large
+    from kvsim.runner.decoding import RunningModel
 
     return RunningModel(model)
 
 
 def test_divergence_is_that_of_the_masked_model(model, trace):
     """The record as a mask over the whole model gives the same predictions, computed apart."""
-    from kvsim.runner import masked_logits  # noqa: PLC0415  transformers is large
+    from kvsim.runner import masked_logits
 
     run = kvsim.live(model, [trace], policies("tova", "knorm"), [16], interval=8)
     full = kvsim.live(model, [trace], policies("full"), [16], interval=8)
@@ -148,7 +148,7 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeyp
     same = [name for name in again.table["metric"].unique() if name != "decode_seconds"]
     on = pl.col("metric").is_in(same)
     assert second.table.filter(on).equals(again.table.filter(on))
-    with pytest.raises(OutputError, match="another run|other interval"):
+    with pytest.raises(OutputError, match="holds a run with other"):
         kvsim.live(*given, interval=4, out=folder, resume=True)
 
 

@@ -12,7 +12,6 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
 from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject
 
-
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
 
@@ -85,7 +84,8 @@ METRICS: Mapping[str, Metric] = {
         unit="relative", better="lower", cells=_residual),
     "answer_right": _metric(
         "whether the response that the model writes has the right answer (mean: pass@1)",
-        unit="share", better="higher", source="G-KV, section 4.1", cells=_generated(lambda x: x.right)),
+        unit="share", better="higher", source="G-KV, section 4.1",
+        cells=_generated(lambda x: x.right)),
     "answer_kept": _metric(
         "as answer_right, of the prompts that are answered right with the full cache",
         unit="share", better="higher", cells=_generated(_kept_right)),

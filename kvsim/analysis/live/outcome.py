@@ -51,8 +51,8 @@ class Generated:
 class Outcome:
     """Both ways of running one prompt under one policy; None for what was not run.
 
-    peak_bytes: most bytes of keys and values that were live at once in decoding, from the event that
-    ends the prefill on; full_bytes: of the full cache at the end.
+    peak_bytes: most bytes of keys and values that were live at once in decoding, from the event
+    that ends the prefill on; full_bytes: of the full cache at the end.
     """
 
     forced: Forced | None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -188,6 +189,12 @@ class Layer:
         q, out, lse = (x.flatten(0, 1).unsqueeze(1) for x in (self.q, self.out, self.lse))
         return replace(self, q=q, k=k, v=v, out=out, lse=lse, _own={})
 
+    @cached_property
+    def unrotated(self) -> tuple[Tensor, Tensor]:
+        """q and k before RoPE."""
+        pos = torch.arange(self.k.shape[1], device=self.k.device)
+        return self.rope.unrotate(self.q, pos), self.rope.unrotate(self.k, pos)
+
     def own(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention of rows start..stop-1 over their own entries: no policy changes it."""
         if (start, stop) not in self._own:
@@ -313,27 +320,46 @@ def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
 
 
 def _by_slot(layer: Layer, last: Tensor) -> Seen:
-    """The same with the output of keys and query rotated to their slot in the cache.
+    """The same with the output of keys and queries rotated to their slot in the cache.
 
     The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
-    lies on what is seen. Slots change with every event, so nothing is shared between rows; slow,
-    and for presets that re-rotate only.
+    lies on what is seen. Slots change with every event and not between two of them. For presets
+    that re-rotate only, so rows attend one by one.
     """
-    rope, total = layer.rope, last.shape[-1]
-    pos = torch.arange(total, device=last.device)
-    for row in range(int(last.min()) + 1, total):
-        seen = (pos <= row) & (last >= row)
-        at = _marked(seen)
-        mask = seen.gather(1, at)
-        slot = (mask.cumsum(-1) - 1).clamp_(min=0)
-        k, v = _take((layer.k, layer.v), at)
-        q, shown = layer.q[:, :, row : row + 1], mask[:, None, None]
-        _, lse = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
-        k = rope.rotate(rope.unrotate(k, at), slot)
-        # the row's own entry is the last of each head
-        q = rope.rotate(rope.unrotate(q, pos[row : row + 1]), slot[:, None, -1:])
-        out, _ = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
-        yield row, row + 1, out, lse
+    queries, keys = layer.unrotated
+    events = {int(e) for e in last.unique() if e != NEVER}
+    for event, stop in pairwise(sorted({*events, last.shape[-1] - 1})):
+        retained = last[:, : event + 1] > event
+        old = _marked(retained)
+        new = torch.arange(event + 1, stop + 1, device=old.device).expand(len(old), -1)
+        shown = torch.cat([retained.gather(1, old), new > event], dim=-1)
+        k, v, moved = _take((layer.k, layer.v, keys), torch.cat([old, new], dim=-1))
+        rows = slice(event + 1, stop + 1)
+        _, lse = _row_by_row(layer, layer.q[:, :, rows], k, v, shown)
+        slot = (shown.cumsum(-1) - 1).clamp_(min=0)
+        k = layer.rope.rotate(moved, slot)
+        q = layer.rope.rotate(queries[:, :, rows], slot[:, None, old.shape[-1] :])
+        out, _ = _row_by_row(layer, q, k, v, shown)
+        yield event + 1, stop + 1, out, lse
+
+
+def _row_by_row(
+    layer: Layer, q: Tensor, k: Tensor, v: Tensor, shown: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows q [H, G, w, d] to entries k, v [H, n, d] where `shown` [H, n], with sinks.
+
+    The last w entries are the rows' own; each row sees its own and what is before it.
+    """
+    before = k.shape[1] - q.shape[2]
+    mask = None if bool(shown.all()) else shown[:, None, None]
+    parts = []
+    for row in range(q.shape[2]):
+        entries = slice(before + row + 1)
+        seen = None if mask is None else mask[..., entries]
+        one = q[:, :, row : row + 1]
+        parts.append(layer.attend(one, k[:, None, entries], v[:, None, entries], mask=seen))
+    out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return layer.whole(out, lse)
 
 
 def _marked(mask: Tensor) -> Tensor:
@@ -345,10 +371,9 @@ def _marked(mask: Tensor) -> Tensor:
     return mask.byte().sort(dim=-1, stable=True).indices[:, mask.shape[-1] - longest :]
 
 
-def _take(stored: tuple[Tensor, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows at[H, n] of both tensors [H, T, d]; [H, n, d] each."""
+def _take(stored: Sequence[Tensor], at: Tensor) -> list[Tensor]:
+    """Rows at[H, n] of tensors [H, T, d]; [H, n, d] each."""
     heads, total, dim = stored[0].shape
     base = torch.arange(heads, device=at.device).mul_(total).unsqueeze(-1)
     flat = (at + base).flatten()
-    k, v = (x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored)
-    return k, v
+    return [x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored]

@@ -19,8 +19,7 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
         values = getattr(subject.output(), name)[:, :, subject.rows].astype(np.float64)
         if not values.shape[-1]:
             return
-        for layer, of_layer in zip(subject.record.layers, values, strict=True):
-            yield Cells(layer, mean_known(of_layer), "qhead")
+        yield Cells(subject.record.layers, mean_known(values).ravel(), "qhead")
 
     return cells
 
@@ -58,8 +57,8 @@ def _regret(subject: Subject) -> Iterator[Cells]:
     )
     if not missing.shape[-1]:
         return
-    for layer, more in zip(subject.record.layers, missing.astype(np.float64) - least, strict=True):
-        yield Cells(layer, mean_known(more), "qhead")
+    more = mean_known(missing.astype(np.float64) - least)
+    yield Cells(subject.record.layers, more.ravel(), "qhead")
 
 
 def _layer_error(subject: Subject) -> Iterator[Cells]:
