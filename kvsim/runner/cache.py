@@ -124,12 +124,12 @@ class LiveSource:
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]."""
         parts = [self._sketch.read("o_proj", slice(layer, layer + 1)) for layer in self.layers]
-        out: Tensor = torch.cat(parts).to(self.positions.device)
-        return out.unflatten(1, (-1, self._group))
+        out: Tensor = torch.cat(parts).to(self.positions.device).unflatten(1, (-1, self._group))
+        return out
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE."""
-        q: Tensor = self._queries.rows[:, :, start:stop].unflatten(1, (-1, self._group))
+        q: Tensor = self._queries.rows[:, :, start:stop].unflatten(1, (self._heads, self._group))
         return _computable(q)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvsim.core.attention import Formula
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.sources import Memory
@@ -75,8 +76,18 @@ class RunningModel:
         """Capture a few tokens, in memory."""
         vocabulary = cast("nn.Embedding", self.model.get_input_embeddings()).num_embeddings
         ids = [token % vocabulary for token in range(1, _PROBE + 1)]
-        name = model_name(self.model)
-        return capture(self.model, None, ids, name=name, max_new_tokens=0, **options)
+        formulas: dict[int, Formula] = {}
+
+        def receive(call: KernelCall) -> None:
+            formulas[call.layer] = call.formula
+
+        # a trace so short does not say how long the sliding windows are
+        with intercepting(self.model, receive):
+            trace = capture(
+                self.model, None, ids, name=model_name(self.model), max_new_tokens=0, **options
+            )
+        header = replace(trace.header, formulas=tuple(formulas[at] for at in sorted(formulas)))
+        return Trace(trace.source, header, dtype=trace.dtype)
 
     def _check_length(self, n_pos: int) -> None:
         """Raise CaptureError beyond the context of the model, or a change of its frequencies."""
@@ -110,7 +121,7 @@ class RunningModel:
         )
         layers, qheads, _, dim = arrays["q"].shape
         header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
-        return Trace(Memory(arrays), header, dtype=probe.dtype)
+        return Trace(Memory(arrays), header.within(n_pos), dtype=probe.dtype)
 
     def forward(self, ids: Sequence[int], start: int, cache: Cache, logits: int) -> Tensor:
         """Run tokens at positions start, start + 1, ...; returns the logits of the last, [n, V]."""
