@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, PolicyError
 
 #: Rows by which a table grows at least, if no event comes first.
 _GROWTH = 64
@@ -85,6 +85,11 @@ class Table:
             self._array.masked_fill_(~live.unsqueeze(-1), 0.0)
         self._lengths = [slots.shape[-1]] * layers
 
+    def drop(self, n: int) -> None:
+        """Free the memory of the first n rows."""
+        self._array = self.rows[:, :, n:].clone()
+        self._lengths = [self._array.shape[2]] * len(self._lengths)
+
 
 class LiveSource:
     """What a block of layers of a running model holds, as the source of its View.
@@ -92,7 +97,8 @@ class LiveSource:
     sketch: the sequence to be run (`RunningModel.sketch`); layers: those of the block. like: an
     empty tensor of the model's dtype, on its device. room: rows before the next event.
 
-    Keys and values are in the slots of the block's entries; queries of all rows are kept.
+    Keys and values are in the slots of the block's entries. Queries are kept as long as an event
+    can read them.
     """
 
     def __init__(self, sketch: Trace, layers: Sequence[int], like: Tensor) -> None:
@@ -100,12 +106,16 @@ class LiveSource:
         self.rope, self.formula = sketch.ropes[layers[0]], sketch.formulas[layers[0]]
         self.positions = torch.arange(self.n_rows, device=like.device)
         self.room = 0
+        self.reads_queries = True  # an event follows
         self.layers, self._sketch = tuple(layers), sketch
         self._heads, self._group, self._dim = sketch.n_heads, sketch.group, sketch.dim
         self._keys, self._values, self._queries = (
             Table(like.new_zeros(len(layers), heads, 0, self._dim))
             for heads in (self._heads, self._heads, sketch.n_qheads)
         )
+        self._run = [0] * len(layers)
+        self._dropped = 0  # rows before those of the table of queries
+        self._first_queries = self._queries.rows  # of the first rows of the text
         # after the last event
         self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
         self._padded, self._count = False, 0
@@ -128,8 +138,18 @@ class LiveSource:
         return out
 
     def queries(self, start: int, stop: int) -> Tensor:
-        """[L, H, G, stop - start, d], after RoPE."""
-        q: Tensor = self._queries.rows[:, :, start:stop].unflatten(1, (self._heads, self._group))
+        """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
+        if stop <= self._first_queries.shape[2]:
+            rows = self._first_queries[:, :, start:stop]
+        elif start >= self._dropped:
+            rows = self._queries.rows[:, :, start - self._dropped : stop - self._dropped]
+        else:
+            raise PolicyError(
+                f"a scorer reads the queries of rows {start}..{stop - 1}, and those before "
+                f"{self._dropped} are gone; expected a scorer that declares them (query_rows), "
+                "so that a live run keeps them"
+            )
+        q: Tensor = rows.unflatten(1, (self._heads, self._group))
         return _computable(q)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -142,8 +162,19 @@ class LiveSource:
         return self._keys.append(index, keys, room), self._values.append(index, values, room)
 
     def note_queries(self, index: int, queries: Tensor) -> None:
-        """Add the queries of new rows, [qhead, w, d]."""
-        self._queries.append(index, queries, self.room)
+        """Count new rows of a layer of the block, and keep their queries [qhead, w, d]."""
+        self._run[index] += queries.shape[1]
+        if self.reads_queries:
+            self._queries.append(index, queries, self.room)
+
+    def drop_queries(self, before: int, first: int) -> None:
+        """Free the queries of rows before `before`, but those of the first rows of the text."""
+        n = before - self._dropped
+        if n > 0:
+            if not self._dropped:
+                self._first_queries = self._queries.rows[:, :, :first].clone()
+            self._queries.drop(n)
+            self._dropped = before
 
     def compact(self, slots: Tensor, live: Tensor) -> None:
         """Keep the entries in slots [L, H, n], in that order; pads, where not live, become 0."""
@@ -166,7 +197,7 @@ class LiveSource:
         """
         rows, n = query.shape[2], self._keys.length(index)
         if not self._padded:
-            if n == self._queries.length(index) + rows:
+            if n == self._run[index] + rows:
                 return given
             if rows == 1:
                 return None
@@ -184,7 +215,7 @@ class LiveSource:
 
     def n_run(self, index: int) -> int:
         """Return the number of rows that went through a layer of the block."""
-        return self._queries.length(index)
+        return self._run[index]
 
     @property
     def live_bytes(self) -> int:
@@ -192,6 +223,11 @@ class LiveSource:
         new = self._keys.length(0) - self._live.shape[-1]
         entries = self._count + new * len(self.layers) * self._heads
         return entries * 2 * self._dim * self._keys.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the queries in memory."""
+        return self._queries.nbytes + self._first_queries.nbytes
 
     @property
     def nbytes(self) -> int:

@@ -296,19 +296,24 @@ class Decoding:
 
     def _make_room(self, start: int) -> int:
         """Return the number of rows from row `start` up to the next event, or to the end."""
-        stop = next((row + 1 for row in self.events if row >= start), self.sketch.n_pos)
+        event = next((row for row in self.events if row >= start), None)
+        stop = self.sketch.n_pos if event is None else event + 1
         for _, source in self._blocks:
-            source.room = stop - start
+            source.room, source.reads_queries = stop - start, event is not None
         return stop - start
 
     def _end(self) -> None:
         """Count what the cache holds, and fire the event after the last row, if there is one."""
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         row = len(self.tokens) - 1
-        if row in self.events:
-            for block, source in self._blocks:
-                block.event(row)
-                source.settle(block.entries.live)
+        if row not in self.events:
+            return
+        first, last = self.policy.query_rows
+        for block, source in self._blocks:
+            block.event(row)
+            source.settle(block.entries.live)
+            if row >= self.sketch.prompt_len - 1:  # an event at its end may read all of it
+                source.drop_queries(min(row + 1 - last, int(block.since.min()) + 1), first)
 
     def _receive(self, call: KernelCall) -> None:
         """Keep the queries of new rows of a layer that evicts."""
@@ -336,6 +341,11 @@ class Decoding:
     def allocated_bytes(self) -> int:
         """Bytes of keys and values in memory: with pads, and with room for more rows."""
         return self._other_bytes + sum(source.nbytes for _, source in self._blocks)
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the queries that the policy may still read; in no cache of transformers."""
+        return sum(source.query_bytes for _, source in self._blocks)
 
     @property
     def _other_bytes(self) -> int:

@@ -322,6 +322,28 @@ def test_bytes_without_pads(name):
         assert not source.values[pads].any()
 
 
+@pytest.mark.parametrize(("name", "rows"), [("h2o", 8), ("snapkv", 32), ("qfilter", 24)])
+def test_queries_are_kept_as_long_as_an_event_can_read_them(name, rows):
+    """Those since the last event, of the window, and of the calibration; none without events."""
+    run = running("llama")
+    row = 3 * 6 * 16 * 4  # layers, query heads, dim, float32
+    options = {"prompt_len": PROMPT, "n_pos": 400, "interval": INTERVAL}
+    with Decoding(run, POLICIES[name], BUDGET, **options) as live:
+        live.feed((TOKENS * 4)[:399])
+        assert live.query_bytes <= (rows + INTERVAL) * row
+
+    with Decoding(run, POLICIES["full"], BUDGET, prompt_len=PROMPT, n_pos=LENGTH) as live:
+        live.feed(TOKENS)
+        assert live.query_bytes == 0
+
+
+def test_a_scorer_that_reads_undeclared_rows_is_refused(monkeypatch):
+    """Queries that are gone are no zeros: an error says what to declare."""
+    monkeypatch.setattr(type(POLICIES["expected_attention"].scorer), "query_rows", (0, 8))
+    with pytest.raises(PolicyError, match=r"reads the queries of rows .* \(query_rows\)"):
+        run_live(running("llama"), POLICIES["expected_attention"], BUDGET, TOKENS, 40, interval=8)
+
+
 # -------------------------------------------------------------------------------- other inputs
 
 
