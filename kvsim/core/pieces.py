@@ -179,6 +179,14 @@ class Scorer(Piece, ABC):
         return 1
 
     @property
+    def query_rows(self) -> tuple[int, int]:
+        """Rows whose queries an event in decoding reads: first ones of the text, and last ones.
+
+        Beside those since the last event that acted. A live run keeps no other queries.
+        """
+        return 0, self.rows
+
+    @property
     def logarithmic(self) -> bool:
         """Whether scores are logarithms, which can be -inf."""
         return False
@@ -239,6 +247,7 @@ class Wrapper(Scorer):
     # those of the scorer inside
     columns: ClassVar[Any] = property(attrgetter("scorer.columns"))
     rows: ClassVar[Any] = property(attrgetter("scorer.rows"))
+    query_rows: ClassVar[Any] = property(attrgetter("scorer.query_rows"))
     needs: ClassVar[Any] = property(attrgetter("scorer.needs"))
     clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
     least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))

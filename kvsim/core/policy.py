@@ -204,6 +204,12 @@ class Policy:
         return out
 
     @property
+    def query_rows(self) -> tuple[int, int]:
+        """First and last rows whose queries an event in decoding reads (`Scorer.query_rows`)."""
+        first, last = self.scorer.query_rows
+        return first, max(last, self.rows)
+
+    @property
     def rows(self) -> int:
         """Most recent rows whose attention is read at once."""
         window = 1 if self.propagation is None else self.propagation.window_rows

@@ -21,8 +21,9 @@ class Block:
     evicted_at: int32 [L, H, T], the result of the replay. since: int [L], the row of the last event
     that acted on each layer, -1 before the first. poison is called after each eviction with the
     entries that have left, bool [L, H, T]; note after each event that acts, with its plans.
-    context: the setting of an event before the last row of the prompt. compacted is called after
-    each eviction with the slots that stay, int [L, H, n], where the source holds live entries alone.
+    context: the setting of an event before the last row of the prompt. compacted, where the source
+    holds live entries alone: called after each eviction with the slot that each entry had, int
+    [L, H, n], and where there is an entry, bool [L, H, n].
     """
 
     def __init__(
@@ -35,18 +36,18 @@ class Block:
         context: Setting | None = None,
         poison: Callable[[Tensor], None] | None = None,
         note: Callable[[Plans], None] | None = None,
-        compacted: Callable[[Tensor], None] | None = None,
+        compacted: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
         self._context = context
         self.layers = layers
         self.poison, self._note, self._compacted = poison, note, compacted
         keys = source.keys
-        shape = (*keys.shape[:2], source.n_rows)
+        n, heads = keys.shape[:2]
+        shape = (n, heads, source.n_rows)
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
-        self.entries = Entries(
-            *shape[:2], policy.columns, like=keys, compacted=compacted is not None
-        )
+        alone = compacted is not None
+        self.entries = Entries(n, heads, policy.columns, like=keys, compacted=alone)
         self.since = torch.full_like(layers, -1)
         self._next = 0  # first position not yet appended
 
@@ -86,7 +87,7 @@ class Block:
             entries.columns[name] = column.where(acts, entries.columns[name])
         slots = entries.compress(keep)
         if self._compacted is not None:
-            self._compacted(slots)
+            self._compacted(slots, entries.live)
         self.since = self.since.masked_fill(acts.flatten(), row)
         return True
 

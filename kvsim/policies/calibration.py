@@ -158,6 +158,11 @@ class Calibrated(Scorer):
         return self.source == "oracle"
 
     @property
+    def query_rows(self) -> tuple[int, int]:
+        """The prefix."""
+        return self.source.rows or 0, self.rows
+
+    @property
     def least_rows(self) -> int:
         """The prefix must have been seen."""
         return self.source.rows or 1

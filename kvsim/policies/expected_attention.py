@@ -78,6 +78,11 @@ class ExpectedAttention(Scorer):
         return frozenset({"o_proj"} if self.value_norm == "wo_v" else ())
 
     @property
+    def query_rows(self) -> tuple[int, int]:
+        """Those of the buffer."""
+        return 0, self.query_buffer + 1
+
+    @property
     def least_rows(self) -> int:
         """Two samples behind the sinks."""
         return self.sink + 2

@@ -1,8 +1,10 @@
 """A model's computation under a policy.
 
-decoder  single decoder layers, on rows at any positions
-prefill  a prefill that drops rows, recomputed after its first selection
-masked   the logits of a model whose rows see only the entries that a Record retains
+decoding  a policy on a running model
+cache     the cache of that model, from which entries are gathered
+masked    the logits of a model whose rows see only the entries that a Record retains
+prefill   a prefill that drops rows, recomputed after its first selection
+decoder   single decoder layers, on rows at any positions
 """
 
 from kvsim.runner.masked import masked_logits

@@ -8,6 +8,7 @@ are the source that the block's View reads from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,45 +17,56 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.trace import Trace
-from kvsim.core.view import Entries
+from kvsim.errors import CaptureError, PolicyError
 
-#: Rows that a table grows by where no event is near.
+#: Rows by which a table grows at least, if no event comes first.
 _GROWTH = 64
 
 
 class Table:
-    """Rows of layers, [L, H, n, d], that grow at the end.
+    """Rows of layers, [L, H, n, d], that grow at the end; in memory there is room for more.
 
-    Memory is made for `room` rows more than there are, at once for all layers.
+    example: an empty table [L, H, 0, d] of the dtype and on the device of the rows.
     """
 
     def __init__(self, example: Tensor) -> None:
         self._array = example
-        self._held = [example.shape[2]] * example.shape[0]
+        self._lengths = [0] * len(example)
 
     def append(self, layer: int, rows: Tensor, room: int) -> Tensor:
-        """Add rows [H, w, d] to a layer, and return all that it has, [H, n, d]."""
-        start = self._held[layer]
-        stop = self._held[layer] = start + rows.shape[1]
+        """Add rows [H, w, d] to a layer, and return all of its rows, [H, n, d].
+
+        room: rows that are added before the next event, these included.
+        """
+        if rows.dtype != self._array.dtype or rows.shape[::2] != self._array.shape[1::2]:
+            raise CaptureError(
+                f"a layer has rows of {rows.dtype} {list(rows.shape)} (head, row, dim); expected "
+                f"{self._array.dtype} of {self._array.shape[1]} heads and {self._array.shape[3]} "
+                "dimensions in all layers; replay a trace of this model"
+            )
+        start = self._lengths[layer]
+        stop = self._lengths[layer] = start + rows.shape[1]
         if stop > self._array.shape[2]:
-            more = self._array.new_zeros(*self._array.shape[:2], stop + room, rows.shape[2])
-            more[:, :, :start] = self._array[:, :, :start]
-            self._array = more
+            # few copies of many rows, and little room that stays empty
+            size = max(stop, start + min(room, _GROWTH + start // 4))
+            grown = self._array.new_zeros(*self._array.shape[:2], size, rows.shape[2])
+            grown[:, :, :start] = self._array[:, :, :start]
+            self._array = grown
         self._array[layer, :, start:stop] = rows
         return self._array[layer, :, :stop]
 
-    def held(self, layer: int) -> int:
-        """How many rows a layer has."""
-        return self._held[layer]
+    def length(self, layer: int) -> int:
+        """Return the number of rows of a layer."""
+        return self._lengths[layer]
 
     @property
     def rows(self) -> Tensor:
-        """All rows, [L, H, n, d], where all layers have as many."""
-        return self._array[:, :, : self._held[0]]
+        """All rows, [L, H, n, d]; between two forwards, when all layers have as many."""
+        return self._array[:, :, : self._lengths[0]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, those for rows to come included."""
+        """Bytes in memory, the room for more rows included."""
         return self._array.nbytes
 
     @property
@@ -63,17 +75,30 @@ class Table:
         return self._array.itemsize
 
     def gather(self, slots: Tensor, live: Tensor) -> None:
-        """Keep the rows in slots [L, H, n], zero where not live; the memory of others is freed."""
-        index = slots.unsqueeze(-1).expand(*slots.shape, self._array.shape[-1])
-        self._array = self._array.gather(2, index).masked_fill_(~live.unsqueeze(-1), 0.0)
-        self._held = [slots.shape[-1]] * len(self._held)
+        """Keep the rows in slots [L, H, n], 0 where not live; the memory of the others is freed."""
+        layers, heads, total, dim = self._array.shape
+        # one flat index: an order of magnitude faster than gather with an expanded one
+        base = torch.arange(layers * heads, device=slots.device).mul_(total).view(layers, heads, 1)
+        picked = self._array.view(-1, dim).index_select(0, (slots + base).flatten())
+        self._array = picked.view(*slots.shape, dim)
+        if not bool(live.all()):
+            self._array.masked_fill_(~live.unsqueeze(-1), 0.0)
+        self._lengths = [slots.shape[-1]] * layers
+
+    def drop(self, n: int) -> None:
+        """Free the memory of the first n rows."""
+        self._array = self.rows[:, :, n:].clone()
+        self._lengths = [self._array.shape[2]] * len(self._lengths)
 
 
 class LiveSource:
     """What a block of layers of a running model holds, as the source of its View.
 
-    sketch: the sequence to be run (`RunningModel.sketch`); layers: of it. Keys and values are in the
-    slots of the block's entries; queries of all rows are held. room: rows before the next event.
+    sketch: the sequence to be run (`RunningModel.sketch`); layers: those of the block. like: an
+    empty tensor of the model's dtype, on its device. room: rows before the next event.
+
+    Keys and values are in the slots of the block's entries. Queries are kept as long as an event
+    can read them.
     """
 
     def __init__(self, sketch: Trace, layers: Sequence[int], like: Tensor) -> None:
@@ -81,14 +106,19 @@ class LiveSource:
         self.rope, self.formula = sketch.ropes[layers[0]], sketch.formulas[layers[0]]
         self.positions = torch.arange(self.n_rows, device=like.device)
         self.room = 0
-        self.entries: Entries | None = None  # of the block that reads from here
+        self.reads_queries = True  # an event follows
         self.layers, self._sketch = tuple(layers), sketch
         self._heads, self._group, self._dim = sketch.n_heads, sketch.group, sketch.dim
-        self._padded, self._live = False, 0
         self._keys, self._values, self._queries = (
             Table(like.new_zeros(len(layers), heads, 0, self._dim))
             for heads in (self._heads, self._heads, sketch.n_qheads)
         )
+        self._run = [0] * len(layers)
+        self._dropped = 0  # rows before those of the table of queries
+        self._first_queries = self._queries.rows  # of the first rows of the text
+        # after the last event
+        self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
+        self._padded, self._count = False, 0
 
     @property
     def keys(self) -> Tensor:
@@ -100,85 +130,108 @@ class LiveSource:
         """[L, H, n, d]."""
         return _computable(self._values.rows)
 
-    @property
+    @cached_property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]."""
         parts = [self._sketch.read("o_proj", slice(layer, layer + 1)) for layer in self.layers]
-        out: Tensor = torch.cat(parts).to(self.positions.device)
-        return out.unflatten(1, (-1, self._group))
+        out: Tensor = torch.cat(parts).to(self.positions.device).unflatten(1, (-1, self._group))
+        return out
 
     def queries(self, start: int, stop: int) -> Tensor:
-        """[L, H, G, stop - start, d], after RoPE."""
-        q = self._queries.rows[:, :, start:stop].unflatten(1, (-1, self._group))
+        """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
+        if stop <= self._first_queries.shape[2]:
+            rows = self._first_queries[:, :, start:stop]
+        elif start >= self._dropped:
+            rows = self._queries.rows[:, :, start - self._dropped : stop - self._dropped]
+        else:
+            raise PolicyError(
+                f"a scorer reads the queries of rows {start}..{stop - 1}, and those before "
+                f"{self._dropped} are gone; expected a scorer that declares them (query_rows), "
+                "so that a live run keeps them"
+            )
+        q: Tensor = rows.unflatten(1, (self._heads, self._group))
         return _computable(q)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Only clairvoyant scorers read it, and they are refused before a model runs."""
         raise NotImplementedError(f"attention of rows {start}..{stop - 1} over the full cache")
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the entries [H, w, d] of new rows to a layer; returns all of its entries."""
-        room = self.room or _GROWTH
-        return self._keys.append(layer, keys, room), self._values.append(layer, values, room)
+    def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the entries [H, w, d] of new rows to a layer of the block; returns all it has."""
+        room = self.room
+        return self._keys.append(index, keys, room), self._values.append(index, values, room)
 
-    def note_queries(self, layer: int, queries: Tensor) -> None:
-        """Add the queries of new rows, [qhead, w, d]."""
-        self._queries.append(layer, queries, self.room or _GROWTH)
+    def note_queries(self, index: int, queries: Tensor) -> None:
+        """Count new rows of a layer of the block, and keep their queries [qhead, w, d]."""
+        self._run[index] += queries.shape[1]
+        if self.reads_queries:
+            self._queries.append(index, queries, self.room)
 
-    def compact(self, slots: Tensor) -> None:
-        """Keep the entries in slots [L, H, n] alone, in that order; pads are zero."""
+    def drop_queries(self, before: int, first: int) -> None:
+        """Free the queries of rows before `before`, but those of the first rows of the text."""
+        n = before - self._dropped
+        if n > 0:
+            if not self._dropped:
+                self._first_queries = self._queries.rows[:, :, :first].clone()
+            self._queries.drop(n)
+            self._dropped = before
+
+    def compact(self, slots: Tensor, live: Tensor) -> None:
+        """Keep the entries in slots [L, H, n], in that order; pads, where not live, become 0."""
         for table in (self._keys, self._values):
-            table.gather(slots, self.entries.live)
+            table.gather(slots, live)
 
-    def settle(self) -> None:
-        """Count the entries after an event."""
-        self._padded = not bool(self.entries.live.all())
-        self._live = int(self.entries.live.sum())
+    def settle(self, live: Tensor) -> None:
+        """Note which slots hold an entry after an event, live [L, H, n]."""
+        self._live, self._count = live, int(live.sum())
+        self._padded = self._count < live.numel()
 
-    def mask(self, layer: int, query: Tensor, *, added: bool) -> Tensor | None:
-        """What the new rows, those of query [1, qhead, w, d], see: [1, qhead or 1, w, n].
+    def mask(
+        self, index: int, query: Tensor, given: Tensor | None, *, added: bool
+    ) -> Tensor | None:
+        """Return the entries that new rows see, of query [1, qhead, w, d]: [1, qhead or 1, w, n].
 
         True where a row sees an entry; with `added` 0 there and the least number elsewhere, to be
-        added to logits. None where a single row sees everything.
+        added to logits. None where a single row sees everything. given: the model's own mask, which
+        holds as long as no entry has left.
         """
-        rows, held = query.shape[2], self.entries.live.shape[-1]
-        if rows == 1 and not self._padded:
-            return None
-        n = self.held(layer)
-        new = torch.ones(rows, n - held, dtype=torch.bool, device=query.device)
-        new = new.tril(n - held - rows).expand(1, 1, rows, -1)
-        heads = 1
+        rows, n = query.shape[2], self._keys.length(index)
+        if not self._padded:
+            if n == self._run[index] + rows:
+                return given
+            if rows == 1:
+                return None
+        before = self._live.shape[-1]
+        visible = torch.ones(rows, n, dtype=torch.bool, device=query.device).tril(n - rows)
+        visible = visible.expand(1, 1, rows, n)
         if self._padded:
-            heads = query.shape[1]
-            old = self.entries.live[layer].repeat_interleave(self._group, dim=0)
-        else:
-            old = new.new_ones(1, held)
-        visible = torch.cat(
-            [old[None, :, None].expand(1, heads, rows, held), new.expand(1, heads, -1, -1)], dim=-1
-        )
+            live = self._live[index].repeat_interleave(self._group, dim=0)
+            visible = visible.repeat(1, len(live), 1, 1)
+            visible[..., :before] &= live.unsqueeze(1)
         if not added:
             return visible
         least = torch.finfo(query.dtype).min
         return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
 
-    def held(self, layer: int) -> int:
-        """Slots of a layer, pads included."""
-        return self._keys.held(layer)
-
-    def seen(self, layer: int) -> int:
-        """Rows that went through a layer."""
-        return self._queries.held(layer)
+    def n_run(self, index: int) -> int:
+        """Return the number of rows that went through a layer of the block."""
+        return self._run[index]
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the keys and values of live entries, without pads."""
-        new = self._keys.held(0) - self.entries.live.shape[-1]
-        entries = self._live + new * len(self.layers) * self._heads
+        new = self._keys.length(0) - self._live.shape[-1]
+        entries = self._count + new * len(self.layers) * self._heads
         return entries * 2 * self._dim * self._keys.itemsize
 
     @property
+    def query_bytes(self) -> int:
+        """Bytes of the queries in memory."""
+        return self._queries.nbytes + self._first_queries.nbytes
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of keys and values in memory: with pads, and with room for rows to come."""
+        """Bytes of keys and values in memory: with pads, and with room for more rows."""
         return self._keys.nbytes + self._values.nbytes
 
 
@@ -193,7 +246,7 @@ class LiveLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, source: LiveSource, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.source, self.index = source, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -208,7 +261,7 @@ class LiveLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Rows that went through the layer, evicted entries included: positions count on."""
-        return self.source.seen(self.index)
+        return self.source.n_run(self.index)
 
     def get_mask_sizes(self, cache_position: Tensor) -> tuple[int, int]:
         """Return the length of a mask over all rows, and its offset."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +97,7 @@ class ClosedLoop:
         if self.writing is not None:
             written, more, all_of_it = self._written(policy, budget, schedule, layers, self.writing)
             peak, full = max(peak, more), max(full, all_of_it)
+        record = replace(record, own_schedule=schedule == policy.schedule)
         return record, Outcome(forced, written, peak, full)
 
     def _decoding(
@@ -111,9 +112,8 @@ class ClosedLoop:
         trace = self.trace
         decoding = Decoding(
             self.running,
-            policy,
+            replace(policy, schedule=schedule),
             budget,
-            schedule=schedule,
             prompt_len=trace.prompt_len,
             n_pos=n_pos,
             context_len=trace.context_len,
@@ -174,7 +174,7 @@ class ClosedLoop:
             residual_error=_moved_streams(rows, full_inputs, n_rows),
             output=self._moved_outputs(rows, full_outputs, decoding.layers),
         )
-        return decoding.record(), forced, decoding.peak_bytes, decoding.full_bytes
+        return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _moved_outputs(
         self, rows: _Rows, full: Sequence[Tensor], layers: Sequence[int]
@@ -228,7 +228,7 @@ class ClosedLoop:
             full_right=(self.trace.meta.get("answer_check") or {}).get("right"),
             seconds=seconds,
         )
-        return generated, decoding.peak_bytes, decoding.full_bytes
+        return generated, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self._tokenizer is None:

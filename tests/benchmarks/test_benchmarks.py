@@ -84,3 +84,15 @@ def test_binding_benchmark_prints_its_ratio(capsys):
         "opening the sample",
         "reading, bound over unbound",
     ]
+
+
+def test_live_benchmark_prints_its_ratios(capsys):
+    """Every policy decodes beside plain generation, and the bounded ones hold their budget."""
+    live = load("live")
+
+    ratios, lines = live.run(live.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == {f"{name} 128" for name, _, _ in live.RUNS}
+    assert all(value > 0 for value in ratios.values())

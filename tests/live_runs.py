@@ -1,0 +1,123 @@
+"""Live runs for tests: what each layer of a running model computed, and the same by definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import kvsim
+from kvsim.errors import PolicyError
+from kvsim.policies import names, parameters
+from kvsim.runner.decoding import Decoding, check_live
+
+COMPOSED = (
+    "adakv+snapkv",
+    "adakv+expected_attention",
+    "criticalkv+snapkv",
+    "chunkkv+snapkv",
+    "global+tova",
+    "ams+tova",
+)
+
+
+def live_policies():
+    """All policies of the catalogue that a running model can follow, by name, and compositions."""
+    policies = {}
+    for name in (*names(), *COMPOSED):
+        try:
+            calibrated = "calibration" in parameters(name)
+            policy = kvsim.policy(name, **({"calibration": "prefix:16"} if calibrated else {}))
+            check_live(policy)
+        except PolicyError:  # a composition alone, or no policy for a running model
+            continue
+        policies[name] = policy
+    return policies
+
+
+@dataclass
+class Live:
+    """A finished live run: its Decoding, the logits of all rows [T, V], and each layer's tensors.
+
+    q, out [layer, qhead, T, d], k, v [layer, head, T, d] of all rows, evicted ones included.
+    """
+
+    decoding: Decoding
+    logits: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def record(self):
+        """When each entry left."""
+        return self.decoding.record()
+
+    def trace(self):
+        """The tensors as a trace, of which a replay sees the very numbers of the live run."""
+        sketch = self.decoding.sketch
+        o_proj = {"o_proj": sketch.o_proj} if sketch.has("o_proj") else {}
+        return kvsim.Trace.from_arrays(
+            self.q,
+            self.k,
+            self.v,
+            prompt_len=sketch.prompt_len,
+            context_len=sketch.context_len,
+            rope=sketch.ropes,
+            formulas=sketch.formulas,
+            **o_proj,
+        )
+
+
+def run_live(running, policy, budget, tokens, prompt_len, *, step=None, **options):
+    """Feed tokens to a running model, the response in steps of so many or at once."""
+    calls = {}
+
+    def observe(call):
+        w = call.q.shape[1]
+        parts = (call.q, call.k[:, -w:], call.v[:, -w:], call.out)
+        calls.setdefault(call.layer, []).append([part.clone() for part in parts])
+
+    n = len(tokens)
+    with Decoding(
+        running, policy, budget, prompt_len=prompt_len, n_pos=n, observe=observe, **options
+    ) as decoding:
+        logits = [decoding.feed(tokens[:prompt_len], logits=prompt_len)]
+        for start in range(prompt_len, n, step or n):
+            piece = tokens[start : start + (step or n)]
+            logits.append(decoding.feed(piece, logits=len(piece)))
+    layers = [
+        [torch.cat(parts, dim=1) for parts in zip(*calls[layer], strict=True)]
+        for layer in sorted(calls)
+    ]
+    tensors = (torch.stack(parts).float() for parts in zip(*layers, strict=True))
+    return Live(decoding, torch.cat(logits), *tensors)
+
+
+def by_definition(live, layer, evicted_at):
+    """Attention output [qhead, T, d] of a layer in float64; evicted_at int [head, T].
+
+    Row r sees position p iff p <= r <= evicted_at[p].
+    """
+    formula = live.decoding.sketch.formulas[layer]
+    q, k, v = (x[layer].double() for x in (live.q, live.k, live.v))
+    group = len(q) // len(k)
+    k, v, last = (x.repeat_interleave(group, 0) for x in (k, v, evicted_at))
+    z = formula.scale * q @ k.mT
+    if formula.softcap:
+        z = formula.softcap * torch.tanh(z / formula.softcap)
+    pos = torch.arange(z.shape[-1])
+    row = pos[:, None]
+    z = z.masked_fill((pos > row) | (row > last[:, None]), -torch.inf)
+    if formula.sinks:
+        sinks = torch.tensor(formula.sinks, dtype=torch.float64)
+        z = torch.cat([z, sinks[:, None, None].expand(-1, len(pos), 1)], -1)
+    return z.softmax(-1)[..., : len(pos)] @ v
+
+
+def output_gap(live, layer, evicted_at):
+    """The largest difference to `by_definition`, relative to the row of a head; in float64."""
+    expected = by_definition(live, layer, torch.from_numpy(evicted_at).long())
+    gap = (live.out[layer].double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(gap.max())

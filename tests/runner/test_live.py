@@ -1,0 +1,533 @@
+"""A policy on a running model, against its replay, a Record as a mask, and plain generation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kvsim
+from families import FAMILIES
+from kvsim.errors import CaptureError, NeedsError, PolicyError, ScoreError
+from kvsim.recorder import load_model
+from kvsim.runner import masked_logits
+from kvsim.runner.cache import LiveSource, Table
+from kvsim.runner.decoding import Decoding, RunningModel, prefill
+from live_runs import live_policies, output_gap, run_live
+
+CLOSE = 1e-5
+PROMPT, LENGTH, INTERVAL, BUDGET = 80, 120, 8, 64
+VOCABULARY = 256
+#: All tokens differ: keys of one token in layer 0 would be equally long.
+TOKENS = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:LENGTH].tolist()
+PLAIN = ("llama", "qwen2", "qwen3")
+POLICIES = live_policies()
+#: Those of which heads or layers hold different numbers of entries.
+UNEVEN = ("adakv+snapkv", "criticalkv+snapkv", "cake", "pyramidkv", "global+tova")
+
+
+@functools.cache
+def running(name, kernel=None, dtype=torch.float32):
+    """A small random model of a family."""
+    family = FAMILIES[name]
+    sizes = {"vocab_size": VOCABULARY, **({"num_hidden_layers": 3} if name in PLAIN else {})}
+    family = replace(family, changes={**family.changes, **sizes})
+    return RunningModel(family.build(kernel or family.kernels[0], dtype))
+
+
+@functools.cache
+def tiny():
+    """The shipped model, and the tokens of its sample trace."""
+    return RunningModel(load_model("tiny")[0]), kvsim.open_trace(kvsim.sample_trace())
+
+
+def budget_of(name):
+    """A budget that every policy has a rule for; triattention protects the prompt."""
+    return 96 if name == "triattention" else BUDGET
+
+
+def evicting_layers(run):
+    """The layers of a model that see all of `TOKENS`."""
+    return Decoding(run, POLICIES["full"], BUDGET, prompt_len=PROMPT, n_pos=LENGTH).layers
+
+
+def relative(mine, expected):
+    """The largest difference of rows [..., V], relative to the row."""
+    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
+    return float(gap.max())
+
+
+def tie(trace, policy, budget, live, layer, **options):
+    """How far scores are apart of entries that leave in the live run or the replay alone, relative.
+
+    At the first event after which a layer differs; 0 if none does.
+    """
+    record = kvsim.replay(trace, policy, budget, internals=True, **options)
+    mine = live.evicted_at[live.layers.index(layer)]
+    expected = record.evicted_at[record.layers.index(layer)]
+    differing = mine != expected
+    if not differing.any():
+        return 0.0
+    row = min(mine[differing].min(), expected[differing].min())
+    plan = next(p for p in record.internals if p.row == row and layer in p.layers)
+    at = plan.layers.index(layer)
+    spreads = []
+    for head in range(len(mine)):
+        changed = np.flatnonzero((mine[head] > row) != (expected[head] > row))
+        scores = plan.scores[at, head][np.isin(plan.pos[at, head], changed)]
+        spreads.append(np.ptp(scores) / np.abs(scores).max() if len(changed) else 0.0)
+    return max(spreads)
+
+
+# ------------------------------------------------------------------- one layer evicts: the replay
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_a_layer_that_alone_evicts_is_its_replay(family):
+    """Each policy keeps the sets of the replay of the same q, k, v; outputs are by definition."""
+    run = running(family)
+    layers = evicting_layers(run)
+    for i, (name, policy) in enumerate(POLICIES.items()):
+        layer, step = layers[i % len(layers)], (None, 1, 5)[i % 3]
+        options = {"interval": INTERVAL, "layers": [layer]}
+
+        live = run_live(run, policy, budget_of(name), TOKENS, PROMPT, step=step, **options)
+
+        record = kvsim.replay(live.trace(), policy, budget_of(name), **options)
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+        assert output_gap(live, layer, record.evicted_at[0]) < CLOSE, name
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_the_shipped_model_evicts_as_in_the_replay_of_its_capture(layer):
+    """On `tiny` policies keep the sets of the recorded trace, up to scores that nearly tie."""
+    run, trace = tiny()
+    tokens, options = trace.tokens.tolist(), {"interval": 32, "layers": [layer]}
+    ties = []
+    for name, policy in POLICIES.items():
+        if policy.scorer.needs:  # not in the trace
+            continue
+        budget = 256 if name == "triattention" else 64
+        live = run_live(run, policy, budget, tokens, trace.prompt_len, **options)
+
+        ties.append(tie(trace, policy, budget, live.record, layer, **options))
+        assert ties[-1] < CLOSE, name
+        if ties[-1]:
+            again = kvsim.replay(live.trace(), policy, budget, **options)
+            assert np.array_equal(live.record.evicted_at, again.evicted_at), name
+    assert ties.count(0) >= len(ties) - 2
+
+
+def test_the_schedules_of_the_papers():
+    """Policies with their own intervals, 1 for many, evict as in the replay of the same q, k, v."""
+    run = running("llama")
+    for name, policy in POLICIES.items():
+        live = run_live(run, policy, budget_of(name), TOKENS, PROMPT, layers=[1])
+
+        record = kvsim.replay(live.trace(), policy, budget_of(name), layers=[1])
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layer_0_and_decisions_at_the_prompt_do_not_drift(family):
+    """With all layers evicting, both are those of the replay of the full-cache run."""
+    run = running(family)
+    trace = kvsim.capture(run.model, None, TOKENS, max_new_tokens=0, o_proj=True)
+    trace = kvsim.Trace.from_arrays(
+        trace.q, trace.k, trace.v, prompt_len=PROMPT, rope=trace.ropes, o_proj=trace.o_proj
+    )
+    drifted = 0
+    for name, policy in POLICIES.items():
+        budget = budget_of(name)
+        live = run_live(run, policy, budget, TOKENS, PROMPT, interval=INTERVAL).record
+        record = kvsim.replay(trace, policy, budget, interval=INTERVAL)
+
+        if not policy.layer_budgets.across_layers:  # those of layer 0 depend on all layers
+            assert tie(trace, policy, budget, live, 0, interval=INTERVAL) < CLOSE, name
+        first = PROMPT - 1
+        assert np.array_equal(live.evicted_at == first, record.evicted_at == first), name
+        drifted += not np.array_equal(live.evicted_at, record.evicted_at)
+    assert drifted > 20  # deeper layers get other inputs
+
+
+# ------------------------------------------------------- all layers evict: the Record as a mask
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_the_record_as_a_mask(family):
+    """A cache from which entries are gathered gives the logits of the full cache with a mask."""
+    run = running(family)
+    some = None if family == "llama" else 4
+    for i, (name, policy) in [*enumerate(POLICIES.items())][::some]:
+        step = (None, 1, 5)[i % 3]
+        live = run_live(run, policy, budget_of(name), TOKENS, PROMPT, step=step, interval=INTERVAL)
+
+        masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
+        assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, name
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "smollm3", "gpt2"])
+def test_outputs_of_all_layers_are_by_definition(family):
+    """So are softcaps, sinks, sliding windows that bound their layers, and layers without RoPE."""
+    run = running(family)
+    ropes = len({*run.sketch(POLICIES["full"], 1, LENGTH, None, family).ropes})
+    for name in ("streaming_llm", "snapkv", *UNEVEN):
+        if name == "cake" and ropes > 1 and family != "gemma3":  # there one layer alone evicts
+            continue  # its layers share a budget, so they must compute alike
+        live = run_live(run, POLICIES[name], BUDGET, TOKENS, PROMPT, step=3, interval=INTERVAL)
+
+        record = live.record
+        assert record.layers == evicting_layers(run)
+        for at, layer in enumerate(record.layers):
+            assert output_gap(live, layer, record.evicted_at[at]) < CLOSE, name
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_kernels_agree(kernel):
+    """A mask that is added to the logits is a mask of truth values."""
+    run = running("llama", kernel)
+    live = run_live(run, POLICIES["adakv+snapkv"], BUDGET, TOKENS, PROMPT, interval=INTERVAL)
+
+    other = run_live(running("llama"), live.decoding.policy, BUDGET, TOKENS, PROMPT, interval=8)
+    assert relative(live.logits, other.logits) < CLOSE
+
+
+def _no_pads(source, index, query, given, *, added):
+    return None if query.shape[2] == 1 else source.unpatched(index, query, given, added=added)
+
+
+def _stale(source, index, query, given, *, added):
+    source._live = torch.ones_like(source._live)
+    return source.unpatched(index, query, given, added=added)
+
+
+@pytest.mark.parametrize("mask", [_no_pads, _stale])
+def test_the_mask_notices_pads(monkeypatch, mask):
+    """Pads that rows see, zeros as they are, change the logits."""
+    monkeypatch.setattr(LiveSource, "unpatched", LiveSource.mask, raising=False)
+    monkeypatch.setattr(LiveSource, "mask", mask)
+    run = running("llama")
+    policy = POLICIES["adakv+snapkv"]
+    live = run_live(run, policy, BUDGET, TOKENS, PROMPT, step=1, interval=INTERVAL)
+
+    masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
+    assert relative(live.logits[PROMPT - 1 :], masked) > 100 * CLOSE
+
+
+def test_the_mask_notices_other_slots(monkeypatch):
+    """A cache that keeps the neighbours of the entries gives other logits."""
+    gather = Table.gather
+    monkeypatch.setattr(Table, "gather", lambda self, s, live: gather(self, (s - 1).clamp(0), live))
+    run = running("llama")
+    live = run_live(run, POLICIES["streaming_llm"], BUDGET, TOKENS, PROMPT, interval=INTERVAL)
+
+    masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
+    assert relative(live.logits[PROMPT - 1 :], masked) > 100 * CLOSE
+
+
+def test_a_head_that_loses_nothing_beside_one_that_does():
+    """Pads are masked also where the longest head still holds every row."""
+    run = running("llama")
+    policy = POLICIES["adakv+snapkv"]
+    ragged = 0
+    for budget in range(70, PROMPT):
+        live = run_live(run, policy, budget, TOKENS, PROMPT, step=1, interval=1000)
+        left = (live.record.evicted_at < LENGTH).any(-1)  # [layer, head]
+        ragged += (left.any(1) & ~left.all(1)).any()
+
+        masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
+        assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, budget
+    assert ragged
+
+
+# ------------------------------------------------------------------- nothing evicted: generation
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "adakv+snapkv", "cake"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "tiny"])
+def test_with_room_for_all_it_is_plain_generation(family, name):
+    """Greedy tokens are those of `generate`, and bytes those of transformers' own cache."""
+    run = tiny()[0] if family == "tiny" else running(family)
+    cache, new = DynamicCache(config=run.model.config), 30
+    expected = run.model.generate(
+        torch.tensor([TOKENS[:PROMPT]]),
+        past_key_values=cache,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+    )[0].tolist()
+
+    with Decoding(run, POLICIES[name], LENGTH, prompt_len=PROMPT, n_pos=LENGTH) as live:
+        logits = live.feed(TOKENS[:PROMPT])
+        while len(live.tokens) < PROMPT + new - 1:  # the last token is in no cache
+            logits = live.feed([int(logits[-1].argmax())])
+
+    assert [*live.tokens, int(logits[-1].argmax())] == expected
+    assert (
+        live.cache_bytes
+        == live.peak_bytes
+        == sum(array.nbytes for part in cache.layers for array in (part.keys, part.values))
+    )
+    assert (live.record().evicted_at > LENGTH).all()
+
+
+# --------------------------------------------------------------------------------------- bytes
+
+
+def test_bytes_of_a_uniform_policy():
+    """A head holds the budget after an event, and at most `interval` entries more before one."""
+    run = running("llama")
+    entry = 3 * 2 * 16 * 2 * 4  # layers, heads, dim, keys and values, float32
+    live = Decoding(
+        run, POLICIES["streaming_llm"], BUDGET, prompt_len=PROMPT, n_pos=LENGTH, interval=INTERVAL
+    )
+    with live:
+        live.feed(TOKENS[:PROMPT])
+        assert live.peak_bytes == PROMPT * entry
+        for n, token in enumerate(TOKENS[PROMPT:], start=1):
+            assert live.cache_bytes == (BUDGET + (n - 1) % INTERVAL) * entry
+            assert live.allocated_bytes <= (BUDGET + INTERVAL) * entry
+            live.feed([token])
+    assert live.peak_bytes == PROMPT * entry
+
+    short = Decoding(
+        run, POLICIES["streaming_llm"], BUDGET, prompt_len=10, n_pos=LENGTH, interval=8
+    )
+    with short:
+        short.feed(TOKENS)
+    assert short.peak_bytes == (BUDGET + INTERVAL) * entry
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_bytes_without_pads(name):
+    """Only live entries count; evicted ones are in no tensor any more, and pads are 0."""
+    run = running("llama")
+    with Decoding(run, POLICIES[name], BUDGET, prompt_len=PROMPT, n_pos=LENGTH) as live:
+        live.feed(TOKENS[:PROMPT])
+    kept = (live.record().evicted_at >= PROMPT).sum((1, 2))
+    tables = [table for _, source in live._blocks for table in (source._keys, source._values)]
+
+    assert live.cache_bytes == int(kept.sum()) * 16 * 2 * 4
+    stored = sum(table._array.untyped_storage().nbytes() for table in tables)
+    assert stored == live.allocated_bytes
+    assert live.cache_bytes <= stored < live.peak_bytes
+    for block, source in live._blocks:
+        pads = ~block.entries.live
+        assert not source.keys[pads].any()
+        assert not source.values[pads].any()
+
+
+@pytest.mark.parametrize(("name", "rows"), [("h2o", 8), ("snapkv", 32), ("qfilter", 24)])
+def test_queries_are_kept_as_long_as_an_event_can_read_them(name, rows):
+    """Those since the last event, of the window, and of the calibration; none without events."""
+    run = running("llama")
+    row = 3 * 6 * 16 * 4  # layers, query heads, dim, float32
+    options = {"prompt_len": PROMPT, "n_pos": 400, "interval": INTERVAL}
+    with Decoding(run, POLICIES[name], BUDGET, **options) as live:
+        live.feed((TOKENS * 4)[:399])
+        assert live.query_bytes <= (rows + INTERVAL) * row
+
+    with Decoding(run, POLICIES["full"], BUDGET, prompt_len=PROMPT, n_pos=LENGTH) as live:
+        live.feed(TOKENS)
+        assert live.query_bytes == 0
+
+
+def test_a_scorer_that_reads_undeclared_rows_is_refused(monkeypatch):
+    """Queries that are gone are no zeros: an error says what to declare."""
+    monkeypatch.setattr(type(POLICIES["expected_attention"].scorer), "query_rows", (0, 8))
+    with pytest.raises(PolicyError, match=r"reads the queries of rows .* \(query_rows\)"):
+        run_live(running("llama"), POLICIES["expected_attention"], BUDGET, TOKENS, 40, interval=8)
+
+
+# -------------------------------------------------------------------------------- other inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision(dtype):
+    """Policies decide in float32 on what the cache holds, as a replay of it does."""
+    run = running("llama", "eager", dtype)
+    for name in ("snapkv", "h2o", "expected_attention", "ams", "adakv+snapkv"):
+        live = run_live(run, POLICIES[name], BUDGET, TOKENS, PROMPT, step=1, interval=INTERVAL)
+
+        record = kvsim.replay(live.trace(), POLICIES[name], BUDGET, interval=INTERVAL)
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+        kept = int((record.evicted_at >= LENGTH).sum())
+        assert live.decoding.cache_bytes == kept * 16 * 2 * 2
+        for layer in range(3):
+            assert output_gap(live, layer, record.evicted_at[layer]) < 0.1, name
+
+
+@pytest.mark.parametrize("compress", ["context", "both"])
+@pytest.mark.parametrize("name", ["snapkv", "streaming_llm", "expected_attention", "ams"])
+def test_the_context_before_its_question(compress, name):
+    """Events after the context, and after both, are those of the replay."""
+    policy = POLICIES[name]
+    options = {"compress": compress, "interval": INTERVAL, "prefill": True, "layers": [1]}
+    live = run_live(running("llama"), policy, BUDGET, TOKENS, PROMPT, context_len=72, **options)
+
+    record = kvsim.replay(live.trace(), policy, BUDGET, **options)
+    assert np.array_equal(live.record.evicted_at, record.evicted_at)
+    assert 71 in record.events
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3])
+@pytest.mark.parametrize("prefill", [True, False])
+def test_short_prompts(prompt_len, prefill):
+    """A prompt of one token, or shorter than the budget, is followed as in the replay."""
+    for name in ("streaming_llm", "h2o", "tova", "knorm"):
+        options = {"interval": 3, "prefill": prefill, "layers": [2]}
+        live = run_live(running("qwen2"), POLICIES[name], 16, TOKENS, prompt_len, **options)
+
+        record = kvsim.replay(live.trace(), POLICIES[name], 16, **options)
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+        assert record.events[0] > 16
+
+
+def test_a_prefix_serves_many_runs():
+    """A prefill taken over is one that was fed, and the prefix stays as it was."""
+    run = running("gemma3")
+    prefix = prefill(run, TOKENS[:PROMPT])
+    before = [x.clone() for x in (*prefix.keys, *prefix.values, *prefix.queries)]
+    for name in ("snapkv", "adakv+snapkv", "full"):
+        options = {"prompt_len": PROMPT, "n_pos": LENGTH, "interval": INTERVAL}
+        fed = run_live(run, POLICIES[name], BUDGET, TOKENS, PROMPT, interval=INTERVAL)
+        with Decoding(run, POLICIES[name], BUDGET, **options) as live:
+            live.begin(prefix)
+            logits = live.feed(TOKENS[PROMPT:], logits=LENGTH - PROMPT)
+
+        assert relative(prefix.logits, fed.logits[PROMPT - 1]) < CLOSE
+        assert relative(logits, fed.logits[PROMPT:]) < CLOSE
+        assert np.array_equal(live.record().evicted_at, fed.record.evicted_at)
+        assert live.peak_bytes == fed.decoding.peak_bytes
+    after = (*prefix.keys, *prefix.values, *prefix.queries)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+    options = {"prompt_len": 40, "n_pos": LENGTH, "interval": INTERVAL}
+    with (
+        Decoding(run, POLICIES["knorm"], 16, **options) as live,
+        pytest.raises(ValueError, match="an event precedes row 79"),
+    ):
+        live.begin(prefix)
+
+
+def test_sequences_beside_each_other_and_captures_in_between():
+    """Each of two open runs gets its own masks and queries, and a capture gets neither."""
+    run = running("llama")
+    options = {"prompt_len": PROMPT, "n_pos": LENGTH, "interval": INTERVAL}
+    policies = [POLICIES["adakv+snapkv"], POLICIES["tova"]]
+    alone = [run_live(run, p, BUDGET, TOKENS, PROMPT, interval=INTERVAL) for p in policies]
+    plain = kvsim.capture(run.model, None, TOKENS, max_new_tokens=0)
+
+    with (
+        Decoding(run, policies[0], BUDGET, **options) as first,
+        Decoding(run, policies[1], BUDGET, **options) as second,
+    ):
+        first.feed(TOKENS[:PROMPT])
+        second.feed(TOKENS[:PROMPT])
+        captured = kvsim.capture(run.model, None, TOKENS, max_new_tokens=0)
+        for token in TOKENS[PROMPT:]:
+            logits = first.feed([token]), second.feed([token])
+
+    assert torch.equal(captured.q, plain.q)
+    for live, expected, last in zip((first, second), alone, logits, strict=True):
+        assert np.array_equal(live.record().evicted_at, expected.record.evicted_at)
+        assert relative(last[-1], expected.logits[-1]) < CLOSE
+
+
+def state(model):
+    """What a run changes in a model and in transformers while it is open."""
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    return hooks, dict(ALL_ATTENTION_FUNCTIONS._local_mapping), model.training
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    """After an error inside a forward the model is itself again, and the run is over."""
+    run = running("llama")
+    run.model.train()
+    before = state(run.model)
+    options = {"prompt_len": PROMPT, "n_pos": LENGTH}
+    calls = []
+
+    def fail(call):
+        calls.append(call.layer)
+        if calls == [0, 1, 2, 0, 1]:
+            raise RuntimeError("in layer 1")
+
+    live = Decoding(run, POLICIES["snapkv"], BUDGET, **options, observe=fail)
+    with live:
+        live.feed(TOKENS[:PROMPT])
+        with pytest.raises(RuntimeError, match="in layer 1"):
+            live.feed(TOKENS[PROMPT:])
+    with live, pytest.raises(ValueError, match="after an error"):
+        live.feed(TOKENS[PROMPT:])
+    with pytest.raises(ValueError, match="outside the `with` block"):
+        Decoding(run, POLICIES["snapkv"], BUDGET, **options).feed(TOKENS[:PROMPT])
+
+    assert state(run.model) == before
+    assert not torch.is_inference_mode_enabled()
+    run.model.eval()
+
+
+def test_a_policy_that_fails_ends_the_run():
+    """A score that is no number is an error that names the row, as in a replay."""
+    run = running("llama")
+    embedding = run.model.get_input_embeddings()
+    options = {"prompt_len": PROMPT, "n_pos": LENGTH, "interval": INTERVAL}
+    weight = embedding.weight.detach().clone()
+    with torch.no_grad():
+        embedding.weight[TOKENS[PROMPT + 3]] = torch.nan
+    try:
+        with Decoding(run, POLICIES["knorm"], BUDGET, **options) as live:
+            live.feed(TOKENS[:PROMPT])
+            with pytest.raises(ScoreError, match="row 87"):
+                live.feed(TOKENS[PROMPT:])
+            with pytest.raises(ValueError, match="after an error"):
+                live.feed(TOKENS[PROMPT:])
+    finally:
+        with torch.no_grad():
+            embedding.weight.copy_(weight)
+
+
+def test_the_end_of_the_sequence():
+    """No token goes beyond n_pos, and none is no step."""
+    run = running("llama")
+    with Decoding(run, POLICIES["tova"], 8, prompt_len=20, n_pos=30) as live:
+        live.feed(TOKENS[:29])
+        for rest in (TOKENS[29:31], []):
+            with pytest.raises(ValueError, match="after 29; expected at least one"):
+                live.feed(rest)
+        assert live.feed(TOKENS[29:30]).shape == (1, VOCABULARY)
+    assert live.record().evicted_at.shape == (3, 2, 30)
+
+
+def test_what_cannot_run_is_refused():
+    """Each refusal says what was given and what works."""
+    run = running("llama")
+    sizes = {"prompt_len": PROMPT, "n_pos": LENGTH}
+    for name, reason in (
+        ("oracle", "rows of the future"),
+        ("snapkv@original", "per query head"),
+        ("fastkv", "on the way down"),
+    ):
+        with pytest.raises(PolicyError, match=reason):
+            Decoding(run, kvsim.policy(name), 512, **sizes)
+    with pytest.raises(PolicyError, match="the smallest budget that works is 32"):
+        Decoding(run, POLICIES["snapkv"], 8, **sizes)
+    with pytest.raises(NeedsError, match="context"):
+        Decoding(run, POLICIES["snapkv"], BUDGET, **sizes, compress="context")
+    with pytest.raises(PolicyError, match="layer 0 of live has a sliding window of 100"):
+        Decoding(running("gemma3"), POLICIES["snapkv"], BUDGET, **sizes, layers=[0])
+    with pytest.raises(CaptureError, match="may have 1025 tokens; expected at most 1024"):
+        Decoding(run, POLICIES["snapkv"], BUDGET, prompt_len=PROMPT, n_pos=1025)
+    with pytest.raises(CaptureError, match="may have 513 tokens; expected at most 512"):
+        Decoding(running("phi4-mini"), POLICIES["snapkv"], BUDGET, prompt_len=PROMPT, n_pos=513)
+    model = running("qwen2").model
+    before, model.config._attn_implementation = model.config._attn_implementation, "flex_attention"
+    with pytest.raises(CaptureError, match="attends by 'flex_attention'; expected one of eager, s"):
+        RunningModel(model)
+    model.config._attn_implementation = before
