@@ -103,7 +103,8 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
     assert set(lived.table["fidelity"]) == {"closed"}
     keys = ["policy", "budget", "interval", "prefill", "layer", "head"]
     first = pl.col("layer") == 0, pl.col("metric") == "retained_iou"
-    a, b = (run.table.filter(*first).select(*keys, "value") for run in (lived, replayed))
+    keys += ["variant", "value"]
+    a, b = (run.table.filter(*first).select(keys).sort(keys) for run in (lived, replayed))
     assert a.height == 36  # policies, budgets, heads, three variants
     assert a.equals(b)
     assert [r.events for r in lived.records] == [r.events for r in replayed.records]
