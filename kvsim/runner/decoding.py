@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -74,6 +75,7 @@ class Decoding:
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         self.layers = replayed(self.sketch, layers)
         self.events = self.schedule.rows(prompt_len, n_pos, context_len)
+        self._events = deque(self.events)  # that have not fired
         self.tokens: list[int] = []
         self.peak_bytes = 0
         self._observe = observe
@@ -139,11 +141,12 @@ class Decoding:
         return "slot" if restarted else self.policy.positions
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(torch.inference_mode())
-        self._stack.enter_context(evaluating(self.running.model))
-        self._stack.enter_context(
-            intercepting(self.running.model, self._receive, masking=self._mask)
-        )
+        model = self.running.model
+        with ExitStack() as stack:  # an error on the way in leaves nothing behind
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(evaluating(model))
+            stack.enter_context(intercepting(model, self._receive, masking=self._mask))
+            self._stack = stack.pop_all()
         self._open = True
         return self
 
@@ -240,18 +243,18 @@ class Decoding:
 
     def _make_room(self, start: int) -> int:
         """Return the number of rows from row `start` up to the next event, or to the end."""
-        event = next((row for row in self.events if row >= start), None)
-        stop = self.sketch.n_pos if event is None else event + 1
+        stop = self._events[0] + 1 if self._events else self.sketch.n_pos
         for _, source in self._blocks:
-            source.room, source.reads_queries = stop - start, event is not None
+            source.room, source.reads_queries = stop - start, bool(self._events)
         return stop - start
 
     def _end(self) -> None:
         """Count what the cache holds, and fire the event after the last row, if there is one."""
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         row = len(self.tokens) - 1
-        if row not in self.events:
+        if not self._events or row < self._events[0]:
             return
+        self._events.popleft()
         first, last = self.policy.query_rows
         for block, source in self._blocks:
             if source.layers[0] in self._whole:

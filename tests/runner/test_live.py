@@ -19,7 +19,7 @@ from kvsim.recorder import load_model
 from kvsim.runner import masked_logits, recompute
 from kvsim.runner.cache import LiveSource, Table
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
-from live_runs import live_policies, output_gap, run_live
+from live_runs import live_policies, logits_behind_masks, output_gap, run_live
 
 CLOSE = 1e-5
 PROMPT, LENGTH, INTERVAL, BUDGET = 80, 120, 8, 64
@@ -172,6 +172,17 @@ def test_logits_are_those_of_the_record_as_a_mask(family):
         assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, name
 
 
+@pytest.mark.parametrize("name", ["tova", *UNEVEN])
+def test_logits_of_the_shipped_model_are_those_of_the_record_as_a_mask(name):
+    """The same on `tiny`, over its sample trace."""
+    run, trace = tiny()
+    tokens = trace.tokens.tolist()
+    live = run_live(run, POLICIES[name], BUDGET, tokens, trace.prompt_len, interval=32)
+
+    masked = masked_logits(run.model, trace.tokens, [live.record])[0]
+    assert relative(live.logits[trace.prompt_len - 1 :], masked) < CLOSE
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "smollm3", "gpt2"])
 def test_outputs_of_all_layers_are_by_definition(family):
     """So are softcaps, sinks, sliding windows that bound their layers, and layers without RoPE."""
@@ -314,23 +325,6 @@ def test_slots_need_all_layers_alike():
 # ----------------------------------------------------------- rows of the prompt that are dropped
 
 
-class Masked:
-    """Attention of all layers that sees what a Record retains; a row always sees itself."""
-
-    def __init__(self, record):
-        self.last = torch.from_numpy(record.evicted_at)
-
-    def __call__(self, module, q, k, v, mask, scaling, **rest):
-        """q [1, qhead, n, d], k and v [1, head, n, d] -> out [1, n, qhead, d]."""
-        n, group = q.shape[2], q.shape[1] // k.shape[1]
-        pos, row = torch.arange(n), torch.arange(n)[:, None]
-        gone = (pos > row) | (row > self.last[module.layer_idx][:, None])
-        gone = (gone & (pos != row)).repeat_interleave(group, 0)
-        k, v = (x[0].repeat_interleave(group, 0).double() for x in (k, v))
-        z = ((q[0].double() @ k.mT) * scaling).masked_fill(gone, -torch.inf)
-        return (z.softmax(-1) @ v).float().transpose(0, 1)[None], None
-
-
 #: Parameters with which they drop rows of a short prompt in a small model.
 DROPPING = (
     ("asl", {"tau": 5.0}),
@@ -363,9 +357,7 @@ def test_rows_that_are_dropped_on_the_way_down(monkeypatch, name, params, interv
     if interval is None:
         assert (record.evicted_at[..., :PROMPT][~left] > LENGTH).all()
     assert relative(logits[0][0], expected.logits) < CLOSE
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", Masked(record))
-    with torch.inference_mode():
-        masked = run.model(torch.tensor([TOKENS])).logits[0, PROMPT - 1 :]
+    masked = logits_behind_masks(monkeypatch, run.model, TOKENS, record)[PROMPT - 1 :]
     assert relative(torch.cat(logits), masked) < CLOSE
     kept = int((record.evicted_at >= LENGTH).sum())
     assert live.cache_bytes == kept * 16 * 2 * 4
