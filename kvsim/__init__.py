@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvsim.runner import recompute
     from kvsim.store import open_trace, save_trace
     from kvsim.store.labelled import to_xarray
+    from kvsim.sweeps.closed_loop import live
     from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "Trace",
     "__version__",
     "capture",
+    "live",
     "measure",
     "open_trace",
     "policy",
@@ -59,6 +61,7 @@ _HOME = {
     "Rope": "core.attention",
     "Trace": "core.trace",
     "capture": "recorder",
+    "live": "sweeps.closed_loop",
     "measure": "analysis",
     "open_trace": "store",
     "policy": "policies",

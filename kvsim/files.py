@@ -86,6 +86,20 @@ def write_file(path: Path, content: bytes | str, *, overwrite: bool = False) -> 
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file, or replace it, in one rename; for what is flushed later with its folder.
+
+    Raises OSError where the system refuses.
+    """
+    draft = hidden(path, "tmp")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
 @contextmanager
 def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Provide a path to write a file or a folder to; at the end, flush it and rename it to `path`.

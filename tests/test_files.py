@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ import kvsim
 from kvsim import Rope, Trace, files, plots
 from kvsim.cli import app
 from kvsim.errors import OutputError
-from kvsim.files import check_output, published, write_file
+from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
 from kvsim.sweeps.run import sweep
 
@@ -363,3 +364,51 @@ def test_what_a_killed_command_leaves_is_listed_and_discarded(run, tmp_path):
     assert discard in run("traces", tmp_path)[1]
     assert run("trace", "discard", left)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path):
+    """A full disk leaves the earlier content and no draft; otherwise the new content is there."""
+    path = tmp_path / "part"
+    replace_file(path, EARLIER)
+
+    with limit(1000), pytest.raises(OSError, match="File too large"):
+        replace_file(path, bytes(5000))
+
+    assert path.read_bytes() == EARLIER
+    replace_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from kvsim.files import published
+
+rename = Path.rename
+with published(Path(sys.argv[1]), overwrite=True) as draft:
+    draft.mkdir()
+    (draft / "demo.json").write_text("new")
+    Path.rename = lambda path, target: os._exit(9) if path == draft else rename(path, target)
+"""
+
+
+def test_what_a_kill_between_two_renames_leaves_is_listed_and_removed(run, tmp_path):
+    """The earlier folder and the new one: `traces` names the command that removes each."""
+    out = tmp_path / "demo"
+    out.mkdir()
+    (out / "demo.json").write_text("earlier")
+    command = [sys.executable, "-c", KILLED, str(out)]
+    assert subprocess.run(command, check=False).returncode == 9
+    old, new = sorted(tmp_path.iterdir())
+    assert (old / "demo.json").read_text() == "earlier"
+
+    status, text, _ = run("traces", tmp_path)
+
+    assert status == 0
+    assert f"{old.name}: was set aside for another output, and is no whole trace" in text
+    removals = [line.partition("; ")[2].removesuffix(" removes it") for line in text.splitlines()]
+    for removal in filter(None, removals):
+        assert run(*removal.split()[1:])[0] == 0
+    assert list(tmp_path.iterdir()) == []
+    assert new.name.startswith(".demo.tmp-")

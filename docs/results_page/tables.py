@@ -18,7 +18,7 @@ from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
-from kvsim.sweeps.run import Run, sweep
+from kvsim.sweeps import Run, sweep
 from results_page.plan import Plan
 from results_page.policies import (
     across_policies,

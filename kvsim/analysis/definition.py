@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.subject import Analysis, Subject
 
 
@@ -14,11 +15,12 @@ from kvsim.analysis.subject import Analysis, Subject
 class Cells:
     """Values of one metric for one layer: [m], or [m, E] where `events` [E] names the rows.
 
-    layer: None for what a trace has as a whole, such as its response. heads: the axis that m runs
-    over. chance: what chance alone would give, like values.
+    layer: None for what a trace has as a whole, such as its response; several where m runs over the
+    heads of one after those of the other. heads: the axis that m runs over. chance: what chance
+    alone would give, like values.
     """
 
-    layer: int | None
+    layer: int | Sequence[int] | None
     values: Floats
     heads: Literal["head", "qhead"] | None = None
     variant: str = ""
@@ -31,24 +33,32 @@ class Metric:
     """A named number about a trace, or about a record of it.
 
     kind: "sets" reads what events kept and decided, "rows" what rows of attention become, "trace"
-    the trace alone. cells: computes the values from an `Analysis` of the trace (kind "trace") or
-    from a `Subject`, the trace and a record.
+    the trace alone, "live" what a running model did. cells: computes the values from an `Analysis`
+    of the trace (kind "trace"), from a `Subject`, the trace and a record, or from a `LiveSubject`.
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. main: the variant that stands for the
     others where there is room for one number. default: False where a Table of records has it only
     if it is named. beside_oracle: compares the record with one of the mass oracle, which is
     replayed on request. notes: what it reads of the notes of allocators at events
-    (`Allocator.notes`, `kvsim.replay(..., internals=...)`).
+    (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what stands for all layers in a
+    summary, the mean of their values or the sum. arrays: what a trace must have recorded; by
+    default, metrics of traces without them are left out.
     """
 
     summary: str
-    kind: Literal["sets", "rows", "trace"]
+    kind: Literal["sets", "rows", "trace", "live"]
     unit: str
     better: Literal["higher", "lower"] | None
     source: str
-    cells: Callable[[Analysis], Iterable[Cells]] | Callable[[Subject], Iterable[Cells]]
+    cells: (
+        Callable[[Analysis], Iterable[Cells]]
+        | Callable[[Subject], Iterable[Cells]]
+        | Callable[[LiveSubject], Iterable[Cells]]
+    )
     over_events: Literal["last", "mean"] = "mean"
     main: str = ""
     default: bool = True
     beside_oracle: bool = False
     notes: frozenset[str] = frozenset()
+    layers: Literal["mean", "sum"] = "mean"
+    arrays: tuple[str, ...] = ()

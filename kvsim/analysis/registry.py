@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from kvsim.analysis.attention.metrics import METRICS as ATTENTION
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.metrics import CONTENTS, PLACES
+from kvsim.analysis.live.metrics import METRICS as LIVE
 from kvsim.analysis.output.metrics import METRICS as OUTPUT
 from kvsim.analysis.prompt.metrics import METRICS as PROMPT
 from kvsim.errors import PolicyError, suggest
 
 #: The entries of each room; an entry stands next to the functions that compute it.
-ROOMS = (PLACES, ATTENTION, CONTENTS, OUTPUT, PROMPT)
+ROOMS = (PLACES, ATTENTION, CONTENTS, OUTPUT, PROMPT, LIVE)
 
 #: All metrics, in the order of the rows of a Table.
 METRICS: Mapping[str, Metric] = {

@@ -19,7 +19,15 @@ from kvsim.analysis.attention.intermittence import GapsAndChance, attention_gaps
 from kvsim.analysis.attention.normality import Normality, state_normality
 from kvsim.analysis.attention.projections import Projections, key_projections
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
-from kvsim.analysis.kept.retention import LENGTHS, SINK, THRESHOLDS, Wipeout, steps, wipeout
+from kvsim.analysis.kept.retention import (
+    LENGTHS,
+    SINK,
+    THRESHOLDS,
+    Wipeout,
+    event_rows,
+    steps,
+    wipeout,
+)
 from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.output.error import OutputError
@@ -179,6 +187,14 @@ class Walks(Protocol):
         """Return what `walk` computes for the record."""
 
 
+#: Entries of the layers that are computed together: more would take memory and save no time.
+TOGETHER = 1 << 20
+
+Layers = Sequence[int]
+#: Layers, and the rows [layer x H, T] after which entries of their heads are gone.
+LayerGroup = tuple[Layers, EvictedAt]
+
+
 @dataclass
 class Subject:
     """A trace, and a record of it with its output error.
@@ -199,48 +215,62 @@ class Subject:
         return slice(self.trace.prompt_len, None)
 
     @cached_property
-    def wipeouts(self) -> list[tuple[int, str, Wipeout]]:
-        """(layer, variant, wipe-out) for regions of each length and for the steps of the text."""
+    def layer_groups(self) -> list[LayerGroup]:
+        """The layers of the record, together where entries leave after the same rows."""
+        gone = self.record.gone_after
+        by_rows: dict[bytes, list[int]] = {}
+        for at, evicted_at in enumerate(gone):
+            by_rows.setdefault(event_rows(evicted_at).tobytes(), []).append(at)
+        most = max(1, TOGETHER // max(1, gone[:1].size))
+        groups = (
+            group[start : start + most]
+            for group in by_rows.values()
+            for start in range(0, len(group), most)
+        )
+        return [
+            ([self.record.layers[at] for at in group], gone[group].reshape(-1, gone.shape[-1]))
+            for group in groups
+        ]
+
+    @cached_property
+    def wipeouts(self) -> list[tuple[Layers, str, Wipeout]]:
+        """(layers, variant, wipe-out) for regions of each length and for the steps of the text."""
         texts = self.trace.token_text
         spaces = [(f"length={length}", length, None) for length in LENGTHS]
         by_step = [] if texts is None else [steps(texts, self.trace.prompt_len)]
         return [
-            (layer, f"{space},threshold={least:g}", wipeout(evicted_at, n, least, regions=regions))
-            for layer, evicted_at in self.layers()
+            (layers, f"{space},threshold={least:g}", wipeout(evicted_at, n, least, regions=regions))
+            for layers, evicted_at in self.layer_groups
             for space, n, regions in [*spaces, *(("space=steps", 0, spans) for spans in by_step)]
             for least in THRESHOLDS
         ]
 
     @property
-    def slot_wipeouts(self) -> Iterator[tuple[int, str, SlotWipeout]]:
-        """(layer, variant, wipe-out) for regions of slots of each length."""
-        for layer, evicted_at in self.layers():
+    def slot_wipeouts(self) -> Iterator[tuple[Layers, str, SlotWipeout]]:
+        """(layers, variant, wipe-out) for regions of slots of each length."""
+        for layers, evicted_at in self.layer_groups:
             leaving = LeavingSlots.of(evicted_at)
             for length, least in product(LENGTHS, THRESHOLDS):
                 variant = f"space=slots,length={length},threshold={least:g}"
-                yield layer, variant, leaving.wipeout(length, least)
+                yield layers, variant, leaving.wipeout(length, least)
 
     @cached_property
-    def segments(self) -> list[tuple[int, str, Segments]]:
-        """(layer, kind, segments): those that the policy cut, if it did, and runs of what stays.
+    def segments(self) -> list[tuple[Layers, str, Segments]]:
+        """(layers, kind, segments): those that the policy cut, if it did, and runs of what stays.
 
         The two kinds differ in meaning and are never compared.
         """
+        cut = [([layer], AMS, ams_segments(self.record, layer)) for layer in self.record.layers]
+        runs = [
+            (layers, PROXY, proxy_segments(evicted_at)) for layers, evicted_at in self.layer_groups
+        ]
         return [
-            (layer, kind, segments)
-            for layer, evicted_at in self.layers()
-            for kind, segments in (
-                (AMS, ams_segments(self.record, layer)),
-                (PROXY, proxy_segments(evicted_at)),
-            )
+            (layers, kind, segments)
+            for layers, kind, segments in (*cut, *runs)
             if segments is not None
         ]
 
     @cached_property
-    def bursts(self) -> list[tuple[int, Bursts]]:
-        """(layer, runs of all that is dropped) of the record."""
-        return [(layer, dropped_bursts(evicted_at)) for layer, evicted_at in self.layers()]
-
-    def layers(self) -> Iterator[tuple[int, EvictedAt]]:
-        """(layer, the rows [H, T] after which entries are gone) of the record."""
-        return zip(self.record.layers, self.record.gone_after, strict=True)
+    def bursts(self) -> list[tuple[Layers, Bursts]]:
+        """(layers, runs of all that is dropped) of the record."""
+        return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in self.layer_groups]

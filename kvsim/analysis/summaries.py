@@ -1,7 +1,8 @@
 """Summaries of a Table: means over prompts, intervals, paired differences, Pareto fronts.
 
-Prompts are the unit. Values are averaged over layers, heads and events within a trace first, so
-that a long trace counts as much as a short one (macro average), and intervals say how far the mean
+Prompts are the unit. Values are averaged over layers, heads and events within a trace first (of
+some metrics layers are added up: `Metric.layers`), so that a long trace counts as much as a short
+one (macro average), and intervals say how far the mean
 would move with other prompts. They say nothing about other models or another seed of training.
 A trace that a metric cannot be computed on is counted as asked and not measured, never as zero.
 
@@ -116,15 +117,42 @@ def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
 def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
+    Layers of a metric whose `Metric.layers` is "sum" are added up.
+
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
     _check_columns(table, by)
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
+    keys = [*by, *KEYS, "trace"]
     return (
-        table.with_columns(asked=asked)
-        .group_by(*by, *KEYS, "trace", maintain_order=True)
+        over_layers(table.with_columns(asked=asked), keys)
+        .group_by(keys, maintain_order=True)
         .agg(pl.col("value").mean(), pl.col("chance").mean(), _WEAKEST)
     )
+
+
+#: Metrics whose layers add up.
+_SUMMED = [name for name, entry in METRICS.items() if entry.layers == "sum"]
+
+
+def over_layers(
+    table: pl.DataFrame, keys: Sequence[str], columns: Sequence[str] = ("value",)
+) -> pl.DataFrame:
+    """The Table with values whose mean over a result is what stands for all its layers.
+
+    keys: columns that distinguish results. Values of a metric whose layers add up are scaled such
+    that the mean of a result is the sum over layers of the means in each; others are unchanged.
+    """
+    summed = table["metric"].is_in(_SUMMED)
+    if not summed.any():
+        return table
+    in_layer = list(dict.fromkeys([*keys, "layer"]))
+    scaled = table.filter(summed).select(
+        pl.col(name) * pl.col(name).count().over(keys) / pl.col(name).count().over(in_layer)
+        for name in columns
+    )
+    rows = summed.arg_true()
+    return table.with_columns(table[name].clone().scatter(rows, scaled[name]) for name in columns)
 
 
 #: Fidelities from the strongest; in a mean of several the weakest speaks.
@@ -254,15 +282,18 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         for stronger, weaker in combinations(_STRENGTH.categories, 2)
     ]
     keys = [*by, *KEYS, "stronger", "weaker"]
-    within = (
+    paired = (
         pl.concat(frames)
         .rename({"value": "at_stronger", "value_right": "at_weaker"})
         .with_columns(
             asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
-            gap=pl.col("at_stronger") - pl.col("at_weaker"),
             stronger=pl.col("level").cast(_LABEL),
             weaker=pl.col("level_right").cast(_LABEL),
         )
+    )
+    within = (
+        over_layers(paired, [*keys, "trace"], ["at_stronger", "at_weaker"])
+        .with_columns(gap=pl.col("at_stronger") - pl.col("at_weaker"))
         .group_by(*keys, "trace", maintain_order=True)
         .agg(pl.col("at_stronger", "at_weaker", "gap").mean(), values=pl.len())
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -12,13 +13,14 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.checks import check_device, check_progress
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import FIDELITY, LABELS
 
 # Labels that are numbers; a Table has their columns only where a trace has them.
@@ -84,29 +86,56 @@ def measure(
     short for has no rows (`Analysis.left_out`).
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
-    regret without oracles, TraceError where a record belongs to another trace.
+    regret without oracles, NeedsError for a metric by name that reads what the trace has not
+    recorded (`Metric.arrays`), TraceError for what is no trace or record, and where a record
+    belongs to another trace.
     """
     check_device(device)
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
+    _check_inputs(trace, records, oracles)
     chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
     if isinstance(trace, Analysis):
         analysis, trace = trace, trace.trace
     else:
         analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
-    subjects = [analysis] if records is None else _subjects(trace, records, oracles, device)
+    if metrics is None:
+        chosen = {name: chosen[name] for name in available(chosen, [trace])}
+    check_arrays(trace, chosen)
+    subjects: Sequence[Analysis | Subject] = [analysis]
+    if records is not None:
+        projected = any("o_proj" in entry.arrays for entry in chosen.values())
+        subjects = subjects_of(trace, records, oracles, device, projected=projected)
     steps = [
         (analysis if entry.kind == "trace" else subject, name, entry)
         for place, subject in enumerate(subjects)
         for name, entry in chosen.items()
         if not place or entry.kind != "trace"  # the same for every record
     ]
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     for done, (subject, name, entry) in enumerate(steps):
         if progress is not None:
             progress(done, len(steps), f"{trace.name}: {name}")
-        blocks += _blocks(subject, name, entry, events=events)
-    return _table(blocks)
+        blocks += blocks_of(subject, name, entry, events=events)
+    return table_of(blocks)
+
+
+def _check_inputs(trace: Any, records: Any, oracles: Any) -> None:
+    """Raise an error for what `measure` cannot take as a trace, as records, or as oracles."""
+    if not isinstance(trace, Trace | Analysis):
+        raise TraceError(f"trace is {reprlib.repr(trace)}; expected a Trace of kvsim.open_trace")
+    if records is not None and not (
+        isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
+    ):
+        raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
+    if oracles is not None and not (
+        isinstance(oracles, Sequence)
+        and len(oracles) == len(records or ())
+        and all(isinstance(each, Record | None) for each in oracles)
+    ):
+        raise PolicyError(
+            f"oracles are {reprlib.repr(oracles)}; expected a Record or None for each record"
+        )
 
 
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
@@ -132,6 +161,8 @@ def choose(
     Those that need an oracle are among the default ones if there is one. Raises PolicyError for an
     unknown name, and for a metric that needs an oracle or a record that there is not.
     """
+    if metrics is not None:
+        metrics = _names(metrics)
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
@@ -139,6 +170,10 @@ def choose(
         return {name: x for name, x in default.items() if oracles or not x.beside_oracle}
     chosen = {name: metric(name) for name in metrics}
     for name, entry in chosen.items():
+        if entry.kind == "live":
+            raise PolicyError(
+                f"{name} is about a running model, and a replay runs none; take kvsim live"
+            )
         if not records and entry.kind != "trace":
             raise PolicyError(
                 f"{name} is about a record, and only a trace was given; give a record "
@@ -152,9 +187,41 @@ def choose(
     return chosen
 
 
-def _subjects(
-    trace: Trace, records: Sequence[Record], oracles: Sequence[Record | None] | None, device: str
-) -> list[Analysis | Subject]:
+def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
+    """The metrics of which every trace has recorded what they read (`Metric.arrays`)."""
+    return [
+        name
+        for name in metrics
+        if all(trace.has(array) for array in metric(name).arrays for trace in traces)
+    ]
+
+
+def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
+    """Raise NeedsError where the trace has not recorded what one of the metrics reads."""
+    for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
+        trace.read(name, slice(0, 0))
+
+
+def _names(metrics: Any) -> list[str]:
+    """Return names of metrics as a list. Raises PolicyError for a single name or no names."""
+    several = isinstance(metrics, Iterable) and not isinstance(metrics, str)
+    names = list(metrics) if several else []
+    if not several or not all(isinstance(name, str) for name in names):
+        raise PolicyError(
+            f"metrics is {reprlib.repr(metrics)}; expected a list of names, such as "
+            "['output_error'], which `kvsim metrics` lists"
+        )
+    return names
+
+
+def subjects_of(
+    trace: Trace,
+    records: Sequence[Record],
+    oracles: Sequence[Record | None] | None,
+    device: str,
+    *,
+    projected: bool,
+) -> list[Subject]:
     """Return a Subject of each record; they share walks over the trace and output errors."""
     best = [None] * len(records) if oracles is None else list(oracles)
     replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
@@ -164,7 +231,8 @@ def _subjects(
 
     @cache
     def outputs() -> dict[int, OutputError]:
-        return dict(zip(map(id, replayed), output_error(trace, replayed, device), strict=True))
+        errors = output_error(trace, replayed, device, projected=projected)
+        return dict(zip(map(id, replayed), errors, strict=True))
 
     @cache
     def results(walk: Walk[Any]) -> dict[int, Any]:
@@ -185,14 +253,14 @@ _OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 _OF_ROW = ("value", "chance", "head", "qhead", "event")
 
 #: The columns that rows share, and those `_OF_ROW`, arrays [n]; -1 where a row has no such index.
-_Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
+Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
-def _blocks(
-    subject: Analysis | Subject, name: str, entry: Metric, *, events: bool
-) -> Iterator[_Block]:
-    """The rows of one metric of a trace or of a record."""
-    trace, record = subject.trace, subject.record if isinstance(subject, Subject) else None
+def blocks_of(
+    subject: Analysis | Subject | LiveSubject, name: str, entry: Metric, *, events: bool
+) -> list[Block]:
+    """The rows of one metric of a trace, of a record, or of a live run."""
+    trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
@@ -201,8 +269,9 @@ def _blocks(
         if record.compress != "prompt":  # another result, as with another parameter
             params["compress"] = record.compress
         shared["params"] = json.dumps(params)
-    # an entry of kind "trace" reads an Analysis, the others a Subject
-    compute = cast("Callable[[Analysis | Subject], Iterable[Cells]]", entry.cells)
+    # an entry of kind "trace" reads an Analysis, "live" a LiveSubject, the others a Subject
+    compute = cast("Callable[[Analysis | Subject | LiveSubject], Iterable[Cells]]", entry.cells)
+    blocks: list[Block] = []
     for cells in compute(subject):
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
@@ -211,22 +280,30 @@ def _blocks(
                 values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]
             else:
                 values, chance, rows = mean_known(values), mean_known(chance), None
-        index = np.repeat(np.arange(len(values)), 1 if rows is None else len(rows))
+        layers = cells.layer if isinstance(cells.layer, Sequence) else [cells.layer]
+        size = len(values) // len(layers)
+        index = np.repeat(np.arange(size), 1 if rows is None else len(rows))
         none = np.full(len(index), -1)
-        axis, level = cells.heads, "exact"
-        if record is not None:
-            level = fidelity(trace, record, entry.kind, cells.layer)
-            if record.per_query_head and axis == "head":
-                axis = "qhead"  # its head axis counts query heads
+        axis = cells.heads
+        if record is not None and record.per_query_head and axis == "head":
+            axis = "qhead"  # its head axis counts query heads
         heads = index if axis == "head" else none, index if axis == "qhead" else none
-        event = none if rows is None else np.tile(rows, len(values))
-        yield (
-            shared | {"variant": cells.variant, "layer": cells.layer, "fidelity": level},
-            (values.ravel(), chance.ravel(), *heads, event),
-        )
+        event = none if rows is None else np.tile(rows, size)
+        for place, layer in enumerate(layers):
+            level = "exact" if record is None else fidelity(trace, record, entry.kind, layer)
+            part = slice(place * size, (place + 1) * size)
+            blocks.append(
+                (
+                    shared | {"variant": cells.variant, "layer": layer, "fidelity": level},
+                    (values[part].ravel(), chance[part].ravel(), *heads, event),
+                )
+            )
+    # those of a record by layer, whatever was computed together
+    order = {} if record is None else {layer: place for place, layer in enumerate(record.layers)}
+    return sorted(blocks, key=lambda block: order.get(block[0]["layer"], -1))
 
 
-def _table(blocks: Sequence[_Block]) -> pl.DataFrame:
+def table_of(blocks: Sequence[Block]) -> pl.DataFrame:
     """One frame of all blocks: one for each would take longer than what it holds."""
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)
@@ -253,11 +330,15 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     finished by then. Everything else is open loop: recorded q, k, v carry no error from the layers
     below.
 
+    What a running model did is closed loop.
+
     Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
     rows that it propagates are exact; deeper sets are so where nothing is chosen there, and "semi"
     where these layers were computed again (`kvsim.recompute`).
     """
+    if record.closed:
+        return "closed"
     across = record.selection is not None and record.selection.layer is not None
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
     if kind == "trace" or layer is None or alone or trace.layer_ids[layer] == 0:

@@ -22,7 +22,7 @@ from kvsim.tiny.sample import sample_trace
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
-    from kvsim.sweeps.run import Run
+    from kvsim.sweeps import Run
 
 #: `full` is the reference; `random` is chance.
 POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")

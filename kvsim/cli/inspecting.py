@@ -337,10 +337,12 @@ def _advice(entry: Entry, folder: Path) -> str:
     taken = f"a trace of {entry.place_tokens} tokens is at its path"
     if entry.state == "superseded":
         return f"{entry.tokens} tokens, superseded: {taken}; {discard} removes it"
+    if not entry.tokens:
+        aside = "was set aside for another output, and is no whole trace"  # such as of a demo
+        state = aside if entry.state == "replaced" else "unfinished, without tokens"
+        return f"{state}; {discard} removes it"
     if entry.state == "replaced":
         return f"was set aside for another trace; {recover} moves it back"
-    if not entry.tokens:
-        return f"unfinished, without tokens; {discard} removes it"
     state = f"unfinished, {entry.tokens} tokens are on disk"
     if entry.place_tokens is not None:
         return f"{state}, {taken}; {recover} --out OTHER"

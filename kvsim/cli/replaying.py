@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
-    from kvsim.sweeps.run import Run
+    from kvsim.sweeps import Run
 
 _OPEN_LOOP = (
     "open: computed from the recorded queries, keys and values; in a live run errors also add up "
     "from layer to layer and the model may generate other tokens."
 )
+
+#: Metrics that are means over the tokens of a response that was fed to the model.
+LIVE = {"response_kl", "nll_increase", "top_agreement"}
 
 
 def replay(
@@ -106,7 +109,7 @@ def replay(
 
     from kvsim.analysis.table import choose
     from kvsim.core.policy import Protection
-    from kvsim.sweeps.run import SUMMARY, check_output, sweep
+    from kvsim.sweeps import SUMMARY, check_output, sweep
 
     if out is not None:
         check_output(out, resume=resume)
@@ -133,12 +136,12 @@ def replay(
                 resume=resume,
                 progress=report,
             )
-        _show(run, opened, policies, protect, metric, out, as_json=as_json)
+        show_run(run, opened, policies, protect, metric or SUMMARY, out, as_json=as_json)
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise Stop(f"interrupted, {_left(out)}", 130) from None
+        raise Stop(f"interrupted, {left(out)}", 130) from None
 
 
-def _left(out: Path | None) -> str:
+def left(out: Path | None) -> str:
     """Return what is in the folder of a sweep that is over."""
     from kvsim.sweeps.parts import is_complete
 
@@ -149,19 +152,17 @@ def _left(out: Path | None) -> str:
     return f"what is done is kept in {out}; continue with the same command and --resume"
 
 
-def _show(
+def show_run(
     run: Run,
     opened: Sequence[Trace],
     policies: Sequence[Policy],
     protect: Protection,
-    metric: Sequence[str] | None,
+    metrics: Sequence[str],
     out: Path | None,
     *,
     as_json: bool,
 ) -> None:
-    """Print the outcome of a sweep, and end with the right status."""
-    from kvsim.sweeps.run import SUMMARY
-
+    """Print those metrics of the outcome of a sweep that it has, and end with the right status."""
     cells = len(run.parameters["policies"]) * len(run.parameters["budgets"])
     total = len(opened) * cells
     if not run.records and run.interrupted:
@@ -171,7 +172,7 @@ def _show(
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), status)
     measured = set(run.table["metric"])
-    shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
+    shown = [name for name in dict.fromkeys([*metrics, "regret"]) if name in measured]
     if as_json:
         show.echo_json(_document(run, shown, out))
     else:
@@ -295,8 +296,12 @@ def means(shown: Sequence[str], n_traces: int) -> str:
     more = ""
     if "wipeout" in shown:
         more += "; wiped out: regions of 32 tokens of which nothing is left after the last event"
+    if "layer_error" in shown:
+        more += "; layer error: sum over layers of what each adds to the residual stream (RMS)"
     if "regret" in shown:
         more += "; regret: mass that the oracle keeps beyond the policy"
+    if not LIVE.isdisjoint(shown):
+        more += "; of tokens over those of the recorded response"
     return f"Means over {over}, of rows over those after the prompt{more}."
 
 

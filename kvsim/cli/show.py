@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _COLUMNS = {
     "entries_seen": ("seen", ".0f"),
     "output_error": ("output\nerror", ".3f"),
+    "layer_error": ("layer\nerror", ".3g"),
     "retained_mass": ("mass\nkept", ".1%"),
     "wipeout": ("wiped\nout", ".0%"),
     "wipeout_hazard": ("wiped out\nper event", ".1%"),

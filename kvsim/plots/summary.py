@@ -331,8 +331,9 @@ def _panels(
 def metric_label(name: str) -> str:
     """Return a metric's name with its unit and its better direction, for an axis."""
     entry = METRICS[name]
+    summed = ", sum over layers" if entry.layers == "sum" else ""
     better = f", {entry.better} is better" if entry.better else ""
-    return f"{name.replace('_', ' ')} ({entry.unit}{better})"
+    return f"{name.replace('_', ' ')} ({entry.unit}{summed}{better})"
 
 
 def _budget_label(budgets: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def capture(
             computed; with `o_proj`, a model that has no such projection, or does something else
             with the output of its attention; with `residual`, a model whose decoder layers are not
             found, or do not pass on what they return; with `resume`, a trace at `out` that is of
-            another capture.
+            another capture; what is no model or tokenizer of transformers.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
@@ -176,10 +176,20 @@ def _check_target(path: Path, options: Options) -> None:
 
 
 def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
-    """Load a model that is given by name."""
+    """Load a model that is given by name. Raises CaptureError for what is no model or tokenizer."""
     if isinstance(model, str | Path):
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer
+    if not callable(getattr(model, "get_input_embeddings", None)):
+        raise CaptureError(
+            f"model is of type {type(model).__name__}; expected a model of transformers, or the "
+            "name of one, as load_model takes it"
+        )
+    if not (tokenizer is None or callable(tokenizer)):
+        raise CaptureError(
+            f"tokenizer is of type {type(tokenizer).__name__}; expected a tokenizer of "
+            "transformers, or None"
+        )
     return model, tokenizer
 
 

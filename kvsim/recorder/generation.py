@@ -64,7 +64,7 @@ def generate(
                 return tokens, ended
             logits = model(inputs, **options).logits[0, -1]
             progress(len(tokens), total)
-            tokens.append(_sample(logits, temperature, generator))
+            tokens.append(sample(logits, temperature, generator))
             sampled(tokens[-1])
             inputs = torch.tensor([tokens[-1:]], device=device)
 
@@ -120,7 +120,8 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw a token from logits [V] at a temperature; the most likely one at 0."""
     # on the CPU in float64, so that the draw is the same on every device
     scaled = logits.to("cpu", torch.float64) / (temperature or 1.0)
     if temperature == 0 or bool(scaled.isinf().any()):  # so cold that it overflows

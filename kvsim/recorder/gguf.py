@@ -333,7 +333,7 @@ def _load(folder: Path, path: Path, reader: GGUFReader) -> tuple[Any, PreTrained
                 folder, dtype=torch.float32, output_loading_info=True, **shared
             )
             model, report = both
-            _check_complete(path, report)
+            check_complete(path, report, "give the model as a folder with safetensors")
             loaded = PreTrainedTokenizerFast.from_pretrained(folder, **shared)
         return model, _tokenizer(loaded, reader)
     except CaptureError:
@@ -345,13 +345,18 @@ def _load(folder: Path, path: Path, reader: GGUFReader) -> tuple[Any, PreTrained
         ) from error
 
 
-def _check_complete(path: Path, report: Mapping[str, Any]) -> None:
-    """Raise CaptureError if weights of a model are random: transformers only warns."""
-    random = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+def check_complete(place: str | Path, report: Mapping[str, Any], advice: str) -> None:
+    """Raise CaptureError if weights of a model are random: transformers only warns.
+
+    report: the loading info of transformers. advice: what users can do.
+    """
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    random = sorted({*report["missing_keys"], *mismatched})
     if random:
+        first = ", ".join(random[:3]) + (", ..." if len(random) > 3 else "")
         raise CaptureError(
-            f"{path} lacks {len(random)} of the model's weights ({random[0]}, ...), expected all; "
-            "give the model as a folder with safetensors"
+            f"{place} lacks {len(random)} of the model's weights or has them in other shapes "
+            f"({first}), expected all as in its configuration; {advice}"
         )
 
 

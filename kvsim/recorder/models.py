@@ -24,7 +24,7 @@ from kvsim import tiny
 from kvsim.core.attention import Rope
 from kvsim.core.digest import document_digest
 from kvsim.errors import CaptureError, error_line, suggest
-from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
+from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
 from kvsim.recorder.hooks import attention_modules, kernel_name
 
 #: The models that have a name, in words: those that ship, and one in a package.
@@ -77,9 +77,9 @@ def load_model(
 
     Raises:
         CaptureError: no such model; a model that is not cached while the hub cannot be reached; no
-            safetensors; code that is not trusted; a `device_map` without accelerate or with an
-            unknown device; a GGUF file without the extra `gguf`, that is damaged, or of a model
-            that transformers does not load from GGUF.
+            safetensors; weights that are missing or of other shapes; code that is not trusted; a
+            `device_map` without accelerate or with an unknown device; a GGUF file without the extra
+            `gguf`, that is damaged, or of a model that transformers does not load from GGUF.
         OutputError: a GGUF file cannot be dequantised into the cache folder.
     """
     if device_map is not None:
@@ -105,9 +105,11 @@ def load_model(
         if local:
             _require_safetensors(Path(place))
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            both: Any = AutoModelForCausalLM.from_pretrained(
                 place,
                 use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `check_complete` refuses them
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 adapter_kwargs={"local_files_only": here},  # peft looks for one by itself
                 **shared,
@@ -123,6 +125,8 @@ def load_model(
                 "folder or a hub id of a decoder model with safetensors weights, or "
                 f"{_NAMED}{_close(str(name))}"
             ) from error
+        model, report = both
+        check_complete(place, report, "copy or convert it again, or correct its config.json")
         tokenizer = _load_tokenizer(place, shared)
     loaded = cast("PreTrainedModel", model)
     if file is not None:

@@ -47,16 +47,18 @@ def sections(
 
 #: The metrics of the first table; all others are in the Parquet file.
 _SHOWN = (
-    *("output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
-    *("burst_share", "entries_seen", "needle_recall", "needle_wipeout", "regret"),
+    *("output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
+    *("middle_coverage", "burst_share", "entries_seen"),
+    *("needle_recall", "needle_wipeout", "regret"),
 )
 
 
 def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     note = Markup(
-        "Means over {}, of layers, heads and events within a prompt first; in brackets the 95 % "
-        "bootstrap interval over prompts. <i>chance</i> is what random sets of the same size would "
-        "reach. A number of prompts in parentheses means that the others could not be measured."
+        "Means over {}, of layers, heads and events within a prompt first (layers of <i>layer "
+        "error</i> are added up); in brackets the 95 % bootstrap interval over prompts. "
+        "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
+        "parentheses means that the others could not be measured."
     ).format(plural(table["trace"].n_unique(), "prompt"))
     remarks = dict.fromkeys(one for run in runs for one in run.parameters.get("remarks", ()))
     remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))

@@ -78,6 +78,8 @@ class Decoding:
         self._events = deque(self.events)  # that have not fired
         self.tokens: list[int] = []
         self.peak_bytes = 0
+        #: from the end of the prompt on, after the event there
+        self.decode_peak_bytes = 0
         self._observe = observe
         self._open = False
         self._busy = False  # this one's rows are in the model, or an error stopped them there
@@ -250,11 +252,18 @@ class Decoding:
 
     def _end(self) -> None:
         """Count what the cache holds, and fire the event after the last row, if there is one."""
+        row, prompt_len = len(self.tokens) - 1, self.sketch.prompt_len
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
-        row = len(self.tokens) - 1
-        if not self._events or row < self._events[0]:
-            return
-        self._events.popleft()
+        if row >= prompt_len:
+            self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
+        if self._events and row == self._events[0]:
+            self._events.popleft()
+            self._fire(row)
+        if row >= prompt_len - 1:
+            self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
+
+    def _fire(self, row: int) -> None:
+        """Fire the event after row `row`, and free the queries that no later one reads."""
         first, last = self.policy.query_rows
         for block, source in self._blocks:
             if source.layers[0] in self._whole:
@@ -286,6 +295,13 @@ class Decoding:
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of live entries: what they would take without pads."""
         return self._other_bytes + sum(source.live_bytes for _, source in self._blocks)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that the full cache of the rows so far takes."""
+        sketch, itemsize = self.sketch, self.running.model.dtype.itemsize
+        heads = sketch.n_layers * sketch.n_heads
+        return 2 * heads * sketch.dim * len(self.tokens) * itemsize
 
     @property
     def allocated_bytes(self) -> int:
@@ -332,6 +348,7 @@ class Decoding:
             selection=None if descent is None else descent.selection,
             own_schedule=schedule == policy.schedule,
             remark=remark(self.sketch, policy, self.budget, schedule, descent),
+            closed=True,
         )
 
 

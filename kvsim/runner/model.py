@@ -94,6 +94,14 @@ class RunningModel:
                 "or fewer new tokens"
             )
 
+    @cached_property
+    def projections(self) -> Tensor | None:
+        """Output projection of each query head [layer, qhead, d, D]; None without such matrices."""
+        try:
+            return self._projected.o_proj.to(self.device)
+        except CaptureError:
+            return None
+
     def sketch(
         self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
     ) -> Trace:

@@ -31,8 +31,8 @@ from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.models import NOTED, describe_model
 from kvsim.runner.decoder import Computed, Decoder
+from kvsim.runner.recorded import check_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ def recompute(
             "that drops rows of the prompt between layers, with sets per KV head; try asl or fastkv"
         )
     trace.read("residual", slice(0, 0))  # raises NeedsError if it is missing
-    _check_model(trace, model)
+    check_model(trace, model)
     schedule = replace(policy.schedule, interval=None)
     base = replay(trace, replace(policy, schedule=schedule), budget, memory=memory)
     setting = setting_of(trace, policy, base.budget, schedule, trace.prompt_len)
@@ -136,28 +136,6 @@ def recompute(
 
 #: Rows of the prompt on which every recomputed layer is compared with the recording.
 _CHECKED = 64
-
-
-def _check_model(trace: Trace, model: PreTrainedModel) -> None:
-    """Raise CaptureError unless configuration and precision are those of the recorded model."""
-    recorded_model = trace.meta.get("model", {})
-    given, expected = describe_model(model), recorded_model.get("config")
-    if expected is None:
-        return
-    config = given["config"]
-    keys = sorted((set(config) | set(expected)) - set(NOTED))
-    differing = [key for key in keys if config.get(key) != expected.get(key)]
-    if differing:
-        raise CaptureError(
-            f"the model {given['name']} differs from the recorded {recorded_model.get('name')} in "
-            f"{', '.join(differing)} of its configuration; give the model that {trace.name} was "
-            "recorded from"
-        )
-    if given["dtype"] != recorded_model.get("dtype", given["dtype"]):
-        raise CaptureError(
-            f"the model {given['name']} computes in {given['dtype']}, {trace.name} was recorded "
-            f"in {recorded_model['dtype']}; load it in that precision"
-        )
 
 
 class _Descending:

@@ -1,4 +1,4 @@
-"""Traces as files, in the format of docs/trace-format.md."""
+"""Traces as files, in the format of docs/trace-format.md, and records."""
 
 from kvsim.store.publication import check_target, check_writable
 from kvsim.store.reader import open_trace

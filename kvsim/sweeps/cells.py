@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import COLUMNS, in_order, measure
+from kvsim.analysis.table import COLUMNS, available, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -66,6 +66,11 @@ class Cells:
         self._release(self._measured)
 
     @property
+    def _together(self) -> int:
+        """Cells that are measured together where results go to a folder."""
+        return TOGETHER
+
+    @property
     def _measured(self) -> set[int]:
         return {number for rows in self._rows for number in rows.cells}
 
@@ -91,7 +96,7 @@ class Cells:
     def _trace(self, cells: Sequence[Cell]) -> None:
         """Replay the cells of a trace and measure them."""
         bound = functools.cache(functools.partial(replay, cells[0].trace, **self._limits))
-        together = len(cells) if self._parts is None else TOGETHER
+        together = len(cells) if self._parts is None else self._together
         measured = self._measured
         missing = [cell for cell in cells if cell.number not in measured]
         pending: list[Cell] = []
@@ -123,8 +128,7 @@ class Cells:
         } | self._limits
         internals = self._notes & policy.allocator.notes
         try:
-            record = replay(cell.trace, policy, budget, internals=internals, **terms)
-            record = replace(record, share=cell.share)
+            record = replace(self._record(cell, internals, terms), share=cell.share)
             self._replayed[cell.number] = Replayed(record, None)
             if self._parameters["regret"] and policy.bounded:
                 oracle = bound(_oracle(policy, record), budget)
@@ -139,6 +143,19 @@ class Cells:
             if self._parts is not None:
                 self._parts.add_cell(cell.number, self._replayed[cell.number])
 
+    def _record(self, cell: Cell, internals: frozenset[str], terms: Mapping[str, Any]) -> Record:
+        """What the cache of a cell would have kept."""
+        return replay(cell.trace, cell.policy, cell.budget, internals=internals, **terms)
+
+    def _values(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
+        """The values of cells of a trace."""
+        replayed = [self._replayed[cell.number] for cell in cells]
+        options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
+        if self._parameters["regret"]:
+            options["oracles"] = [each.oracle for each in replayed]
+        trace, records = cells[0].trace, [each.record for each in replayed]
+        return measure(trace, records, available(names, [trace]), **options)
+
     def _measure(self, cells: Sequence[Cell], *, store: bool = True) -> None:
         """Measure replayed cells of a trace; with the first of a trace, the trace itself."""
         if not cells:
@@ -147,12 +164,8 @@ class Cells:
         self._report(number + 1, len(self._cells), f"{trace.name}: measuring")
         first = not any(rows.trace == trace.name for rows in self._rows)
         names = [name for name, x in self._metrics.items() if first or x.kind != "trace"]
-        replayed = [self._replayed[cell.number] for cell in cells]
-        options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
-        if self._parameters["regret"]:
-            options["oracles"] = [each.oracle for each in replayed]
         try:
-            table = measure(trace, [each.record for each in replayed], names, **options)
+            table = self._values(cells, names)
         except KvsimError as error:
             if len(cells) == 1:
                 failed = Failure(

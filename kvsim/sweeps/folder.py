@@ -8,7 +8,6 @@ have no digests, and a remark says so.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +16,17 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.analysis.table import COLUMNS, TYPES, in_order
-from kvsim.core.inputs import damaged, digests, read_document, read_file, sealed, unsealed
-from kvsim.core.record import Record, write_records
+from kvsim.analysis.table import COLUMNS, in_order
+from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
+from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
+from kvsim.store.records import write_records
+from kvsim.sweeps.tables import decode_table, encode_table
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 
-#: Most bytes of the results. Rows are bounded by the bytes: real ones take one or two.
+#: Most bytes of the results; what they decode to is bounded by them (`kvsim.sweeps.tables`).
 _RESULTS = 8 << 30
-_ROWS, _ROWS_PER_BYTE = 1_000_000, 4
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ def write_run(
 ) -> None:
     """Write the files of a run into a folder that has none of them."""
     write_records(folder / RECORDS, records)
-    data = io.BytesIO()  # the errors of a full disk are then Python's
-    table.write_parquet(data)
-    (folder / RESULTS).write_bytes(data.getbuffer())
+    (folder / RESULTS).write_bytes(encode_table(table))  # the errors of a full disk are Python's
     bind(folder, description)
 
 
@@ -110,29 +108,19 @@ def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None
 
 def _table(folder: Path, data: bytes) -> pl.DataFrame:
     """Return the Table in the bytes of `results.parquet`."""
-    path, limit = folder / RESULTS, _ROWS + _ROWS_PER_BYTE * len(data)
-    errors = ValueError, OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException
     try:
-        columns = pl.read_parquet_schema(io.BytesIO(data))
-        rows = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
-    except errors as error:
-        raise damaged(path, str(error)) from error
-    present = [name for name in TYPES if name in columns]
-    missing = [name for name in COLUMNS if name not in columns]
+        table = decode_table(data)
+    except ValueError as error:
+        raise damaged(folder / RESULTS, str(error)) from error
+    missing = [name for name in COLUMNS if name not in table.columns]
     if missing:
         raise OutputError(
             f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
             "kvsim; replay it again"
         )
-    if rows > limit:
-        raise damaged(path, f"it has {rows} rows in {len(data)} bytes", f"at most {limit}")
-    try:
-        table = pl.read_parquet(io.BytesIO(data), columns=present, n_rows=limit)
-    except errors as error:
-        raise damaged(path, str(error)) from error
     try:
         return in_order([table])
-    except errors as error:
+    except (ValueError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         reason = " ".join(str(error).split())[:200]
         raise OutputError(
             f"{folder} has values that no result has: {reason}; replay it again"

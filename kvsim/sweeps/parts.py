@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import io
 import json
-import secrets
 import shutil
 import sys
 import zipfile
@@ -26,20 +25,22 @@ from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from kvsim.core.inputs import read_file
+from kvsim.analysis.table import in_order
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
-from kvsim.files import check_writable, lock, sync, sync_tree, unbroken
+from kvsim.files import check_writable, lock, replace_file, sync, sync_tree, unbroken
 from kvsim.schema import plural
+from kvsim.store.inputs import read_file
 from kvsim.sweeps.folder import RUN
+from kvsim.sweeps.tables import decode_table, encode_table
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
 _PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers", "notes")]
@@ -48,9 +49,13 @@ _PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers",
 _LARGEST = 8 << 30
 
 #: Errors of parts that are damaged, although their checksum fits.
-_DAMAGED = (ValueError, LookupError, EOFError, OSError, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (
+    *(ValueError, TypeError, AttributeError, LookupError, EOFError, OSError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error, pl.exceptions.PolarsError),
+)
 
 Arrays = dict[str, NDArray[Any]]
+Content = TypeVar("Content")
 
 
 class Replayed(NamedTuple):
@@ -176,7 +181,7 @@ class Parts:
         for partial in (self.folder / PARTS).glob(".*"):  # of a process that was killed
             partial.unlink()
         if not path.exists():
-            _write(path, json.dumps(self._plan, indent=2).encode())
+            replace_file(path, json.dumps(self._plan, indent=2).encode())
 
     def _check_plan(self, path: Path) -> None:
         """Raise OutputError unless the sweep in the folder computes the same."""
@@ -225,34 +230,31 @@ class Parts:
 
     def add_rows(self, rows: Rows) -> None:
         """Store the rows of cells that were measured together."""
-        data = io.BytesIO()
-        rows.table.write_parquet(data)
-        arrays = {"table": np.frombuffer(data.getbuffer(), np.uint8)}
+        arrays = {"table": np.frombuffer(encode_table(rows.table), np.uint8)}
         meta = {"cells": rows.cells, "trace": rows.trace}
         self._put(f"rows-{min(rows.cells):06}.part", meta, arrays)
 
     def cells(self) -> dict[int, Replayed]:
         """Return the replayed cells by number."""
-        found = {}
-        for name, (documents, arrays) in self._parts("cell-"):
+
+        def build(documents: Sequence[dict[str, Any] | None], arrays: Arrays) -> Replayed | None:
             record, oracle = (
                 None if document is None else _unpacked(document, f"{place}/", arrays)
                 for place, document in enumerate(documents)
             )
-            if record is not None:
-                found[int(name[5:11])] = Replayed(record, oracle)
-        return found
+            return None if record is None else Replayed(record, oracle)
+
+        parts = self._parts("cell-", build)
+        return {int(name[5:11]): replayed for name, replayed in parts if replayed is not None}
 
     def rows(self) -> list[Rows]:
         """Return the measured cells."""
-        return [
-            Rows(
-                tuple(meta["cells"]),
-                meta["trace"],
-                pl.read_parquet(io.BytesIO(arrays["table"].tobytes())),
-            )
-            for _, (meta, arrays) in self._parts("rows-")
-        ]
+
+        def build(meta: dict[str, Any], arrays: Arrays) -> Rows:
+            table = in_order([decode_table(arrays["table"].tobytes())])
+            return Rows(tuple(meta["cells"]), meta["trace"], table)
+
+        return [rows for _, rows in self._parts("rows-", build)]
 
     def _put(self, name: str, meta: object, arrays: Mapping[str, Any]) -> None:
         data = io.BytesIO()
@@ -260,10 +262,12 @@ class Parts:
         np.savez_compressed(data, **named, **arrays)
         body = self._digest + data.getbuffer()
         with self._writing():
-            _write(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
+            replace_file(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
 
-    def _parts(self, prefix: str) -> Iterator[tuple[str, tuple[Any, Arrays]]]:
-        """Yield names and contents of the parts of this sweep that are whole."""
+    def _parts(
+        self, prefix: str, build: Callable[[Any, Arrays], Content]
+    ) -> Iterator[tuple[str, Content]]:
+        """Yield names of the parts of this sweep that are whole, and what is built of each."""
         for name in self._names():
             if not name.startswith(prefix):
                 continue
@@ -273,10 +277,10 @@ class Parts:
                 if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
                     continue
                 arrays = _arrays(body[32:])
-                meta = json.loads(arrays.pop("meta").tobytes())
+                content = build(json.loads(arrays.pop("meta").tobytes()), arrays)
             except (OutputError, *_DAMAGED):
                 continue
-            yield name, (meta, arrays)
+            yield name, content
 
     # --- the whole ---
 
@@ -334,17 +338,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file under a hidden name next to `path` and rename it."""
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:

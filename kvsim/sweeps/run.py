@@ -12,36 +12,24 @@ import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import choose
+from kvsim.analysis.summaries import over_layers
+from kvsim.analysis.table import check_arrays, choose
 from kvsim.core.checks import check_progress
 from kvsim.core.policy import Policy
-from kvsim.core.record import read_records
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import BudgetError, OutputError, PolicyError, local_path
+from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.folder import RECORDS, read_run
-from kvsim.sweeps.outcome import Failure, Run
+from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import (
     Parts,
-    check_output,
     is_complete,
     other_sweep,
     plan,
     plan_digest,
 )
-
-__all__ = [
-    "SUMMARY",
-    "Failure",
-    "Progress",
-    "Run",
-    "check_output",
-    "resolve_budget",
-    "shared_prefill",
-    "summarise",
-    "sweep",
-]
 
 
 def resolve_budget(budget: int | str, n_pos: int) -> int:
@@ -103,19 +91,23 @@ def sweep(
 
     Budgets that a policy has no rule for (BudgetError), a memory budget that holds no layer
     (MemoryLimitError), two traces of one name (TraceError), and a folder that cannot be written to
-    or resumed with these parameters (OutputError) are found before any work starts. A cell that
+    or resumed with these parameters (OutputError) are found before any work starts, and so is a
+    metric by name that reads what a trace has not recorded (NeedsError). A cell that
     fails later is listed in `failures`, whatever its policy raises, and the others are kept. Ctrl-C
     ends the replays; what is done by then is measured and kept, and Ctrl-C while measuring leaves
     the last cells unmeasured.
     """
     check_progress(progress)
-    _check_names(policies)
+    check_names(policies)
     check_distinct(traces)
     prefill = shared_prefill(interval, prefill)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     chosen = choose(metrics, oracles=regret)
-    cells = _cells(traces, policies, budgets)
+    if metrics is not None:
+        for trace in traces:
+            check_arrays(trace, chosen)
+    cells = cells_of(traces, policies, budgets)
     for cell in cells:
         terms = cell.policy.schedule.override(interval, prefill, compress)
         check_cell(cell.trace, cell.policy, cell.budget, memory, terms)
@@ -137,7 +129,7 @@ def sweep(
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
-        return _finished(folder, parameters)
+        return finished(folder, parameters)
     with Parts(folder, content, resume=resume) as parts:
         run = Cells(cells, chosen, parameters, report, parts).run()
         if run.records:
@@ -145,7 +137,7 @@ def sweep(
     return run
 
 
-def _finished(folder: Path, parameters: dict[str, Any]) -> Run:
+def finished(folder: Path, parameters: dict[str, Any]) -> Run:
     """Return a complete run from its folder. Raises OutputError if it is that of another sweep."""
     saved = read_run(folder)
     stored, given = saved.parameters, json.loads(json.dumps(parameters))
@@ -155,7 +147,7 @@ def _finished(folder: Path, parameters: dict[str, Any]) -> Run:
     return Run(tuple(read_records(folder / RECORDS)), saved.table, (), parameters)
 
 
-def _cells(
+def cells_of(
     traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
 ) -> list[Cell]:
     """Return every cell, with its budget in entries."""
@@ -168,7 +160,7 @@ def _cells(
     return cells
 
 
-def _check_names(policies: Sequence[Policy]) -> None:
+def check_names(policies: Sequence[Policy]) -> None:
     """Raise PolicyError where two policies of one name differ."""
     by_name: dict[str, Policy] = {}
     for policy in policies:
@@ -185,11 +177,18 @@ SUMMARY = (
     *("needle_recall", "needle_wipeout"),  # of traces with a needle
 )
 
+#: The same of a running model.
+LIVE_SUMMARY = (
+    *("response_kl", "nll_increase", "top_agreement", "layer_error", "output_error"),
+    *("retained_iou", "needle_recall", "answer_right", "answer_kept", "peak_share"),
+)
+
 
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
-    Means over layers and heads within a trace, then over traces, of each metric's main variant:
+    Means over layers and heads within a trace, then over traces, of each metric's main variant;
+    layers of some metrics are added up (`layer_error`; `Metric.layers`).
     `wipeout` is that of 32-token regions of which nothing is left, after the last event;
     `iou_chance` stands beside `retained_iou`; `exact` is the share of the values behind the row
     whose fidelity is exact. Null where a policy has no value of the main variant, whatever others
@@ -204,7 +203,8 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")
         .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
         .filter((pl.col("metric") != "wipeout") | last)
     )
-    within = chosen.group_by(*keys, "trace", "metric", maintain_order=True).agg(
+    whole = over_layers(chosen, [*keys, "trace", "metric", "variant"])
+    within = whole.group_by(*keys, "trace", "metric", maintain_order=True).agg(
         pl.col("value", "chance").filter(pl.col("main")).mean()
     )
     means = within.group_by(*keys, "metric", maintain_order=True).agg(

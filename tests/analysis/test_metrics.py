@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 from math import comb
 
@@ -13,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis import subject as subject_module
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
 from kvsim.analysis.output import error as output_module
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
-from kvsim.errors import PolicyError, TraceError
+from kvsim.errors import KvsimError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from reference import metrics as loop_metrics
 from reference.strategies import evictions
@@ -443,9 +445,10 @@ def test_a_table_is_tidy_and_carries_its_origin():
     assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
     on_request = {name for name, one in METRICS.items() if one.beside_oracle or not one.default}
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
-    located = {"needle_recall", "needle_wipeout"}  # of prompts with a needle
-    assert set(table["metric"]) == set(METRICS) - on_request - decided - located
-    assert {"regret", "layer_error", "expectation"} <= on_request
+    located = {"needle_recall", "needle_wipeout", "global_eviction"}  # of prompts with a needle
+    needing = {name for name, one in METRICS.items() if one.arrays}  # arrays that it has not
+    assert set(table["metric"]) == set(METRICS) - on_request - decided - located - needing
+    assert {"regret", "concat_error", "expectation"} <= on_request
     of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
     measured = table.filter(~pl.col("metric").is_in(of_trace))
     assert set(measured["policy"]) == {"snapkv"}
@@ -486,6 +489,33 @@ def test_a_table_lists_events_on_request_and_their_summary_otherwise():
         expected = row["last"] if row["metric"] == "wipeout" else row["value_each"]
         assert row["value"] == pytest.approx(expected)
     assert set(each.filter(pl.col("metric") == "wipeout")["event"]) == set(record.events)
+
+
+def test_layers_computed_together_have_the_values_of_each_alone(monkeypatch):
+    """Layers are grouped by their events, a group has a limit, and rows stay in layer order."""
+    trace = make_trace(layers=5, tokens=90)
+    policy = kvsim.policy("pyramidkv", window=4)
+    record = kvsim.replay(trace, policy, budget=24, interval=8)
+    counts = [len(event_rows(gone)) for gone in record.gone_after]
+    alone = pl.concat(
+        kvsim.measure(trace, replace(record, layers=(layer,), evicted_at=gone[None]), events=True)
+        for layer, gone in zip(record.layers, record.evicted_at, strict=True)
+    )
+    place = {name: at for at, name in enumerate(METRICS)}
+    order = pl.col("metric").replace_strict(place, return_dtype=pl.Int64)
+    expected = (
+        alone.filter(pl.col("policy").is_not_null())
+        .sort(order, maintain_order=True)
+        .drop("fidelity")  # of a layer replayed alone
+    )
+
+    for most in (1 << 20, 2 * 2 * 90, 1):
+        monkeypatch.setattr(subject_module, "TOGETHER", most)
+        table = kvsim.measure(trace, record, events=True)
+        together = table.filter(pl.col("policy").is_not_null()).drop("fidelity")
+
+        assert together.equals(expected)
+    assert 1 < len(set(counts)) < len(counts)
 
 
 def test_many_records_share_one_table_and_one_overlap():
@@ -530,17 +560,53 @@ def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
     """Mean over the rows after the prompt, relative to the full output and not; a row per layer."""
     trace = make_trace()
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=9, interval=10)
-    table = kvsim.measure(trace, record, ["layer_error", "layer_error_absolute"])
+    table = kvsim.measure(trace, record, ["concat_error", "concat_error_absolute"])
 
     full = trace.full(slice(0, 2))[0][:, :, 20:].double().numpy()  # [layer, qhead, row, dim]
     error = output_error(trace, [record])[0].error[:, :, 20:]
     moved = np.sqrt(((error * np.linalg.norm(full, axis=-1)) ** 2).sum(1))
     size = np.linalg.norm(full, axis=(1, 3))
-    for name, expected in (("layer_error", moved / size), ("layer_error_absolute", moved)):
+    for name, expected in (("concat_error", moved / size), ("concat_error_absolute", moved)):
         part = table.filter(metric=name)
         assert part["layer"].to_list() == [0, 1]
         np.testing.assert_allclose(part["value"], expected.mean(-1), rtol=1e-6)
     assert table.select("head", "qhead", "event").null_count().row(0) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        (
+            ...,
+            {"metrics": 5},
+            r"^metrics is 5; expected a list of names, such as \['out",
+        ),
+        (..., {"metrics": [None]}, r"^metrics is \[None\]; expected a list of names"),
+        (
+            ...,
+            {"metrics": [["wipeout"]]},
+            r"^metrics is \[\['wipeout'\]\]; expected a list",
+        ),
+        (..., {"metrics": "wipeout"}, "^metrics is 'wipeout'; expected a list of names"),
+        (5, {}, "^record is 5; expected Records of kvsim.replay"),
+        ([5], {}, r"^record is \[5\]; expected Records of kvsim.replay"),
+        (..., {"oracles": []}, r"^oracles are \[\]; expected a Record or None for each record"),
+        (..., {"oracles": [5]}, r"^oracles are \[5\]; expected a Record or None for each record"),
+    ],
+)
+def test_what_measure_cannot_take_is_one_line(record, options, message):
+    """Metrics, records and oracles of other types are named with what was expected."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8))
+    replayed = kvsim.replay(trace, kvsim.policy("tova"), 8)
+
+    with pytest.raises(KvsimError, match=message) as caught:
+        kvsim.measure(trace, replayed if record is ... else record, **options)
+
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TraceError, match="trace is None; expected a Trace of"):
+        kvsim.measure(None, replayed)
 
 
 def test_an_unknown_metric_is_refused_with_a_suggestion():

@@ -23,11 +23,10 @@ from pathlib import Path
 import torch
 
 import kvsim
-from kvsim.core.record import read_records
 from kvsim.errors import OutputError
 from kvsim.report import read_run
-from kvsim.sweeps import cells
-from kvsim.sweeps.run import Run, sweep
+from kvsim.store.records import read_records
+from kvsim.sweeps import Run, cells, sweep
 
 POLICIES = ("tova", "snapkv", "ams+tova", "random")
 BUDGETS = (32, 64, "25%")

@@ -27,9 +27,10 @@ import polars as pl
 
 import kvsim
 import mutations as traces
-from kvsim.core.record import read_records, record_document
+from kvsim.core.record import record_document
 from kvsim.errors import KvsimError
 from kvsim.report import read_run
+from kvsim.store.records import read_records
 from kvsim.sweeps.run import sweep
 
 Files = dict[str, bytes]

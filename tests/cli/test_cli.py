@@ -28,7 +28,7 @@ import kvsim
 from kvsim.cli import COMMANDS, app, main, prompting
 from kvsim.cli import demo as demo_module
 from kvsim.cli.values import OptionError, parse_memory, parse_set
-from kvsim.core.record import read_records
+from kvsim.store.records import read_records
 from kvsim.tiny import ledger
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS

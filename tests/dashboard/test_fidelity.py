@@ -14,7 +14,7 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import between_levels, level_shares
 from kvsim.core.record import Record
 from kvsim.report import read_run
-from kvsim.sweeps.run import Run, sweep
+from kvsim.sweeps import Run, sweep
 
 METRICS = ["wipeout", "output_error", "entries_seen", "sparsity"]
 

@@ -9,8 +9,9 @@ import pytest
 
 import kvsim
 from kvsim.core.policy import Schedule
-from kvsim.core.record import read_records, record_document, record_of, write_records
+from kvsim.core.record import record_document, record_of
 from kvsim.errors import KvsimError, NeedsError, PolicyError
+from kvsim.store.records import read_records, write_records
 from kvsim.sweeps.run import sweep
 from kvsim.testing.strategies import make_case
 

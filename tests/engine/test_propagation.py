@@ -15,7 +15,6 @@ from kvsim.analysis.kept.retention import entries_seen, wipeout
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Propagation, Selection, Step
-from kvsim.core.record import read_records, write_records
 from kvsim.engine import check_cell
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.asl import ASL, rank_variance, ranks
@@ -23,6 +22,7 @@ from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.full import Full
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.schema import NEVER
+from kvsim.store.records import read_records, write_records
 
 LAYERS, HEADS, GROUP, DIM = 7, 2, 2, 8
 

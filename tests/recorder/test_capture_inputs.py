@@ -979,13 +979,27 @@ def test_layers_whose_weights_come_and_go(saved, tmp_path):
         capture(moved, None, ids(4), max_new_tokens=0, o_proj=True)
 
 
+@pytest.mark.parametrize("model", [None, 5, b"tiny", torch.nn.Sequential(torch.nn.Linear(2, 2))])
+def test_what_is_no_model_is_refused(model, tmp_path):
+    """Neither a model of transformers nor a name: one line, also for many prompts."""
+    for call in (
+        lambda: capture(model, None, [1, 2]),
+        lambda: capture_many(model, None, [], tmp_path / "many"),
+    ):
+        with pytest.raises(CaptureError, match=r"model is of type \w+; expected a mod") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(CaptureError, match="tokenizer is of type int; expected a tokenizer of"):
+        capture(small(), 5, "w1 w2")
+
+
 def test_the_precision_of_a_spread_model(saved, monkeypatch):
     """Without a dtype, the CPU gets float32 and a map the checkpoint's own."""
     asked = []
 
     def load(place, **options):
         asked.append((options["dtype"], options.get("device_map")))
-        return small()
+        return small(), {"missing_keys": set(), "mismatched_keys": set()}
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     monkeypatch.setattr(loading, "find_spec", lambda _: True)

@@ -257,7 +257,7 @@ def _endless(path):
         (lambda path: write(path, architecture="clip"), "architecture clip is not supported"),
         (lambda path: write(path, architecture="t5"), "cannot be loaded"),
         (lambda path: write(path, tokenizer=False), "has no tokenizer"),
-        (lambda path: write(path, omit=["blk.1.attn_v"]), "lacks 1 of the model's weights"),
+        (lambda path: write(path, omit=["blk.1.attn_v"]), "lacks 1 of the model's weights or"),
         (lambda path: write(path, extra=["rope_freqs"]), "has its own RoPE frequencies"),
         (lambda path: write(path, merges=["a c"]), "has a tokenizer that merges 'a c'"),
     ],

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -988,6 +989,24 @@ def test_pickled_weights_are_never_loaded(folder, tmp_path):
 
     with pytest.raises(CaptureError, match=r"only pytorch_model.bin, expected \*.safetensors"):
         load_model(path)
+
+
+@pytest.mark.parametrize("change", ["gone", "other shape"])
+def test_weights_that_would_be_random_are_refused(folder, tmp_path, change):
+    """A folder without all weights, or with some in other shapes: one line names the first."""
+    path = shutil.copytree(folder, tmp_path / "part")
+    weights = load_file(path / "model.safetensors")
+    names = [name for name in sorted(weights) if "mlp" in name]
+    for name in names:
+        weights[name] = weights[name][:1].clone()
+        if change == "gone":
+            del weights[name]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CaptureError, match=f"part lacks {len(names)} of .*{names[0]}, ") as caught:
+        load_model(path)
+
+    assert "\n" not in str(caught.value)
 
 
 def test_remote_code_is_not_run(folder, tmp_path):

@@ -55,6 +55,23 @@ class Outputs:
         return _ratio(_norm(self.out_evicted - self.out_seen), _norm(self.out_full))
 
 
+def projected(out: Floats, o_proj: npt.ArrayLike) -> Floats:
+    """[layer, row, hidden]: outputs [layer, qhead, row, dim] through their projections, summed."""
+    weights = np.asarray(o_proj, dtype=np.float64)
+    layers, qheads, n, _ = out.shape
+    stream = np.zeros((layers, n, weights.shape[-1]))
+    for layer in range(layers):
+        for head in range(qheads):
+            for row in range(n):
+                stream[layer, row] += out[layer, head, row] @ weights[layer, head]
+    return stream
+
+
+def added(found: Outputs, o_proj: npt.ArrayLike) -> Floats:
+    """[layer, row]: length of what eviction adds to the residual stream behind each layer."""
+    return _norm(projected(found.out_seen, o_proj) - projected(found.out_full, o_proj))
+
+
 def outputs(
     q: npt.ArrayLike,
     k: npt.ArrayLike,

@@ -891,8 +891,8 @@ def measured(draw, names=SIMPLE, **kwargs):
 
 
 def check_outputs(case: Case, record: kvsim.Record) -> None:
-    """Error, its two factors and retained mass of every row equal the naive ones."""
-    found = output_error(case.trace(), [record])[0]
+    """Error, its factors, retained mass and layer error of every row equal the naive ones."""
+    found = output_error(case.trace(), [record], projected=True)[0]
     slots = 10_000.0 if record.positions == "slot" else None
     expected = loop_metrics.outputs(
         case.q, case.k, case.v, record.evicted_at, scale=case.scale, slot_theta=slots
@@ -902,6 +902,9 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
     np.testing.assert_allclose(found.error, expected.relative_error, **close)
     np.testing.assert_allclose(found.mass, expected.retained_mass, **close)
     np.testing.assert_allclose(found.missing, expected.missing_mass, **close)
+    added = loop_metrics.added(expected, case.o_proj)
+    size = np.abs(loop_metrics.projected(expected.out_full, case.o_proj)).max()
+    np.testing.assert_allclose(found.added, added, rtol=tolerance, atol=tolerance * size)
     known = ~np.isnan(found.distance)
     if slots is not None:
         assert not known.any()

@@ -15,16 +15,17 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
 
 import kvsim
 from kvsim.core.policy import Policy, Schedule, Scorer
-from kvsim.core.record import read_records
 from kvsim.errors import OutputError
 from kvsim.report import read_run
-from kvsim.schema import plural
+from kvsim.schema import NEVER, plural
+from kvsim.store.records import read_records
 from kvsim.sweeps import cells, parts
 from kvsim.sweeps.run import sweep
 
@@ -369,7 +370,12 @@ def test_a_killed_command_is_resumed(tmp_path, sent):
     assert not (tmp_path / "x" / "parts").exists()
 
 
-@pytest.mark.parametrize("how", ["empty", "too large", "no zip", "pipe"])
+def forged(body):
+    """Return a part of a sweep with a checksum that fits."""
+    return hashlib.sha256(body).digest() + body
+
+
+@pytest.mark.parametrize("how", ["empty", "too large", "no zip", "pipe", "other meta"])
 def test_hostile_parts_are_computed_again(tmp_path, monkeypatch, whole, how):
     """Parts with a checksum that fits are decoded within bounds, and a pipe is not waited for."""
     out = tmp_path / "r"
@@ -378,21 +384,58 @@ def test_hostile_parts_are_computed_again(tmp_path, monkeypatch, whole, how):
         patch.setattr(parts.Parts, "publish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(out)
-    for path in sorted(out.glob("parts/*.part"))[:3]:
+    for path in [*sorted(out.glob("parts/cell-*"))[:3], *sorted(out.glob("parts/rows-*"))[:1]]:
         data = path.read_bytes()
+        with np.load(io.BytesIO(data[64:])) as stored:
+            arrays = dict(stored)
         if how == "pipe":
             path.unlink()
             os.mkfifo(path)
             continue
         archive = io.BytesIO()
-        if how != "no zip":
-            with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as members:
-                if how == "too large":
-                    members.writestr("meta.npy", bytes(1 << 20))
-        body = data[32:64] + archive.getvalue()
-        path.write_bytes(hashlib.sha256(body).digest() + body)
+        if how == "empty":
+            with zipfile.ZipFile(archive, "w"):
+                pass
+        elif how == "too large":  # and of other content, which shows if it is accepted
+            arrays |= {
+                name: array.clip(NEVER) for name, array in arrays.items() if "evicted" in name
+            }
+            np.savez_compressed(archive, more=np.zeros(1 << 20, np.uint8), **arrays)
+        elif how == "other meta":
+            np.savez_compressed(archive, **arrays | {"meta": np.frombuffer(b"[1]", np.uint8)})
+        path.write_bytes(forged(data[32:64] + archive.getvalue()))
     if how == "too large":
         monkeypatch.setattr(parts, "_LARGEST", 1 << 19)
+
+    run(out, resume=True)
+
+    check(out, whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.head(1).with_columns(params=pl.lit("a" * 50_000_000)),
+        lambda table: table.with_columns(value=pl.lit("much")),
+    ],
+    ids=["too large", "no numbers"],
+)
+def test_hostile_rows_are_computed_again(tmp_path, monkeypatch, whole, change):
+    """Rows that would fill the memory, or that are no numbers, are not taken from a part."""
+    out = tmp_path / "r"
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Parts, "publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(out)
+    for path in out.glob("parts/rows-*"):
+        data = path.read_bytes()
+        with np.load(io.BytesIO(data[64:])) as stored:
+            arrays = dict(stored)
+        table, archive = io.BytesIO(), io.BytesIO()
+        change(pl.read_parquet(io.BytesIO(arrays["table"]))).write_parquet(table, statistics=False)
+        arrays["table"] = np.frombuffer(table.getvalue(), np.uint8)
+        np.savez_compressed(archive, **arrays)
+        path.write_bytes(forged(data[32:64] + archive.getvalue()))
 
     run(out, resume=True)
 

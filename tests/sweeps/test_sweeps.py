@@ -11,10 +11,10 @@ import torch
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
-from kvsim.core.record import read_records
 from kvsim.errors import BudgetError, MemoryLimitError, OutputError, PolicyError, ScoreError
 from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.policies.oracle import Oracle
+from kvsim.store.records import read_records
 from kvsim.sweeps.run import resolve_budget, summarise, sweep
 
 

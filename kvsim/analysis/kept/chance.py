@@ -16,8 +16,14 @@ from kvsim.analysis.arrays import Floats
 
 def at_most(most: int, marked: Any, total: Any, kept: Any) -> Floats:
     """Probability that no more than `most` of `marked` entries are kept (hypergeometric)."""
+    marked, total, kept = np.broadcast_arrays(marked, total, kept)
+    # heads and events repeat few cases
+    shape = [1 + int(x.max(initial=0)) for x in (marked, total, kept)]
+    cases = np.ravel_multi_index((marked, total, kept), shape)
+    different, at = np.unique(cases, return_inverse=True)
+    marked, total, kept = np.unravel_index(different, shape)
     probability: Floats = hypergeom.cdf(most, total, marked, kept)
-    return probability
+    return probability[at]
 
 
 def n_runs(total: Any, kept: Any) -> Floats:

@@ -73,7 +73,8 @@ def kept_coverage(
     # positions with x < cut: 2 p + 1 is at most (2 N * numerator - 1) // denominator
     below = [(2 * (rows + 1) * cut.numerator - 1) // cut.denominator for cut in cuts]
     positions = (np.stack(below) + 1) // 2
-    kept = np.stack([_kept_below(cut, evicted_at, rows) for cut in cuts], axis=1)
+    died = np.searchsorted(rows, evicted_at)
+    kept = np.stack([_kept_below(cut, died, rows) for cut in cuts], axis=1)
     return Coverage(
         rows,
         np.diff(positions[:bins], axis=0, prepend=0),
@@ -83,15 +84,15 @@ def kept_coverage(
     )
 
 
-def _kept_below(cut: Fraction, evicted_at: EvictedAt, rows: Ints) -> Ints:
-    """Kept entries with x < cut at each event; [H, E].
+def _kept_below(cut: Fraction, died: Ints, rows: Ints) -> Ints:
+    """Kept entries with x < cut at each event; [H, E]. died [H, T]: events at which entries leave.
 
     As the text grows, an entry passes the cut once: it counts from there until it leaves.
     """
-    heads, total = evicted_at.shape
+    heads, total = died.shape
     length = (2 * np.arange(total) + 1) * cut.denominator // (2 * cut.numerator) + 1
-    since = np.broadcast_to(np.searchsorted(rows + 1, length), evicted_at.shape)
-    until = np.maximum(since, np.searchsorted(rows, evicted_at))
+    since = np.broadcast_to(np.searchsorted(rows + 1, length), died.shape)
+    until = np.maximum(since, died)
     shape = heads, len(rows) + 1
     return (histogram(since, shape) - histogram(until, shape)).cumsum(-1)[:, :-1]
 

@@ -12,7 +12,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
-from kvsim.analysis.kept.needle import needle_visibility
+from kvsim.analysis.kept.needle import global_eviction, needle_visibility
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted
 from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
@@ -27,77 +27,77 @@ SEGMENT_NOTES = frozenset({"segment_length"})
 
 def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
-        for layer, variant, regions in subject.wipeouts:
+        for layers, variant, regions in subject.wipeouts:
             rates, chance = getattr(regions, kind), getattr(regions, f"{kind}_chance")
-            yield Cells(layer, rates, "head", variant, chance, regions.rows)
+            yield Cells(layers, rates, "head", variant, chance, regions.rows)
         if kind == "hazard":
-            for layer, variant, slots in subject.slot_wipeouts:
+            for layers, variant, slots in subject.slot_wipeouts:
                 rates, chance = slots.hazard, slots.hazard_chance
-                yield Cells(layer, rates, "head", variant, chance, slots.rows)
+                yield Cells(layers, rates, "head", variant, chance, slots.rows)
 
     return cells
 
 
 def _iou(subject: Subject) -> Iterator[Cells]:
-    for layer, evicted_at in subject.layers():
+    for layers, evicted_at in subject.layer_groups:
         pairs = retained_iou(evicted_at)
-        yield Cells(layer, pairs.iou, "head", "", pairs.chance, pairs.rows)
+        yield Cells(layers, pairs.iou, "head", "", pairs.chance, pairs.rows)
         for universe, values in (("old", pairs.survival), ("middle", pairs.middle)):
             variant = f"universe={universe}"
-            yield Cells(layer, values, "head", variant, pairs.survival_chance, pairs.rows)
+            yield Cells(layers, values, "head", variant, pairs.survival_chance, pairs.rows)
 
 
 def _coverage(subject: Subject) -> Iterator[Cells]:
-    for layer, evicted_at in subject.layers():
+    for layers, evicted_at in subject.layer_groups:
         coverage = kept_coverage(evicted_at)
         flat, rows = coverage.overall, coverage.rows
-        yield Cells(layer, coverage.middle, "head", "", flat, rows)
-        yield Cells(layer, coverage.edges, "head", "edges", flat, rows)
-        yield Cells(layer, coverage.ratio, "head", "ratio", np.ones_like(flat), rows)
+        yield Cells(layers, coverage.middle, "head", "", flat, rows)
+        yield Cells(layers, coverage.edges, "head", "edges", flat, rows)
+        yield Cells(layers, coverage.ratio, "head", "ratio", np.ones_like(flat), rows)
 
 
 def _burst_length(subject: Subject) -> Iterator[Cells]:
-    for layer, bursts in subject.bursts:
-        yield Cells(layer, bursts.mean, "head", "", bursts.mean_chance, bursts.rows)
+    for layers, bursts in subject.bursts:
+        yield Cells(layers, bursts.mean, "head", "", bursts.mean_chance, bursts.rows)
         for name in ("p95", "longest"):
             values = getattr(bursts, name).astype(np.float64)
-            yield Cells(layer, values, "head", name, events=bursts.rows)
+            yield Cells(layers, values, "head", name, events=bursts.rows)
 
 
 def _burst_share(subject: Subject) -> Iterator[Cells]:
-    for layer, bursts in subject.bursts:
+    for layers, bursts in subject.bursts:
         each = zip(bursts.lengths, bursts.shares, bursts.shares_chance, strict=True)
         for length, values, chance in each:
-            yield Cells(layer, values, "head", f"length={length}", chance, bursts.rows)
+            yield Cells(layers, values, "head", f"length={length}", chance, bursts.rows)
 
 
 def _burst_count(subject: Subject) -> Iterator[Cells]:
-    for layer, bursts in subject.bursts:
-        yield Cells(layer, bursts.per_1000, "head", "", bursts.per_1000_chance, bursts.rows)
+    for layers, bursts in subject.bursts:
+        yield Cells(layers, bursts.per_1000, "head", "", bursts.per_1000_chance, bursts.rows)
 
 
 def _dense(subject: Subject) -> Iterator[Cells]:
-    for layer, evicted_at in subject.layers():
-        yield Cells(layer, dense_share(evicted_at), "head", events=event_rows(evicted_at))
+    for layers, evicted_at in subject.layer_groups:
+        yield Cells(layers, dense_share(evicted_at), "head", events=event_rows(evicted_at))
 
 
 def _segment_count(subject: Subject) -> Iterator[Cells]:
-    for layer, kind, segments in subject.segments:
+    for layers, kind, segments in subject.segments:
         count = segments.count.astype(np.float64)
-        yield Cells(layer, count, "head", kind, segments.count_chance, segments.rows)
+        yield Cells(layers, count, "head", kind, segments.count_chance, segments.rows)
 
 
 def _segment_length(subject: Subject) -> Iterator[Cells]:
-    for layer, kind, segments in subject.segments:
+    for layers, kind, segments in subject.segments:
         mean = f"{kind},mean"
-        yield Cells(layer, segments.length, "head", mean, segments.length_chance, segments.rows)
-        yield Cells(layer, segments.pooled_length, "head", f"{kind},pooled")
+        yield Cells(layers, segments.length, "head", mean, segments.length_chance, segments.rows)
+        yield Cells(layers, segments.pooled_length, "head", f"{kind},pooled")
 
 
 def _boundaries(name: Literal["shift", "f1"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
-        for layer, kind, segments in subject.segments:
-            yield Cells(layer, getattr(segments, name), "head", kind, events=segments.rows[:-1])
+        for layers, kind, segments in subject.segments:
+            yield Cells(layers, getattr(segments, name), "head", kind, events=segments.rows[:-1])
 
     return cells
 
@@ -122,39 +122,45 @@ def _suffix_mass(subject: Subject) -> Iterator[Cells]:
 
 
 def _position(subject: Subject) -> Iterator[Cells]:
-    for layer, evicted_at in subject.layers():
+    for layers, evicted_at in subject.layer_groups:
         retained = retained_positions(evicted_at)
         if retained is None:
             continue
-        yield Cells(layer, retained.mean, "head", chance=np.full_like(retained.mean, 0.5))
-        yield Cells(layer, retained.tail, "head", "tail")
-        yield Cells(layer, retained.distance, "head", "distance")
+        yield Cells(layers, retained.mean, "head", chance=np.full_like(retained.mean, 0.5))
+        yield Cells(layers, retained.tail, "head", "tail")
+        yield Cells(layers, retained.distance, "head", "distance")
         older = retained.older(subject.record.budget // 2)
-        yield Cells(layer, older, "head", "older", np.full_like(older, 0.5))
+        yield Cells(layers, older, "head", "older", np.full_like(older, 0.5))
 
 
 def _ratio(subject: Subject) -> Iterator[Cells]:
     trace = subject.trace
-    nominal = np.array([min(1.0, subject.record.budget / trace.n_pos)])
-    for layer, evicted_at in subject.layers():
+    nominal = min(1.0, subject.record.budget / trace.n_pos)
+    for layers, evicted_at in subject.layer_groups:
         ratio = retention_ratio(evicted_at, trace.prompt_len)
-        yield Cells(layer, ratio.rows, "head", "rows")
-        yield Cells(layer, ratio.final, "head", "final")
-        yield Cells(layer, nominal, variant="nominal")
+        yield Cells(layers, ratio.rows, "head", "rows")
+        yield Cells(layers, ratio.final, "head", "final")
+        yield Cells(layers, np.full(len(layers), nominal), variant="nominal")
 
 
 def _entries(subject: Subject) -> Iterator[Cells]:
-    for layer, evicted_at in subject.layers():
-        yield Cells(layer, entries_seen(evicted_at, subject.trace.prompt_len), "head")
+    for layers, evicted_at in subject.layer_groups:
+        yield Cells(layers, entries_seen(evicted_at, subject.trace.prompt_len), "head")
+
+
+def _global_eviction(subject: Subject) -> Iterator[Cells]:
+    if spans := subject.trace.spans.get("needle"):
+        share = global_eviction(subject.record.gone_after, subject.trace.prompt_len, spans)
+        yield Cells(None, np.array([share]))
 
 
 def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         if spans := subject.trace.spans.get("needle"):
-            for layer, evicted_at in subject.layers():
+            for layers, evicted_at in subject.layer_groups:
                 needle = needle_visibility(evicted_at, subject.trace.prompt_len, spans)
                 chance = needle.chance if name == "recall" else None
-                yield Cells(layer, getattr(needle, name), "head", chance=chance)
+                yield Cells(layers, getattr(needle, name), "head", chance=chance)
 
     return cells
 
@@ -224,6 +230,10 @@ PLACES: Mapping[str, Metric] = {
     "needle_wipeout": Metric(
         "share of needles of which a row sees no entry, mean over rows after the prompt",
         "sets", "share", "lower", "kvsim", _needle("wipeout")),
+    "global_eviction": Metric(
+        "share of the needle's tokens that have left every head of every layer, mean over rows "
+        "after the prompt",
+        "sets", "share", "lower", "kvsim", _global_eviction),
 }  # fmt: skip
 
 
@@ -258,8 +268,8 @@ def _similarity(subject: Subject) -> Iterator[Cells]:
 def _punctuation(subject: Subject) -> Iterator[Cells]:
     if (text := subject.trace.token_text) is not None:
         marks = is_punctuation(text)
-        for layer, evicted_at in subject.layers():
-            yield Cells(layer, punctuation_lift(evicted_at, marks), "head")
+        for layers, evicted_at in subject.layer_groups:
+            yield Cells(layers, punctuation_lift(evicted_at, marks), "head")
 
 
 #: What the response says, and which values, keys and tokens are kept.

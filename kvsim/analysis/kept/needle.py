@@ -51,3 +51,19 @@ def needle_visibility(
         chance=seen.mean(-1) / rows,
         wipeout=1.0 - visible.mean(0) / rows,
     )
+
+
+def global_eviction(
+    evicted_at: EvictedAt, prompt_len: int, spans: Sequence[tuple[int, int]]
+) -> float:
+    """Share of the needles' tokens that have left every head of every layer.
+
+    evicted_at [L, H, T]. Mean over the rows after the prompt; NaN without one.
+    """
+    rows = evicted_at.shape[-1] - prompt_len
+    if not rows:
+        return np.nan
+    marked = sorted({pos for start, end in spans for pos in range(start, end)})
+    last = evicted_at[:, :, marked].astype(np.int64).max((0, 1))  # row that sees a token last
+    seen = np.clip(last - prompt_len + 1, 0, rows)
+    return float(1.0 - seen.mean() / rows)

@@ -5,13 +5,15 @@ evicted, `o_full - o_seen = missing * (o_evicted - o_seen)`: the error is the mi
 distance between the two means (exact; both factors are kept). Attention over parts merges exactly
 through the log-sum-exp, so a row costs as many products as it sees entries.
 
-Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension.
+Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension of a
+head, D of the residual stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +34,9 @@ from kvsim.schema import NEVER
 #: them need no mask.
 ROWS = 64
 
+#: Error and missing mass by head and row, and `OutputError.added` by row.
+Moved = tuple[Tensor, Tensor, Tensor]
+
 # Distance is error / missing mass; below this the mass is rounding noise of two log-sum-exps.
 _LEAST_MISSING = 1e-5
 
@@ -48,11 +53,14 @@ class OutputError:
     missing: 1 - mass, without the cancellation.
     distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
     rotated: keys were rotated to slots, so the error is no product of the two; distance is NaN.
+    added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what
+        eviction adds to the residual stream; None unless it was computed.
     """
 
     error: NDArray[np.float32]
     missing: NDArray[np.float32]
     rotated: bool = False
+    added: NDArray[np.float32] | None = None
 
     @property
     def mass(self) -> NDArray[np.float32]:
@@ -68,11 +76,15 @@ class OutputError:
         return out
 
 
-def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[OutputError]:
+def output_error(
+    trace: Trace, records: Sequence[Record], device: str = "cpu", *, projected: bool = False
+) -> list[OutputError]:
     """The error of each record's rows, one layer of the trace in memory at a time.
 
-    Records of one trace share what does not depend on the policy. Raises TraceError where a record
-    does not belong to the trace.
+    Records of one trace share what does not depend on the policy. projected: compute `added` too.
+
+    Raises TraceError where a record does not belong to the trace, and NeedsError if `projected`
+    where the trace has no output projections.
     """
     for record in records:
         check_record(trace, record)
@@ -80,15 +92,18 @@ def output_error(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     for record in records:
         shape = len(record.layers), trace.n_qheads, trace.n_pos
         error, missing = (np.empty(shape, np.float32) for _ in range(2))
-        results.append(OutputError(error, missing, rotated=record.positions == "slot"))
+        added = np.empty((len(record.layers), trace.n_pos), np.float32) if projected else None
+        results.append(OutputError(error, missing, record.positions == "slot", added))
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
-            rows = Layer.read(trace, layer, torch.device(device))
+            rows = Layer.read(trace, layer, torch.device(device), projected=projected)
             for record, result in zip(records, results, strict=True):
                 if layer in record.layers:
                     at = record.layers.index(layer)
-                    moved = _layer_error(rows, record, at)
-                    result.error[at], result.missing[at] = (x.cpu().numpy() for x in moved)
+                    moved = [x.cpu().numpy() for x in _of_layer(rows, record, at)]
+                    result.error[at], result.missing[at] = moved[:2]
+                    if result.added is not None:
+                        result.added[at] = moved[2]
     return results
 
 
@@ -101,6 +116,21 @@ def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     def read(layer: int) -> Floats:
         out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
         lengths: Floats = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
+        return lengths
+
+    return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]
+
+
+def residual_norms(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Floats]:
+    """For each record the length of the residual stream [layer, row after the prompt].
+
+    That which enters each layer. Raises NeedsError where the trace does not have it.
+    """
+
+    def read(layer: int) -> Floats:
+        rows = slice(trace.prompt_len, None)
+        stream = trace.read("residual", slice(layer, layer + 1), rows)[0].to(device)
+        lengths: Floats = torch.linalg.vector_norm(stream.double(), dim=-1).cpu().numpy()
         return lengths
 
     return [np.stack(layers) for layers in by_layer(records, read, lambda _record, _at, x: x)]
@@ -126,7 +156,10 @@ def check_record(trace: Trace, record: Record) -> None:
 
 @dataclass
 class Layer:
-    """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp."""
+    """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp.
+
+    o_proj: the output projection [H * G * d, D], None where it is not needed.
+    """
 
     q: Tensor
     k: Tensor
@@ -135,23 +168,32 @@ class Layer:
     lse: Tensor
     formula: Formula
     rope: Rope
+    o_proj: Tensor | None = None
     _own: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, trace: Trace, layer: int, device: torch.device) -> Layer:
-        """Read a layer of a trace."""
+    def read(
+        cls, trace: Trace, layer: int, device: torch.device, *, projected: bool = False
+    ) -> Layer:
+        """Read a layer of a trace; with its output projection if `projected`."""
         one = slice(layer, layer + 1)
         q, k, v = (trace.read(name, one)[0].to(device) for name in ("q", "k", "v"))
         out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(one))
-        return cls(
-            q.unflatten(0, (len(k), -1)), k, v, out, lse, trace.formulas[layer], trace.ropes[layer]
-        )
+        o_proj = trace.read("o_proj", one)[0].flatten(0, 1).to(device) if projected else None
+        q, formula, rope = q.unflatten(0, (len(k), -1)), trace.formulas[layer], trace.ropes[layer]
+        return cls(q, k, v, out, lse, formula, rope, o_proj)
 
     def per_query_head(self) -> Layer:
         """The same layer with every query head its own KV head."""
         k, v = (x.repeat_interleave(self.q.shape[1], 0) for x in (self.k, self.v))
         q, out, lse = (x.flatten(0, 1).unsqueeze(1) for x in (self.q, self.out, self.lse))
         return replace(self, q=q, k=k, v=v, out=out, lse=lse, _own={})
+
+    @cached_property
+    def unrotated(self) -> tuple[Tensor, Tensor]:
+        """q and k before RoPE."""
+        pos = torch.arange(self.k.shape[1], device=self.k.device)
+        return self.rope.unrotate(self.q, pos), self.rope.unrotate(self.k, pos)
 
     def own(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention of rows start..stop-1 over their own entries: no policy changes it."""
@@ -171,36 +213,42 @@ class Layer:
         return with_sinks(out, lse, self.formula.sink(out, len(out)))
 
 
-def _layer_error(layer: Layer, record: Record, at: int) -> tuple[Tensor, Tensor]:
-    """Error and missing mass of every row of a record's layer at place `at`; [qhead, T] each."""
+def _of_layer(layer: Layer, record: Record, at: int) -> Moved:
+    """Error and missing mass [qhead, T] of a record's layer at place `at`, and `added` [T]."""
     last = torch.from_numpy(record.gone_after[at]).to(layer.k.device)  # [H, T]
     slots = record.positions == "slot"
     if len(last) != len(layer.k):
         layer = layer.per_query_head()
     error, missing = (torch.zeros_like(layer.lse) for _ in range(2))
+    added = torch.zeros_like(layer.lse[0, 0])
     for start, stop, out, lse in (_by_slot if slots else _by_prefix)(layer, last):
         rows = slice(start, stop)
-        error[:, :, rows], missing[:, :, rows] = _moved(layer, rows, out, lse)
+        error[:, :, rows], missing[:, :, rows], added[rows] = _moved(layer, rows, out, lse)
     prompt = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
     present = prompt >= torch.arange(record.prompt_len)  # rows of the prompt that reach the layer
     if not bool(present.all()):
         before = slice(record.prompt_len)
-        error[:, :, before], missing[:, :, before] = _prompt_error(layer, present, slots=slots)
-    return error.flatten(0, 1), missing.flatten(0, 1)
+        of_prompt = _prompt_error(layer, present, slots=slots)
+        error[:, :, before], missing[:, :, before], added[before] = of_prompt
+    return error.flatten(0, 1), missing.flatten(0, 1), added
 
 
-def _moved(layer: Layer, rows: slice | Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Error and missing mass [H, G, w] of rows whose output is `out`, which is overwritten."""
+def _moved(layer: Layer, rows: slice | Tensor, out: Tensor, lse: Tensor) -> Moved:
+    """Error and missing mass [H, G, w], and `added` [w], of rows with output `out`, overwritten."""
     full = layer.out[:, :, rows]
     size = torch.linalg.vector_norm(full, dim=-1)
     gap = torch.linalg.vector_norm(out.sub_(full), dim=-1)
+    added = gap.new_zeros(gap.shape[-1])
+    if layer.o_proj is not None:
+        concat = out.flatten(0, 1).transpose(0, 1).flatten(1)  # [w, H * G * d]
+        added = torch.linalg.vector_norm(concat @ layer.o_proj, dim=-1)
     # an output of exactly 0 that stays 0 has not moved
     error = torch.where(gap == 0, gap, gap / size)
-    return error, (-torch.expm1(lse - layer.lse[:, :, rows])).clamp_(0.0, 1.0)
+    return error, (-torch.expm1(lse - layer.lse[:, :, rows])).clamp_(0.0, 1.0), added
 
 
-def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor, Tensor]:
-    """Error and missing mass [H, G, P] of rows of the prompt that see those present alone.
+def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> Moved:
+    """Error and missing mass [H, G, P], `added` [P], of rows of the prompt that see those present.
 
     NaN for the others. slots: they were at positions 0, 1, 2, ...; the mass is that of their own.
     """
@@ -213,8 +261,9 @@ def _prompt_error(layer: Layer, present: Tensor, *, slots: bool) -> tuple[Tensor
         out, _ = layer.whole(*layer.attend(q, k, v, causal=True))
     shape = (*layer.lse.shape[:2], len(present))
     error, missing = (layer.lse.new_full(shape, torch.nan) for _ in range(2))
-    error[:, :, at], missing[:, :, at] = _moved(layer, at, out, lse)
-    return error, missing
+    added = layer.lse.new_full(shape[-1:], torch.nan)
+    error[:, :, at], missing[:, :, at], added[at] = _moved(layer, at, out, lse)
+    return error, missing, added
 
 
 Seen = Iterator[tuple[int, int, Tensor, Tensor]]
@@ -271,27 +320,46 @@ def _by_mask(layer: Layer, last: Tensor, first: int, stop: int) -> Seen:
 
 
 def _by_slot(layer: Layer, last: Tensor) -> Seen:
-    """The same with the output of keys and query rotated to their slot in the cache.
+    """The same with the output of keys and queries rotated to their slot in the cache.
 
     The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
-    lies on what is seen. Slots change with every event, so nothing is shared between rows; slow,
-    and for presets that re-rotate only.
+    lies on what is seen. Slots change with every event and not between two of them. For presets
+    that re-rotate only, so rows attend one by one.
     """
-    rope, total = layer.rope, last.shape[-1]
-    pos = torch.arange(total, device=last.device)
-    for row in range(int(last.min()) + 1, total):
-        seen = (pos <= row) & (last >= row)
-        at = _marked(seen)
-        mask = seen.gather(1, at)
-        slot = (mask.cumsum(-1) - 1).clamp_(min=0)
-        k, v = _take((layer.k, layer.v), at)
-        q, shown = layer.q[:, :, row : row + 1], mask[:, None, None]
-        _, lse = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
-        k = rope.rotate(rope.unrotate(k, at), slot)
-        # the row's own entry is the last of each head
-        q = rope.rotate(rope.unrotate(q, pos[row : row + 1]), slot[:, None, -1:])
-        out, _ = layer.whole(*layer.attend(q, k[:, None], v[:, None], mask=shown))
-        yield row, row + 1, out, lse
+    queries, keys = layer.unrotated
+    events = {int(e) for e in last.unique() if e != NEVER}
+    for event, stop in pairwise(sorted({*events, last.shape[-1] - 1})):
+        retained = last[:, : event + 1] > event
+        old = _marked(retained)
+        new = torch.arange(event + 1, stop + 1, device=old.device).expand(len(old), -1)
+        shown = torch.cat([retained.gather(1, old), new > event], dim=-1)
+        k, v, moved = _take((layer.k, layer.v, keys), torch.cat([old, new], dim=-1))
+        rows = slice(event + 1, stop + 1)
+        _, lse = _row_by_row(layer, layer.q[:, :, rows], k, v, shown)
+        slot = (shown.cumsum(-1) - 1).clamp_(min=0)
+        k = layer.rope.rotate(moved, slot)
+        q = layer.rope.rotate(queries[:, :, rows], slot[:, None, old.shape[-1] :])
+        out, _ = _row_by_row(layer, q, k, v, shown)
+        yield event + 1, stop + 1, out, lse
+
+
+def _row_by_row(
+    layer: Layer, q: Tensor, k: Tensor, v: Tensor, shown: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows q [H, G, w, d] to entries k, v [H, n, d] where `shown` [H, n], with sinks.
+
+    The last w entries are the rows' own; each row sees its own and what is before it.
+    """
+    before = k.shape[1] - q.shape[2]
+    mask = None if bool(shown.all()) else shown[:, None, None]
+    parts = []
+    for row in range(q.shape[2]):
+        entries = slice(before + row + 1)
+        seen = None if mask is None else mask[..., entries]
+        one = q[:, :, row : row + 1]
+        parts.append(layer.attend(one, k[:, None, entries], v[:, None, entries], mask=seen))
+    out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return layer.whole(out, lse)
 
 
 def _marked(mask: Tensor) -> Tensor:
@@ -303,10 +371,9 @@ def _marked(mask: Tensor) -> Tensor:
     return mask.byte().sort(dim=-1, stable=True).indices[:, mask.shape[-1] - longest :]
 
 
-def _take(stored: tuple[Tensor, Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows at[H, n] of both tensors [H, T, d]; [H, n, d] each."""
+def _take(stored: Sequence[Tensor], at: Tensor) -> list[Tensor]:
+    """Rows at[H, n] of tensors [H, T, d]; [H, n, d] each."""
     heads, total, dim = stored[0].shape
     base = torch.arange(heads, device=at.device).mul_(total).unsqueeze(-1)
     flat = (at + base).flatten()
-    k, v = (x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored)
-    return k, v
+    return [x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored]

@@ -9,7 +9,7 @@ import numpy as np
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.sparsity import compressed_sparsity
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.output.error import head_lengths
+from kvsim.analysis.output.error import head_lengths, residual_norms
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
 
@@ -19,8 +19,7 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
         values = getattr(subject.output(), name)[:, :, subject.rows].astype(np.float64)
         if not values.shape[-1]:
             return
-        for layer, of_layer in zip(subject.record.layers, values, strict=True):
-            yield Cells(layer, mean_known(of_layer), "qhead")
+        yield Cells(subject.record.layers, mean_known(values).ravel(), "qhead")
 
     return cells
 
@@ -58,18 +57,41 @@ def _regret(subject: Subject) -> Iterator[Cells]:
     )
     if not missing.shape[-1]:
         return
-    for layer, more in zip(subject.record.layers, missing.astype(np.float64) - least, strict=True):
-        yield Cells(layer, mean_known(more), "qhead")
+    more = mean_known(missing.astype(np.float64) - least)
+    yield Cells(subject.record.layers, more.ravel(), "qhead")
 
 
 def _layer_error(subject: Subject) -> Iterator[Cells]:
-    moved, length = _moved(subject)
-    # an output of exactly 0 that stays 0 has not moved
-    relative = np.divide(moved, length, out=np.zeros_like(moved), where=length > 0)
-    yield from _means(subject, relative)
+    yield from _rms(subject, _added(subject))
 
 
-def _layer_error_absolute(subject: Subject) -> Iterator[Cells]:
+def _layer_error_relative(subject: Subject) -> Iterator[Cells]:
+    yield from _rms(subject, _relative(_added(subject), subject.walk(residual_norms)))
+
+
+def _added(subject: Subject) -> Floats:
+    """Length of what eviction adds to the residual stream [layer, row]."""
+    added = np.asarray(subject.output().added)  # computed where a metric reads `o_proj`
+    return added[:, subject.rows].astype(np.float64)
+
+
+def _rms(subject: Subject, values: Floats) -> Iterator[Cells]:
+    """The root of the mean square over rows [layer, row] of each layer, nothing without rows."""
+    if values.shape[-1]:
+        for layer, mean in zip(subject.record.layers, (values**2).mean(-1), strict=True):
+            yield Cells(layer, np.sqrt([mean]))
+
+
+def _relative(moved: Floats, length: Floats) -> Floats:
+    """moved / length; 0 where a vector of length 0 has not moved."""
+    return np.divide(moved, length, out=np.zeros_like(moved), where=(length > 0) | (moved > 0))
+
+
+def _concat_error(subject: Subject) -> Iterator[Cells]:
+    yield from _means(subject, _relative(*_moved(subject)))
+
+
+def _concat_error_absolute(subject: Subject) -> Iterator[Cells]:
     moved, _ = _moved(subject)
     yield from _means(subject, moved)
 
@@ -116,12 +138,21 @@ METRICS: Mapping[str, Metric] = {
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
         "rows", "share", "lower", "kvsim", _regret, beside_oracle=True),
     "layer_error": Metric(
+        "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
+        "residual stream, RMS over rows after the prompt; summaries add up the layers",
+        "rows", "absolute", "lower", "kvsim", _layer_error, layers="sum", arrays=("o_proj",)),
+    "layer_error_relative": Metric(
+        "the same, each row over the length of the residual stream that enters the layer; "
+        "summaries have the mean over layers",
+        "rows", "relative", "lower", "as layer_error", _layer_error_relative,
+        arrays=("o_proj", "residual")),
+    "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
         "after the prompt",
-        "rows", "relative", "lower", "after Expected Attention, Fig. 6", _layer_error,
+        "rows", "relative", "lower", "after Expected Attention, Fig. 6", _concat_error,
         default=False),
-    "layer_error_absolute": Metric(
+    "concat_error_absolute": Metric(
         "|o_full - o_seen| of such a vector; comparable within a layer",
-        "rows", "units of the trace", "lower", "as layer_error", _layer_error_absolute,
+        "rows", "units of the trace", "lower", "as concat_error", _concat_error_absolute,
         default=False),
 }  # fmt: skip

@@ -4,10 +4,11 @@ After Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 6. The sequence is cut: 
 evicts once, a share of the entries so far (`ratio`), and rows from the cut on see what is left and
 everything newer. Whatever the trace's prompt is, rows before the cut are the prompt here.
 
-The paper's error is that of the residual stream, which a recorded run does not tell. Here it is
-that of the attention's output before the projection, of all heads as one vector: `head_error` is
-the metric `layer_error_absolute`, in units of the trace that differ between layers, and
-`relative_head_error` the metric `layer_error`. Means are over the rows from the cut on.
+The paper's error is that of the residual stream, which a recorded run does not tell (the metric
+`layer_error` is what one layer adds to it). Here it is that of the attention's output before the
+projection, of all heads as one vector: `head_error` is the metric `concat_error_absolute`, in units
+of the trace that differ between layers, and `relative_head_error` the metric `concat_error`. Means
+are over the rows from the cut on.
 
 Open loop, but for the first layer; as the error where that layer alone evicts, exact in all.
 """
@@ -98,7 +99,8 @@ def reconstruction_table(
                     what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
                     progress(at, len(once) * len(budgets), what)
                 records.append(replay(ended, policy, budget, device=device))
-            table = measure(ended, records, ["layer_error", "layer_error_absolute"], device=device)
+            names = ["concat_error", "concat_error_absolute"]
+            table = measure(ended, records, names, device=device)
             # rows of a record follow each other, every layer by one metric, then by the other
             shape = len(records), 2, trace.n_layers
             values, levels = (

@@ -10,8 +10,9 @@ import numpy as np
 
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Even
-from kvsim.core.record import Record, read_records, write_records
+from kvsim.core.record import Record
 from kvsim.schema import NEVER
+from kvsim.store.records import read_records, write_records
 from kvsim.testing.invariants.trial import Trial, require
 
 

@@ -1,0 +1,1 @@
+"""How well replay predicts the running model: what docs/fidelity.md is made of."""

@@ -1,0 +1,1 @@
+"""What a policy did to a running model: likelihoods, divergences, answers, bytes."""

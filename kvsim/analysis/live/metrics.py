@@ -1,0 +1,114 @@
+"""Metrics of a running model: one prompt, one policy, one budget; fidelity closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+
+from kvsim.analysis.arrays import Floats
+from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
+from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject
+
+Values = Callable[[LiveSubject], Iterator[Cells]]
+
+
+def _forced(value: Callable[[Forced], Floats]) -> Values:
+    """The mean of a value of each token of the response."""
+
+    def cells(subject: LiveSubject) -> Iterator[Cells]:
+        forced = subject.outcome.forced
+        if forced is not None and len(forced.nll):
+            yield Cells(None, np.array([value(forced).mean()]))
+
+    return cells
+
+
+def _generated(value: Callable[[Generated], float | None]) -> Values:
+    def cells(subject: LiveSubject) -> Iterator[Cells]:
+        generated = subject.outcome.generated
+        number = None if generated is None else value(generated)
+        if number is not None and not np.isnan(number):
+            yield Cells(None, np.array([float(number)]))
+
+    return cells
+
+
+def _residual(subject: LiveSubject) -> Iterator[Cells]:
+    forced = subject.outcome.forced
+    if forced is None or not forced.residual_error.shape[1]:
+        return
+    for layer, rows in enumerate(forced.residual_error):
+        yield Cells(layer, np.array([rows.mean()]))
+
+
+def _repetition(subject: LiveSubject) -> Iterator[Cells]:
+    if subject.outcome.generated is not None:
+        tokens = np.array(subject.outcome.generated.tokens)
+        for n in NGRAMS:
+            if len(tokens) >= n:
+                yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
+
+
+def _peak(subject: LiveSubject) -> Iterator[Cells]:
+    yield Cells(None, np.array([float(subject.outcome.peak_bytes)]))
+
+
+def _share(subject: LiveSubject) -> Iterator[Cells]:
+    yield Cells(None, np.array([subject.outcome.peak_bytes / subject.outcome.full_bytes]))
+
+
+def _kept_right(generated: Generated) -> float | None:
+    """Of a prompt that is answered right with the full cache."""
+    return None if not generated.full_right or generated.right is None else generated.right
+
+
+_metric = partial(Metric, kind="live", source="kvsim", default=False)
+
+METRICS: Mapping[str, Metric] = {
+    "response_kl": _metric(
+        "KL(full || live) of the prediction of each token of the recorded response, mean",
+        unit="nats", better="lower", cells=_forced(lambda x: x.kl)),
+    "nll_increase": _metric(
+        "negative log-likelihood of a token of the recorded response, beyond that with the full "
+        "cache, mean",
+        unit="nats", better="lower", cells=_forced(lambda x: x.nll - x.full_nll)),
+    "top_agreement": _metric(
+        "share of tokens of the recorded response where the most likely token is that of the full "
+        "cache",
+        unit="share", better="higher", cells=_forced(lambda x: x.agreement)),
+    "stream_error": _metric(
+        "|h' - h| / |h| of the residual stream before a layer, mean over rows after the prompt",
+        unit="relative", better="lower", cells=_residual),
+    "answer_right": _metric(
+        "whether the response that the model writes has the right answer (mean: pass@1)",
+        unit="share", better="higher", source="G-KV, section 4.1",
+        cells=_generated(lambda x: x.right)),
+    "answer_kept": _metric(
+        "as answer_right, of the prompts that are answered right with the full cache",
+        unit="share", better="higher", cells=_generated(_kept_right)),
+    "tokens_to_answer": _metric(
+        "tokens written until the right answer is complete, where it comes",
+        unit="tokens", better="lower", cells=_generated(lambda x: x.answered)),
+    "response_tokens": _metric(
+        "tokens that the model wrote",
+        unit="tokens", better=None, cells=_generated(lambda x: len(x.tokens))),
+    "response_repetition": _metric(
+        "n-gram repetition rate of what the model wrote, as repetition",
+        unit="share", better="lower", source="AMS, without an n", cells=_repetition, main="n=4"),
+    "response_loop": _metric(
+        "longest ending of what the model wrote that repeats up to 64 tokens at least twice",
+        unit="tokens", better="lower", cells=_generated(lambda x: max_loop(np.array(x.tokens)))),
+    "decode_seconds": _metric(
+        "seconds of decoding per token written, prefill excluded",
+        unit="seconds", better="lower",
+        cells=_generated(lambda x: x.seconds / max(1, len(x.tokens)))),
+    "peak_bytes": _metric(
+        "most bytes of live keys and values at once in decoding, without padding",
+        unit="bytes", better="lower", cells=_peak),
+    "peak_share": _metric(
+        "peak_bytes as a share of the full cache at the end",
+        unit="share", better="lower", cells=_share),
+}  # fmt: skip

@@ -1,0 +1,193 @@
+"""`kvsim live`: policies on the running model, over recorded or new prompts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.cli.replaying import left, show_run
+from kvsim.cli.values import OptionError, Stop
+
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
+
+
+def live(
+    *,
+    traces: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TRACE]...", help="Recorded prompts and responses."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
+            "GGUF file, or a hub id."
+        ),
+    ],
+    prompts: Annotated[
+        Path | None,
+        values.path_option(
+            "FILE.jsonl",
+            "Record these prompts first, as `kvsim capture --prompts` does, and run them.",
+        ),
+    ] = None,
+    record_to: Annotated[
+        Path | None,
+        values.path_option(
+            "DIR", "Where --prompts are recorded, and kept; default: beside --out, if there is one."
+        ),
+    ] = None,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    compress: values.Compress = None,
+    settings: values.Settings = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            "--layers", metavar="N,A-B,...", help="Only these layers evict; default: all."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens of the response that the model writes under each policy, 0 for none; "
+            "default: none of recorded traces, 512 of --prompts.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most likely token; above 0, tokens are drawn.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,NAME...]",
+            help="What to measure, as `kvsim metrics` lists it; default: everything of a running "
+            "model.",
+        ),
+    ] = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+    trust_remote_code: values.TrustRemoteCode = False,
+    out: Annotated[
+        Path | None,
+        values.path_option(
+            "DIR",
+            "Write run.json, records.zarr and results.parquet to a new folder; what is done is "
+            "there at once.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the run in --out, if there is one that is not done."
+        ),
+    ] = False,
+    as_json: values.Json = False,
+) -> None:
+    """Run policies on the model itself, its cache compressed.
+
+    The recorded response is fed to the model under each policy, and its predictions are compared
+    with those of the full cache; with --prompts, or --max-new-tokens, the model also writes a
+    response of its own, which is compared with the right answer.
+    """
+    if bool(traces) == (prompts is not None):
+        raise OptionError("expected recorded traces, or --prompts FILE.jsonl, one of them")
+    if record_to is not None and prompts is None:
+        raise OptionError("--record-to says where --prompts are recorded; give --prompts as well")
+    if resume and out is None:
+        raise OptionError("--resume continues the run in --out; give --out DIR as well")
+    if events and out is None:
+        raise OptionError("--events is about the results in --out; give --out DIR as well")
+
+    from kvsim.analysis.live.table import choose_live
+    from kvsim.core.policy import Protection
+    from kvsim.runner.decoding import check_live
+    from kvsim.sweeps.closed_loop import live as run_live
+    from kvsim.sweeps.parts import check_output
+    from kvsim.sweeps.run import LIVE_SUMMARY
+
+    if out is not None:
+        check_output(out, resume=resume)
+    choose_live(metric)
+    policies = values.build_policies(policy, settings)
+    for each in policies:
+        check_live(each)
+    layers = None if layer is None else values.parse_layers(layer)
+    recorded = values.open_traces(traces or [])
+    if prompts is None:
+        new_tokens = max_new_tokens or 0
+    else:
+        new_tokens = 512 if max_new_tokens is None else max_new_tokens
+    try:
+        with ExitStack() as stack, show.bar("cells") as report:
+            decoder, tokenizer = _load(model, recorded, device, trust_remote_code)
+            if prompts is not None:
+                if record_to is None and out is not None:
+                    record_to = out.with_name(f"{out.name}-traces")
+                at = record_to or Path(stack.enter_context(TemporaryDirectory(prefix="kvsim-")))
+                recorded = _record(decoder, tokenizer, prompts, at, new_tokens)
+            run = run_live(
+                decoder,
+                recorded,
+                policies,
+                budget,
+                tokenizer=tokenizer,
+                interval=interval,
+                prefill=prefill,
+                compress=compress,
+                layers=layers,
+                max_new_tokens=new_tokens,
+                temperature=temperature,
+                seed=seed,
+                metrics=metric,
+                events=events,
+                out=out,
+                resume=resume,
+                progress=report,
+            )
+        shown = metric or LIVE_SUMMARY
+        show_run(run, recorded, policies, Protection(), shown, out, as_json=as_json)
+    except KeyboardInterrupt:  # at any other moment than those that a sweep handles
+        raise Stop(f"interrupted, {left(out)}", 130) from None
+
+
+def _load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool) -> Any:
+    """Load the model in the precision of the recording."""
+    from kvsim.recorder import load_model
+
+    values.quiet_transformers()
+    dtype = recorded[0].meta.get("model", {}).get("dtype") if recorded else None
+    return load_model(
+        model,
+        dtype=dtype,
+        device=values.parse_device(device),
+        trust_remote_code=trust_remote_code,
+        note=partial(show.echo_text, err=True),
+    )
+
+
+def _record(
+    model: Any, tokenizer: Any, prompts: Path, folder: Path, new_tokens: int
+) -> list[Trace]:
+    """Record prompts with the full cache; those that are there already are kept."""
+    from kvsim.recorder import capture_many, read_prompts
+
+    requested = read_prompts(prompts, note=partial(show.echo_text, err=True))
+    longest = None if any(each.response is not None for each in requested) else new_tokens or None
+    return capture_many(
+        model, tokenizer, requested, folder, resume=True, max_new_tokens=longest, progress=True
+    )

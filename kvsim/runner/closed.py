@@ -1,0 +1,299 @@
+"""A recorded prompt run again on its model, under a policy: the closed loop beside the replay.
+
+Two ways. Teacher-forced: the recorded response goes through the model, whatever it would have
+written, so that every row can be compared with that of the full cache. Free: the model writes its
+own response, which is compared with the right answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvsim.analysis.live.outcome import Forced, Generated, Outcome
+from kvsim.analysis.output.error import OutputError
+from kvsim.core.policy import Policy, Schedule
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.errors import NeedsError
+from kvsim.recorder.generation import evaluating, sample, stop_tokens
+from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.layers import Residual
+from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
+from kvsim.runner.recorded import check_model
+from kvsim.text.answers import is_right
+from kvsim.tiny import ledger
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a response is written: at most `new_tokens`; temperature 0 takes the likeliest token."""
+
+    new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class _Rows:
+    """Attention output [qhead, n, d] and input [n, D] of each layer for rows from `first` on."""
+
+    first: int
+    residual: Residual
+    out: dict[int, list[Tensor]] = field(default_factory=dict)
+    stream: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, call: KernelCall, start: int) -> None:
+        """Add the rows of a kernel call of which the first is `start`."""
+        skip = max(0, self.first - start)
+        self.out.setdefault(call.layer, []).append(call.out[:, skip:])
+        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Attention output of each layer, [qhead, n, d] in float64."""
+        return [torch.cat(self.out[layer], dim=1).double() for layer in sorted(self.out)]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Residual stream before each layer, [n, D] in float64."""
+        return [torch.cat(self.stream[layer]).double() for layer in sorted(self.stream)]
+
+
+class ClosedLoop:
+    """A recorded prompt and its response on their model; what policies share is computed once.
+
+    tokenizer: for the text of responses; None where none is wanted. writing: None for the
+    teacher-forced run alone.
+
+    Raises:
+        NeedsError: a trace without tokens, or of some layers of the model alone.
+        CaptureError: another model than the recorded one.
+    """
+
+    def __init__(
+        self, running: RunningModel, trace: Trace, tokenizer: Any, writing: Writing | None
+    ) -> None:
+        self._ids = check_recorded(trace, running.model)
+        self.running, self.trace, self.writing = running, trace, writing
+        self._tokenizer = tokenizer
+        self._residual = Residual(running.model)
+        self._prefixes: dict[int, Prefix] = {}
+
+    def run(
+        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None = None
+    ) -> tuple[Record, Outcome]:
+        """Run the prompt under a policy. Raises as `Decoding`."""
+        record, forced, peak, full = self._forced(policy, budget, schedule, layers)
+        written = None
+        if self.writing is not None:
+            written, more, all_of_it = self._written(policy, budget, schedule, layers, self.writing)
+            peak, full = max(peak, more), max(full, all_of_it)
+        record = replace(record, own_schedule=schedule == policy.schedule)
+        return record, Outcome(forced, written, peak, full)
+
+    def _decoding(
+        self,
+        policy: Policy,
+        budget: int,
+        schedule: Schedule,
+        layers: Sequence[int] | None,
+        n_pos: int,
+        observe: Callable[[KernelCall, Decoding], None] | None = None,
+    ) -> Decoding:
+        trace = self.trace
+        decoding = Decoding(
+            self.running,
+            replace(policy, schedule=schedule),
+            budget,
+            prompt_len=trace.prompt_len,
+            n_pos=n_pos,
+            context_len=trace.context_len,
+            layers=layers,
+            name=trace.name,
+            observe=None if observe is None else lambda call: observe(call, decoding),
+        )
+        return decoding
+
+    def _prefix(self, decoding: Decoding) -> Prefix:
+        """The rows before the first event, all of the prompt at most: the same for all policies."""
+        end = min((row + 1 for row in decoding.events), default=self.trace.prompt_len)
+        end = min(end, self.trace.prompt_len)
+        if end not in self._prefixes:
+            self._prefixes[end] = prefill(self.running, self._ids[:end])
+        return self._prefixes[end]
+
+    def _prompt(self, decoding: Decoding, prefix: Prefix) -> Tensor:
+        """Run the prompt up to its end; returns the logits of its last row, [V]."""
+        decoding.begin(prefix)
+        rest = self._ids[len(prefix.tokens) : self.trace.prompt_len]
+        return decoding.feed(rest)[-1] if rest else prefix.logits
+
+    @cached_property
+    def _full(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Of the full cache: logits [R, V], and outputs and inputs of rows after the prompt."""
+        prompt_len, n_pos = self.trace.prompt_len, self.trace.n_pos
+        rows, model = _Rows(prompt_len, self._residual), self.running.model
+        with (
+            torch.inference_mode(),
+            evaluating(model),
+            intercepting(model, lambda call: rows.add(call, 0)),
+            self._residual.following(),
+        ):
+            logits = self.running.forward(self._ids, 0, DynamicCache(), n_pos - prompt_len + 1)
+        return logits[:-1], rows.outputs, rows.inputs
+
+    def _forced(
+        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None
+    ) -> tuple[Record, Forced, int, int]:
+        """Run the recorded response."""
+        trace, n_rows = self.trace, self.trace.n_pos - self.trace.prompt_len
+        expected, full_outputs, full_inputs = self._full
+        rows = _Rows(trace.prompt_len, self._residual)
+
+        def observe(call: KernelCall, decoding: Decoding) -> None:
+            rows.add(call, len(decoding.tokens))
+
+        decoding = self._decoding(policy, budget, schedule, layers, trace.n_pos, observe)
+        prefix = self._prefix(decoding)
+        with decoding, self._residual.following():
+            first = self._prompt(decoding, prefix)
+            response = self._ids[trace.prompt_len :]
+            more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
+        logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
+        forced = Forced(
+            **_compared(logits, expected, response),
+            residual_error=_moved_streams(rows, full_inputs, n_rows),
+            output=self._moved_outputs(rows, full_outputs, decoding.layers),
+        )
+        return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
+
+    def _moved_outputs(
+        self, rows: _Rows, full: Sequence[Tensor], layers: Sequence[int]
+    ) -> OutputError:
+        """The error of the attention output of some layers; rows of the prompt have none."""
+        trace, projections = self.trace, self.running.projections
+        shape = (len(layers), trace.n_qheads, trace.n_pos)
+        error = np.zeros(shape, np.float32)
+        added = None if projections is None else np.zeros((shape[0], shape[2]), np.float32)
+        after = slice(trace.prompt_len, None)
+        outputs = rows.outputs if trace.n_pos > trace.prompt_len else full
+        for at, layer in enumerate(layers):
+            moved = outputs[layer] - full[layer]  # [qhead, n, d]
+            error[at, :, after] = _relative(outputs[layer], full[layer]).cpu().numpy()
+            if added is not None and projections is not None:
+                stream = torch.einsum("hnd,hdm->nm", moved, projections[layer].to(moved.dtype))
+                added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
+        return OutputError(error, np.full(shape, np.nan, np.float32), added=added)
+
+    def _written(
+        self,
+        policy: Policy,
+        budget: int,
+        schedule: Schedule,
+        layers: Sequence[int] | None,
+        writing: Writing,
+    ) -> tuple[Generated, int, int]:
+        """Let the model write its own response."""
+        n_pos = self.trace.prompt_len + writing.new_tokens
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        generator = torch.Generator().manual_seed(writing.seed)
+        decoding = self._decoding(policy, budget, schedule, layers, n_pos)
+        prefix = self._prefix(decoding)
+        tokens: list[int] = []
+        with decoding:
+            logits = self._prompt(decoding, prefix)
+            start = time.perf_counter()
+            while len(tokens) < writing.new_tokens:
+                tokens.append(sample(logits, writing.temperature, generator))
+                if tokens[-1] in stop:
+                    break
+                logits = decoding.feed(tokens[-1:])[-1]
+            seconds = time.perf_counter() - start
+        ended = "eos" if tokens and tokens[-1] in stop else "length"
+        generated = Generated(
+            tokens=tuple(tokens),
+            text=self._text(tokens),
+            ended=ended,
+            right=self._right(tokens),
+            answered=self._answered(tokens),
+            full_right=(self.trace.meta.get("answer_check") or {}).get("right"),
+            seconds=seconds,
+        )
+        return generated, decoding.decode_peak_bytes, decoding.full_bytes
+
+    def _text(self, tokens: Sequence[int]) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _right(self, tokens: Sequence[int]) -> bool | None:
+        """Whether a response has the right answer; None where the trace does not say what is."""
+        check, text = self.trace.meta.get("answer_check") or {}, self._text(tokens)
+        if text is None or check.get("right") is None:
+            return None
+        if check.get("kind") == "ledger":
+            return ledger.check(str(self.trace.meta["text"]["prompt"]), text).exact
+        return is_right(text, str(check["expected"]))
+
+    def _answered(self, tokens: Sequence[int]) -> int | None:
+        """Tokens until the response has the right answer."""
+        if not self._right(tokens):
+            return None
+        return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
+
+
+def check_recorded(trace: Trace, model: PreTrainedModel) -> list[int]:
+    """Return the tokens of a trace that is to be run again on its model.
+
+    Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
+    CaptureError for another model than the recorded one.
+    """
+    if trace.tokens is None or not trace.whole:
+        missing = "no tokens" if trace.tokens is None else "only some layers of its model"
+        raise NeedsError(
+            f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
+            "to be run again; record it with kvsim capture"
+        )
+    check_model(trace, model)
+    tokens: list[int] = trace.tokens.tolist()
+    return tokens
+
+
+def _compared(logits: Tensor, expected: Tensor, response: Sequence[int]) -> dict[str, Any]:
+    """Compare predictions, logits [R, V], with those of the full cache."""
+    if not response:
+        empty = np.empty(0)
+        return dict.fromkeys(("nll", "full_nll", "kl", "agreement"), empty)
+    live, full = (x.double().log_softmax(-1) for x in (logits, expected))
+    at = torch.tensor(response, device=live.device)[:, None]
+    values = {
+        "nll": -live.gather(1, at)[:, 0],
+        "full_nll": -full.gather(1, at)[:, 0],
+        "kl": (full.exp() * (full - live)).sum(-1).clamp(min=0),
+        "agreement": (live.argmax(-1) == full.argmax(-1)).double(),
+    }
+    return {name: value.cpu().numpy() for name, value in values.items()}
+
+
+def _moved_streams(rows: _Rows, full: Sequence[Tensor], n_rows: int) -> Any:
+    """|h' - h| / |h| of the residual stream before each layer, [L, n]."""
+    if not n_rows:
+        return np.empty((len(full), 0))
+    moved = [_relative(live, expected) for live, expected in zip(rows.inputs, full, strict=True)]
+    return torch.stack(moved).cpu().numpy()
+
+
+def _relative(x: Tensor, full: Tensor) -> Tensor:
+    """|x - full| / |full| over the last axis; 0 where both are 0."""
+    gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x - full, full))
+    out: Tensor = torch.where(gap == 0, 0.0, gap / size)
+    return out

@@ -1,0 +1,31 @@
+"""Whether a model is the one that a trace was recorded from."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from kvsim.core.trace import Trace
+from kvsim.errors import CaptureError
+from kvsim.recorder.models import NOTED, describe_model
+
+
+def check_model(trace: Trace, model: PreTrainedModel) -> None:
+    """Raise CaptureError unless configuration and precision are those of the recorded model."""
+    recorded_model = trace.meta.get("model", {})
+    given, expected = describe_model(model), recorded_model.get("config")
+    if expected is None:
+        return
+    config = given["config"]
+    keys = sorted((set(config) | set(expected)) - set(NOTED))
+    differing = [key for key in keys if config.get(key) != expected.get(key)]
+    if differing:
+        raise CaptureError(
+            f"the model {given['name']} differs from the recorded {recorded_model.get('name')} in "
+            f"{', '.join(differing)} of its configuration; give the model that {trace.name} was "
+            "recorded from"
+        )
+    if given["dtype"] != recorded_model.get("dtype", given["dtype"]):
+        raise CaptureError(
+            f"the model {given['name']} computes in {given['dtype']}, {trace.name} was recorded "
+            f"in {recorded_model['dtype']}; load it in that precision"
+        )

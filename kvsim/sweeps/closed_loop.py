@@ -1,0 +1,172 @@
+"""`live`: policies on a running model, over recorded prompts, into one Table and one run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import polars as pl
+
+from kvsim.analysis.live.outcome import LiveSubject, Outcome
+from kvsim.analysis.live.table import choose_live, measure_live
+from kvsim.analysis.results import check_distinct
+from kvsim.core.checks import check_progress
+from kvsim.core.parameters import integer
+from kvsim.core.policy import Policy, Schedule
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.engine import check_cell
+from kvsim.errors import OutputError, PolicyError, local_path
+from kvsim.recorder import load_model
+from kvsim.runner.closed import ClosedLoop, Writing, check_recorded
+from kvsim.runner.decoding import RunningModel, check_live
+from kvsim.sweeps.cells import Cell, Cells, Progress
+from kvsim.sweeps.outcome import Run
+from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
+from kvsim.sweeps.run import cells_of, check_names, finished, shared_prefill
+
+
+def live(
+    model: Any,
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    budgets: Sequence[int | str],
+    *,
+    tokenizer: Any = None,
+    interval: int | None = None,
+    prefill: bool | None = None,
+    compress: Literal["prompt", "context", "both"] | None = None,
+    layers: Sequence[int] | None = None,
+    max_new_tokens: int = 0,
+    temperature: float = 0.0,
+    seed: int = 0,
+    metrics: Sequence[str] | None = None,
+    events: bool = False,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Run every policy at every budget on the model itself, over recorded prompts.
+
+    The same policies decide through the same View as in a replay, on what their own evictions have
+    made of the model: the cache is compressed, and memory freed. The recorded response is fed to
+    the model (teacher-forced), so that records and values stand beside those of `sweep`; with
+    max_new_tokens the model also writes a response of its own to each prompt, which is compared
+    with the right answer. Values have fidelity `closed`; records too, unless one layer alone
+    evicts, whose replay they equal.
+
+    model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes. layers: those
+    that evict, by number; all that see the whole text by default. temperature, seed: of the tokens
+    that are written; 0 takes the likeliest. The other arguments are those of `kvsim.sweeps.sweep`.
+    One sequence runs at a time.
+
+    Raises, before the model runs: PolicyError for a policy that a running model cannot follow
+    (`kvsim.runner.decoding.check_live`); NeedsError for a trace without tokens; CaptureError for
+    another model than the recorded one; and what `sweep` raises.
+    """
+    check_progress(progress)
+    check_names(policies)
+    check_distinct(traces)
+    prefill = shared_prefill(interval, prefill)
+    new_tokens = integer(max_new_tokens)
+    if new_tokens is None or new_tokens < 0:
+        raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
+    chosen = choose_live(metrics)
+    cells = cells_of(traces, policies, budgets)
+    for cell in cells:
+        check_live(cell.policy)
+        terms = cell.policy.schedule.override(interval, prefill, compress)
+        check_cell(cell.trace, cell.policy, cell.budget, None, terms)
+    if isinstance(model, str | Path):
+        model, tokenizer = load_model(model)
+    for trace in traces:
+        check_recorded(trace, model)
+    parameters: dict[str, Any] = {
+        "loop": "closed",
+        "policies": {policy.name: policy.params for policy in policies},
+        "budgets": [str(budget) for budget in budgets],
+        "interval": interval,
+        "prefill": prefill,
+        "compress": compress,
+        "layers": None if layers is None else list(layers),
+        "max_new_tokens": new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "metrics": None if metrics is None else list(metrics),
+        "events": events,
+        "memory": None,
+        "device": "cpu",
+        "regret": False,
+    }
+    writing = Writing(new_tokens, temperature, seed) if new_tokens else None
+    running = RunningModel(model)
+    report = progress or (lambda *_: None)
+
+    def work(parts: Parts | None = None) -> Run:
+        loops = _Loops(running, tokenizer, writing, layers)
+        return _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
+
+    if out is None:
+        return work()
+    folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
+    parameters["plan"] = plan_digest(content)
+    if resume and is_complete(folder):
+        return finished(folder, parameters)
+    with Parts(folder, content, resume=resume) as parts:
+        run = work(parts)
+        if run.records:
+            parts.publish(run.write, complete=not (run.interrupted or run.failures))
+    return run
+
+
+class _Loops:
+    """The closed loop of the trace at hand, with what its cells share."""
+
+    def __init__(
+        self,
+        running: RunningModel,
+        tokenizer: Any,
+        writing: Writing | None,
+        layers: Sequence[int] | None,
+    ) -> None:
+        self._running, self._tokenizer = running, tokenizer
+        self._writing, self._layers = writing, layers
+        self._loop: ClosedLoop | None = None
+
+    def run(self, cell: Cell, schedule: Schedule) -> tuple[Record, Outcome]:
+        """Run one cell."""
+        if self._loop is None or self._loop.trace is not cell.trace:
+            self._loop = ClosedLoop(self._running, cell.trace, self._tokenizer, self._writing)
+        return self._loop.run(cell.policy, cell.budget, schedule, self._layers)
+
+
+class _LiveCells(Cells):
+    """Cells that a running model computes; each is measured as soon as it has run."""
+
+    def __init__(self, *args: Any, loops: _Loops) -> None:
+        super().__init__(*args)
+        self._loops = loops
+        self._outcomes: dict[int, Outcome] = {}
+
+    @property
+    def _together(self) -> int:
+        """One: outcomes are not stored, only what is measured of them."""
+        return 1
+
+    def _record(self, cell: Cell, internals: frozenset[str], terms: Mapping[str, Any]) -> Record:
+        names = ("interval", "prefill", "compress")
+        schedule = cell.policy.schedule.override(*(terms[name] for name in names))
+        record, self._outcomes[cell.number] = self._loops.run(cell, schedule)
+        digest = cell.trace.digest if cell.trace.path is not None else ""
+        return replace(record, digest=digest)
+
+    def _values(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
+        subjects = []
+        for cell in cells:
+            if cell.number not in self._outcomes:  # a kill came between its record and its values
+                self._record(cell, frozenset(), self._parameters)
+            record = self._replayed[cell.number].record
+            subjects.append(LiveSubject(cell.trace, record, self._outcomes.pop(cell.number)))
+        return measure_live(subjects, names, events=self._parameters["events"])

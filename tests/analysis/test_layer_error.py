@@ -1,0 +1,234 @@
+"""What eviction adds to the residual stream: against loops, a live model, and over layers."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import averages, between_levels, compare, per_prompt, stages
+from kvsim.errors import NeedsError
+from kvsim.recorder import load_model
+from kvsim.runner.masked import masked_logits
+from kvsim.schema import NEVER
+from kvsim.sweeps.run import summarise, sweep
+from kvsim.testing import strategies
+from kvsim.tiny import tasks
+from reference import metrics as loop_metrics
+
+NAMES = ["layer_error", "layer_error_relative"]
+PROMPT, HIDDEN = 20, 12
+
+
+def make_trace(layers=3, tokens=90, name="memory", without=(), seed=0):
+    """A random trace with output projections and residual stream, unless `without` names them."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    arrays = {
+        "q": 2 * normal(layers, 4, tokens, 8),
+        "k": normal(layers, 2, tokens, 8),
+        "v": normal(layers, 2, tokens, 8),
+        "o_proj": normal(layers, 4, 8, HIDDEN),
+        "residual": 3 * normal(layers, tokens, HIDDEN),
+    }
+    present = {key: array for key, array in arrays.items() if key not in without}
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(**present, prompt_len=PROMPT, rope=rope, name=name)
+
+
+def expected_of(trace, record):
+    """Layer errors by the definition, [layer] each: absolute, and relative to the stream."""
+    found = loop_metrics.outputs(trace.q, trace.k, trace.v, record.evicted_at)
+    added = loop_metrics.added(found, trace.o_proj)[:, PROMPT:]
+    length = np.linalg.norm(trace.residual.numpy(), axis=-1)[:, PROMPT:]
+    return [np.sqrt((rows**2).mean(1)) for rows in (added, added / length)]
+
+
+@pytest.mark.parametrize(
+    ("name", "interval"), [("tova", 1), ("snapkv", None), ("adakv+snapkv", 20), ("random", 9)]
+)
+def test_the_values_are_those_of_a_loop_over_layers_heads_and_rows(name, interval):
+    """RMS over the rows after the prompt, a row per layer, absolute and relative."""
+    trace = make_trace()
+    params = {"window": 6} if "snapkv" in name else {}
+    record = kvsim.replay(trace, kvsim.policy(name, **params), budget=14, interval=interval)
+
+    table = kvsim.measure(trace, record, NAMES)
+
+    assert table.select("head", "qhead", "event", "chance").null_count().row(0) == (6,) * 4
+    for metric, unit, expected in zip(
+        NAMES, ("absolute", "relative"), expected_of(trace, record), strict=True
+    ):
+        part = table.filter(metric=metric)
+        assert part["layer"].to_list() == [0, 1, 2]
+        assert part["unit"].unique().to_list() == [unit]
+        assert expected.min() > 0.01
+        np.testing.assert_allclose(part["value"], expected, rtol=1e-6)
+
+
+def test_it_is_what_a_model_adds_to_its_residual_stream_when_one_layer_evicts():
+    """A run of the model `tiny` with masked attention in one layer moves its stream by as much."""
+    model, tokenizer = load_model("tiny")
+    sample = tasks.prompts(1, 3, task="walk", facts=6, lines=4, kinds=2)[0]
+    trace = kvsim.capture(
+        model, tokenizer, sample.prompt, max_new_tokens=20, o_proj=True, residual=True
+    )
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=4, prefill=True)
+    table = kvsim.measure(trace, record, NAMES)
+    for layer, module in enumerate(model.model.layers):
+        alone = np.full_like(record.evicted_at, NEVER)
+        alone[layer] = record.evicted_at[layer]
+        streams, inputs = [], []
+        hooks = [
+            # behind the attention, before the norm of the MLP
+            module.post_attention_layernorm.register_forward_pre_hook(
+                lambda _, args, to=streams: to.append(args[0])
+            ),
+            module.register_forward_pre_hook(lambda _, args, to=inputs: to.append(args[0])),
+        ]
+        nothing = np.full_like(alone, NEVER)
+        both = [replace(record, evicted_at=evicted_at) for evicted_at in (nothing, alone)]
+        masked_logits(model, trace.tokens, both)
+        for hook in hooks:
+            hook.remove()
+
+        full, evicting = streams[-1].double()  # of the rows after the prompt
+        added = (evicting - full).norm(dim=-1)
+        relative = added / inputs[-1][0].double().norm(dim=-1)
+        for metric, rows in zip(NAMES, (added, relative), strict=True):
+            value = table.filter(metric=metric, layer=layer)["value"].item()
+            assert value == pytest.approx(float(rows.square().mean().sqrt()), rel=1e-4)
+            assert value > 1e-3
+
+
+@given(st.sampled_from(strategies.KINDS), st.integers(0, 999), st.integers(1, 40))
+def test_it_is_finite_and_zero_only_where_nothing_is_evicted(kind, seed, budget):
+    """Whatever the attention looks like; a budget of the whole trace adds exactly nothing."""
+    trace = strategies.make_case(kind, n=40, prompt_len=12, seed=seed).trace()
+    for size in (budget, 40):
+        record = kvsim.replay(trace, kvsim.policy("knorm"), size, interval=5)
+
+        values = kvsim.measure(trace, record, ["layer_error"])["value"].to_numpy()
+
+        assert np.isfinite(values).all()
+        assert (values >= 0).all()
+        if size == 40:
+            assert (values == 0).all()
+
+
+def test_a_stream_of_zeros_that_does_not_move_has_no_relative_error():
+    """0 / 0 is 0, as for the output error."""
+    trace = make_trace()
+    arrays = {name: getattr(trace, name) for name in ("q", "k", "v", "o_proj")}
+    still = kvsim.Trace.from_arrays(
+        **arrays, residual=torch.zeros(3, 90, 12), prompt_len=PROMPT, rope=trace.rope
+    )
+    record = kvsim.replay(still, kvsim.policy("full"), budget=9)
+
+    assert kvsim.measure(still, record, NAMES)["value"].to_list() == [0.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("without", "metric", "advice"),
+    [
+        (["o_proj"], "layer_error", "no array 'o_proj', .* record it again with --o-proj"),
+        (["residual"], "layer_error_relative", "no array 'residual', .* again with --residual"),
+    ],
+)
+def test_a_trace_without_what_it_needs_is_refused_by_name_and_left_out_otherwise(
+    without, metric, advice
+):
+    """One line with the option that records it; a sweep says so before it starts."""
+    trace = make_trace(without=without)
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=9)
+
+    with pytest.raises(NeedsError, match=advice):
+        kvsim.measure(trace, record, [metric])
+    with pytest.raises(NeedsError, match=advice):
+        sweep([trace], [kvsim.policy("tova")], [9], metrics=["entries_seen", metric])
+    for table in (
+        kvsim.measure(trace, record),
+        sweep([trace], [kvsim.policy("tova")], [9]).table,
+    ):
+        assert metric not in set(table["metric"])
+        assert "output_error" in set(table["metric"])
+    with pytest.raises(NeedsError, match="record it again with --o-proj"):
+        output_error(make_trace(without=["o_proj"]), [record], projected=True)
+
+
+# --- over layers ---
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Two policies on two traces of different lengths, with every default metric."""
+    traces = [make_trace(layers=7, tokens=n, name=str(n), seed=n) for n in (80, 110)]
+    policies = [kvsim.policy("tova"), kvsim.policy("streaming_llm")]
+    return sweep(traces, policies, [12, "25%"], interval=16)
+
+
+def expected_sum(table, **cell):
+    """Mean over traces of the sum over layers, by hand."""
+    by_trace = {}
+    for row in table.filter(metric="layer_error", **cell).to_dicts():
+        by_trace[row["trace"]] = by_trace.get(row["trace"], 0) + row["value"]
+    return sum(by_trace.values()) / len(by_trace)
+
+
+def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
+    """In averages, paired differences, the summary of a sweep and by stage alike."""
+    table = run.table
+    assert [name for name, entry in METRICS.items() if entry.layers == "sum"] == ["layer_error"]
+    wide = summarise(table, ["layer_error", "output_error", "layer_error_relative"])
+    for policy in ("tova", "streaming_llm"):
+        cell = {"policy": policy, "share": "25%"}
+        expected = expected_sum(table, **cell)
+        assert wide.filter(**cell)["layer_error"].item() == pytest.approx(expected)
+        (mean,) = averages(table).filter(policy=policy, asked="25%", metric="layer_error")["mean"]
+        assert mean == pytest.approx(expected)
+        by_stage = averages(stages(table), ["stage"])
+        parts = by_stage.filter(policy=policy, asked="25%", metric="layer_error")["mean"]
+        assert len(parts) == 3
+        assert parts.sum() == pytest.approx(expected)
+        by_layer = averages(table, ["layer"])
+        parts = by_layer.filter(policy=policy, asked="25%", metric="layer_error")["mean"]
+        assert len(parts) == 7
+        assert parts.sum() == pytest.approx(expected)
+        for other in ("output_error", "layer_error_relative"):
+            mean = table.filter(metric=other, **cell).group_by("trace").agg(pl.col("value").mean())
+            assert wide.filter(**cell)[other].item() == pytest.approx(mean["value"].mean())
+    differences = compare(table, "tova").filter(metric="layer_error", asked="25%")
+    one, other = (expected_sum(table, policy=x, share="25%") for x in ("streaming_llm", "tova"))
+    assert differences["mean"].item() == pytest.approx(one - other)
+
+
+def test_a_value_that_stands_twice_in_a_table_counts_once_in_the_sum(run):
+    """Layers of which a Table has two levels weigh as much as the others."""
+    table = run.table.filter(policy="tova", metric="layer_error")
+    again = table.filter(pl.col("layer") < 3)
+
+    twice = per_prompt(pl.concat([table, again]))
+
+    np.testing.assert_allclose(twice["value"], per_prompt(table)["value"])
+
+
+def test_two_levels_of_fidelity_are_compared_by_the_sum_of_the_layers_that_both_have(run):
+    """A stronger level that moves each of 6 layers by 0.5 moves the sum by 3."""
+    table = run.table.filter(pl.col("layer") > 0)
+    level = pl.lit("closed").cast(table.schema["fidelity"])
+    closed = table.with_columns(pl.col("value") + 0.5, fidelity=level)
+
+    levels = between_levels(pl.concat([table, closed]))
+
+    moved = {row["metric"]: row["mean"] for row in levels.to_dicts()}
+    assert moved["layer_error"] == pytest.approx(3.0)
+    assert moved["output_error"] == pytest.approx(0.5)

@@ -1,0 +1,148 @@
+"""Metrics of a running model: outcomes by hand, repetition, and what is refused where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim import Rope
+from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject, Outcome
+from kvsim.analysis.live.table import choose_live, measure_live
+from kvsim.analysis.output.error import OutputError
+from kvsim.analysis.registry import METRICS
+from kvsim.errors import PolicyError
+
+
+def outcome():
+    """A response of three tokens, and a right answer of four tokens with half of the cache."""
+    shape = (2, 4, 24)
+    forced = Forced(
+        nll=np.array([3.0, 1.0, 2.0]),
+        full_nll=np.full(3, 0.5),
+        kl=np.array([0.1, 0.2, 0.3]),
+        agreement=np.array([1.0, 0.0, 1.0]),
+        residual_error=np.array([[0.0, 0.0, 0.0], [0.2, 0.3, 0.4]]),
+        output=OutputError(
+            np.full(shape, 0.25, np.float32),
+            np.full(shape, np.nan, np.float32),
+            added=np.full((2, 24), 2.0, np.float32),
+        ),
+    )
+    generated = Generated(
+        tokens=(5, 6, 7, 8),
+        text="it is 42 .",
+        ended="eos",
+        right=True,
+        answered=2,
+        full_right=True,
+        seconds=0.5,
+    )
+    return Outcome(forced, generated, peak_bytes=512, full_bytes=1024)
+
+
+def subject(of=None):
+    """A live run of tova at 8 entries."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=21, rope=Rope.default(8))
+    record = kvsim.replay(trace, kvsim.policy("tova"), 8)
+    return LiveSubject(trace, replace(record, closed=True), of or outcome())
+
+
+def values(table):
+    """The value of each metric without a layer."""
+    rows = table.filter(pl.col("layer").is_null()).select("metric", "value").rows()
+    return dict(rows)
+
+
+def test_likelihoods_are_means_over_the_response():
+    """Of three tokens, in nats."""
+    table = measure_live([subject()])
+
+    assert values(table)["response_kl"] == pytest.approx(0.2)
+    assert values(table)["nll_increase"] == pytest.approx((3.0 + 1.0 + 2.0 - 3 * 0.5) / 3)
+    assert values(table)["top_agreement"] == pytest.approx(2 / 3)
+    residual = table.filter(metric="stream_error").select("layer", "value").rows()
+    assert residual == [(0, 0.0), (1, pytest.approx(0.3))]
+    assert set(table["fidelity"]) == {"closed"}
+
+
+def test_what_the_model_wrote_is_judged():
+    """A right answer after two of four tokens, half of the bytes."""
+    found = values(measure_live([subject()]))
+
+    assert found["answer_right"] == found["answer_kept"] == 1.0
+    assert found["tokens_to_answer"] == 2.0
+    assert found["response_tokens"] == 4.0
+    assert found["peak_share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"right": None, "answered": None}, {"answer_right", "answer_kept", "tokens_to_answer"}),
+        ({"right": False, "answered": None}, {"tokens_to_answer"}),
+        ({"full_right": False}, {"answer_kept"}),
+        ({"full_right": None}, {"answer_kept"}),
+        ({"tokens": (1,)}, {"response_repetition", "response_loop"}),
+    ],
+)
+def test_what_is_not_known_has_no_row(changes, missing):
+    """An answer that nothing checks is neither right nor wrong."""
+    usual = outcome()
+    other = replace(usual, generated=replace(usual.generated, **changes))
+
+    found = values(measure_live([subject(other)]))
+
+    assert values(measure_live([subject()])).keys() - found.keys() == missing
+
+
+def test_a_run_without_a_response_of_its_own_has_none_of_its_metrics():
+    """And one without a recorded response none of that."""
+    alone = values(measure_live([subject(Outcome(outcome().forced, None, 10, 20))]))
+    written = values(measure_live([subject(Outcome(None, outcome().generated, 10, 20))]))
+
+    assert {"response_kl", "peak_share"} <= alone.keys()
+    assert alone.keys().isdisjoint({"answer_right", "response_loop", "decode_seconds"})
+    assert written.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
+
+
+def test_rows_have_the_errors_of_the_live_run():
+    """output_error and layer_error come from the outcome, not from recorded attention."""
+    table = measure_live([subject()], ["output_error", "layer_error"])
+
+    of_output = table.filter(metric="output_error")
+    assert of_output.height == 2 * 4  # layers, query heads
+    assert of_output["value"].to_list() == pytest.approx([0.25] * 8)
+    assert table.filter(metric="layer_error")["value"].to_list() == pytest.approx([2.0, 2.0])
+
+
+def test_metrics_of_one_kind_of_run_are_refused_for_the_other():
+    """A replay runs no model, and a live run has no recorded attention."""
+    given = subject()
+    with pytest.raises(PolicyError, match="response_kl is about a running model"):
+        kvsim.measure(given.trace, given.record, ["response_kl"])
+    with pytest.raises(PolicyError, match="retained_mass is computed from recorded attention"):
+        choose_live(["retained_mass"])
+    with pytest.raises(PolicyError, match="did you mean"):
+        choose_live(["response_k"])
+    live = {name for name, entry in METRICS.items() if entry.kind == "live"}
+    assert live <= choose_live(None).keys()
+    assert live.isdisjoint(kvsim.measure(given.trace, given.record)["metric"])
+
+
+def test_what_the_model_wrote_can_repeat_itself():
+    """As of a recorded response: n-grams, and the length of a loop at the end."""
+    usual = outcome()
+    looping = replace(usual, generated=replace(usual.generated, tokens=(9, *(1, 2) * 4)))
+
+    table = measure_live([subject(looping)], ["response_repetition", "response_loop"])
+
+    rates = dict(table.filter(metric="response_repetition").select("variant", "value").rows())
+    assert rates == {"n=2": 5 / 8, "n=3": 4 / 7, "n=4": 3 / 6, "n=8": 0.0}
+    assert table.filter(metric="response_loop")["value"].to_list() == [8.0]

@@ -1,0 +1,191 @@
+"""`kvsim.live`: cells on a running model, what they share with replays, folders and errors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
+from kvsim.recorder import capture
+from kvsim.runner.closed import ClosedLoop
+from kvsim.store.records import read_records
+from kvsim.sweeps.folder import read_run
+from kvsim.sweeps.run import sweep
+from small_model import small, words_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A random model of two layers."""
+    return small()
+
+
+@pytest.fixture(scope="module")
+def trace(model):
+    """A prompt of 40 tokens and a response of 24."""
+    words = " ".join(f"w{(7 * i + i * i) % 60}" for i in range(40))
+    return capture(model, words_tokenizer(), words, max_new_tokens=24, answer="w3", name="one")
+
+
+def policies(*names):
+    """Policies by name."""
+    return [kvsim.policy(name) for name in names]
+
+
+def only(table, metric):
+    """The values of a metric, by layer and policy."""
+    return table.filter(metric=metric)["value"].to_list()
+
+
+def test_the_full_cache_changes_nothing(model, trace):
+    """Divergence 0, the same response, all bytes."""
+    tokens = trace.tokens[trace.prompt_len :].tolist()
+    run = kvsim.live(
+        *(model, [trace], policies("full"), [16]),
+        tokenizer=words_tokenizer(),
+        interval=8,
+        max_new_tokens=24,
+    )
+
+    assert run.failures == ()
+    assert only(run.table, "response_kl")[0] < 1e-10
+    assert only(run.table, "top_agreement") == [1.0]
+    assert max(only(run.table, "output_error")) < 1e-5
+    assert only(run.table, "response_tokens") == [len(tokens)]
+    assert only(run.table, "peak_share") == [1.0]
+
+
+def test_teacher_forced_likelihoods_are_those_of_the_model(model, trace):
+    """With nothing evicted, those of one plain forward over all tokens."""
+    loop = ClosedLoop(kvsim_running(model), trace, None, None)
+    _, outcome = loop.run(kvsim.policy("full"), 16, kvsim.policy("full").schedule)
+    with torch.no_grad():
+        logits = model(trace.tokens[None]).logits[0].double().log_softmax(-1)
+    rows = torch.arange(trace.prompt_len - 1, trace.n_pos - 1)
+    expected = -logits[rows, trace.tokens[rows + 1]]
+
+    np.testing.assert_allclose(outcome.forced.nll, expected, rtol=1e-5)
+    np.testing.assert_allclose(outcome.forced.full_nll, expected, rtol=1e-5)
+
+
+def kvsim_running(model):
+    """The model as a live run takes it."""
+    from kvsim.runner.decoding import RunningModel
+
+    return RunningModel(model)
+
+
+def test_divergence_is_that_of_the_masked_model(model, trace):
+    """The record as a mask over the whole model gives the same predictions, computed apart."""
+    from kvsim.runner import masked_logits
+
+    run = kvsim.live(model, [trace], policies("tova", "knorm"), [16], interval=8)
+    full = kvsim.live(model, [trace], policies("full"), [16], interval=8)
+    logits = masked_logits(model, trace.tokens, [*full.records, *run.records])[:, :-1]
+    masked = logits.double().log_softmax(-1)
+    divergence = (masked[0].exp() * (masked[0] - masked[1:])).sum(-1).mean(-1)
+
+    assert only(run.table, "response_kl") == pytest.approx(divergence.tolist(), rel=1e-3)
+    assert min(only(run.table, "response_kl")) > 1e-6
+
+
+def test_values_stand_beside_those_of_a_replay(model, trace):
+    """One schedule, the same columns; the first layer has the same sets, all are labelled."""
+    names, terms = ("tova", "h2o", "knorm"), {"interval": 8}
+    lived = kvsim.live(model, [trace], policies(*names), [16, 24], **terms)
+    replayed = sweep([trace], policies(*names), [16, 24], metrics=["retained_iou"], **terms)
+
+    assert set(lived.table["fidelity"]) == {"closed"}
+    keys = ["policy", "budget", "interval", "prefill", "layer", "head"]
+    first = pl.col("layer") == 0, pl.col("metric") == "retained_iou"
+    keys += ["variant", "value"]
+    a, b = (run.table.filter(*first).select(keys).sort(keys) for run in (lived, replayed))
+    assert a.height == 36  # policies, budgets, heads, three variants
+    assert a.equals(b)
+    assert [r.events for r in lived.records] == [r.events for r in replayed.records]
+
+
+def test_one_layer_alone_equals_its_replay(model, trace):
+    """Sets of the layer that evicts, and the error of its output."""
+    run = kvsim.live(model, [trace], policies("tova"), [16], interval=8, layers=[1])
+    replay = kvsim.replay(trace, kvsim.policy("tova"), 16, interval=8, layers=[1])
+    expected = kvsim.measure(trace, replay, ["output_error"])["value"].to_list()
+
+    (record,) = run.records
+    assert record.layers == (1,)
+    assert (record.evicted_at == replay.evicted_at).all()
+    assert only(run.table, "output_error") == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeypatch):
+    """Cells that are done when a run is interrupted are not run again."""
+    ran = []
+    run_cell = ClosedLoop.run
+
+    def interrupted(self, policy, budget, schedule, layers=None):
+        ran.append((policy.name, budget))
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return run_cell(self, policy, budget, schedule, layers)
+
+    monkeypatch.setattr(ClosedLoop, "run", interrupted)
+    given = (model, [trace], policies("tova", "knorm"), [16, 24])
+    folder = tmp_path / "run"
+    first = kvsim.live(*given, interval=8, out=folder)
+
+    assert first.interrupted
+    assert len(first.records) == 2
+    second = kvsim.live(*given, interval=8, out=folder, resume=True)
+    assert ran[3:] == [("knorm", 16), ("knorm", 24)]
+    assert read_run(folder).table.equals(second.table)
+    stored = read_records(folder / "records.zarr")
+    assert all(record.closed for record in stored)
+    again = kvsim.live(*given, interval=8)
+    same = [name for name in again.table["metric"].unique() if name != "decode_seconds"]
+    on = pl.col("metric").is_in(same)
+    assert second.table.filter(on).equals(again.table.filter(on))
+    with pytest.raises(OutputError, match="holds a run with other"):
+        kvsim.live(*given, interval=4, out=folder, resume=True)
+
+
+def test_a_seed_fixes_what_is_drawn(model, trace):
+    """Other seeds draw other tokens."""
+
+    def tokens(seed):
+        run = kvsim.live(
+            *(model, [trace], policies("tova"), [16]),
+            tokenizer=words_tokenizer(),
+            interval=8,
+            max_new_tokens=20,
+            temperature=1.0,
+            seed=seed,
+            metrics=["response_repetition", "response_loop", "answer_right", "tokens_to_answer"],
+        )
+        return run.table["value"].to_list(), json.dumps(run.parameters["seed"])
+
+    assert tokens(1) == tokens(1)
+
+
+def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path):
+    """Policies without a live rule, traces without tokens, other models, bad numbers."""
+    given = (model, [trace])
+    with pytest.raises(PolicyError, match="rows of the future"):
+        kvsim.live(*given, policies("oracle"), [16])
+    with pytest.raises(PolicyError, match="per query head"):
+        kvsim.live(*given, policies("snapkv@original"), [16])
+    with pytest.raises(PolicyError, match="max_new_tokens is -1"):
+        kvsim.live(*given, policies("tova"), [16], max_new_tokens=-1)
+    bare = kvsim.Trace.from_arrays(
+        trace.q, trace.k, trace.v, prompt_len=trace.prompt_len, rope=trace.rope
+    )
+    with pytest.raises(NeedsError, match="no tokens"):
+        kvsim.live(model, [bare], policies("tova"), [16])
+    other, tokenizer = kvsim.recorder.load_model("tiny")
+    with pytest.raises(CaptureError, match="differs from the recorded"):
+        kvsim.live(other, [trace], policies("tova"), [16], tokenizer=tokenizer)
+    assert list(tmp_path.iterdir()) == []
