@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
 from kvsim.errors import PolicyError
@@ -30,6 +31,8 @@ def live_policies():
             policy = kvsim.policy(name, **({"calibration": "prefix:16"} if calibrated else {}))
             check_live(policy)
         except PolicyError:  # a composition alone, or no policy for a running model
+            continue
+        if policy.positions == "slot" or policy.propagation is not None:  # no single layers
             continue
         policies[name] = policy
     return policies
@@ -121,3 +124,27 @@ def output_gap(live, layer, evicted_at):
     expected = by_definition(live, layer, torch.from_numpy(evicted_at).long())
     gap = (live.out[layer].double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(gap.max())
+
+
+class Masked:
+    """Attention of all layers that sees what a Record retains; a row always sees itself."""
+
+    def __init__(self, record):
+        self.last = torch.from_numpy(record.evicted_at)
+
+    def __call__(self, module, q, k, v, mask, scaling, **rest):
+        """q [1, qhead, n, d], k and v [1, head, n, d] -> out [1, n, qhead, d]."""
+        n, group = q.shape[2], q.shape[1] // k.shape[1]
+        pos, row = torch.arange(n), torch.arange(n)[:, None]
+        gone = (pos > row) | (row > self.last[module.layer_idx][:, None])
+        gone = (gone & (pos != row)).repeat_interleave(group, 0)
+        k, v = (x[0].repeat_interleave(group, 0).double() for x in (k, v))
+        z = ((q[0].double() @ k.mT) * scaling).masked_fill(gone, -torch.inf)
+        return (z.softmax(-1) @ v).float().transpose(0, 1)[None], None
+
+
+def logits_behind_masks(monkeypatch, model, tokens, record):
+    """Logits of all rows [T, V] where each row sees what a Record retains, and itself."""
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", Masked(record))
+        return model(torch.tensor([tokens])).logits[0]

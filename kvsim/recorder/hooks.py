@@ -68,7 +68,7 @@ class KernelCall:
 
     @property
     def start(self) -> int:
-        """Position of the first new row."""
+        """Position of the first new row, of a cache that holds all rows before it."""
         return self.k.shape[1] - self.q.shape[1]
 
 

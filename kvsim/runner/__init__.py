@@ -2,6 +2,8 @@
 
 decoding  a policy on a running model
 cache     the cache of that model, from which entries are gathered
+model     that model: what its attention computes, and a shared prefill
+descent   its prefill in depth order, for a policy that drops rows on the way down
 masked    the logits of a model whose rows see only the entries that a Record retains
 prefill   a prefill that drops rows, recomputed after its first selection
 decoder   single decoder layers, on rows at any positions

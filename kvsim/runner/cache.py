@@ -85,6 +85,10 @@ class Table:
             self._array.masked_fill_(~live.unsqueeze(-1), 0.0)
         self._lengths = [slots.shape[-1]] * layers
 
+    def replace(self, rows: Tensor) -> None:
+        """Put other rows [L, H, n, d] in the place of all."""
+        self.rows.copy_(rows)
+
     def drop(self, n: int) -> None:
         """Free the memory of the first n rows."""
         self._array = self.rows[:, :, n:].clone()
@@ -94,19 +98,30 @@ class Table:
 class LiveSource:
     """What a block of layers of a running model holds, as the source of its View.
 
-    sketch: the sequence to be run (`RunningModel.sketch`); layers: those of the block. like: an
-    empty tensor of the model's dtype, on its device. room: rows before the next event.
+    sketch: the sequence to be run (`RunningModel.sketch`), without rows that are dropped before
+    these layers; layers: those of the block. like: an empty tensor of the model's dtype, on its
+    device. dropped: how many rows are dropped. room: rows before the next event.
 
-    Keys and values are in the slots of the block's entries. Queries are kept as long as an event
-    can read them.
+    Keys and values are in the slots of the block's entries; with `rotated`, keys are rotated to
+    these slots, and cannot be read. Queries are kept as long as an event can read them.
     """
 
-    def __init__(self, sketch: Trace, layers: Sequence[int], like: Tensor) -> None:
+    def __init__(
+        self,
+        sketch: Trace,
+        layers: Sequence[int],
+        like: Tensor,
+        *,
+        rotated: bool = False,
+        dropped: int = 0,
+    ) -> None:
         self.n_rows = sketch.n_pos
         self.rope, self.formula = sketch.ropes[layers[0]], sketch.formulas[layers[0]]
-        self.positions = torch.arange(self.n_rows, device=like.device)
+        self.positions = sketch.positions.to(like.device)
         self.room = 0
         self.reads_queries = True  # an event follows
+        self.dropped = dropped
+        self.rotated = rotated
         self.layers, self._sketch = tuple(layers), sketch
         self._heads, self._group, self._dim = sketch.n_heads, sketch.group, sketch.dim
         self._keys, self._values, self._queries = (
@@ -114,7 +129,7 @@ class LiveSource:
             for heads in (self._heads, self._heads, sketch.n_qheads)
         )
         self._run = [0] * len(layers)
-        self._dropped = 0  # rows before those of the table of queries
+        self._first_row = 0  # rows before those of the table of queries
         self._first_queries = self._queries.rows  # of the first rows of the text
         # after the last event
         self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
@@ -123,7 +138,13 @@ class LiveSource:
     @property
     def keys(self) -> Tensor:
         """[L, H, n, d], after RoPE."""
-        return _computable(self._keys.rows)
+        rows = self._keys.rows
+        if self.rotated and rows.numel():
+            raise PolicyError(
+                "a scorer reads keys, which are rotated to their slots; expected one that chooses "
+                "by position alone, as streaming_llm@original does, or positions='absolute'"
+            )
+        return _computable(rows)
 
     @property
     def values(self) -> Tensor:
@@ -141,12 +162,12 @@ class LiveSource:
         """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
         if stop <= self._first_queries.shape[2]:
             rows = self._first_queries[:, :, start:stop]
-        elif start >= self._dropped:
-            rows = self._queries.rows[:, :, start - self._dropped : stop - self._dropped]
+        elif start >= self._first_row:
+            rows = self._queries.rows[:, :, start - self._first_row : stop - self._first_row]
         else:
             raise PolicyError(
                 f"a scorer reads the queries of rows {start}..{stop - 1}, and those before "
-                f"{self._dropped} are gone; expected a scorer that declares them (query_rows), "
+                f"{self._first_row} are gone; expected a scorer that declares them (query_rows), "
                 "so that a live run keeps them"
             )
         q: Tensor = rows.unflatten(1, (self._heads, self._group))
@@ -169,17 +190,26 @@ class LiveSource:
 
     def drop_queries(self, before: int, first: int) -> None:
         """Free the queries of rows before `before`, but those of the first rows of the text."""
-        n = before - self._dropped
+        n = before - self._first_row
         if n > 0:
-            if not self._dropped:
+            if not self._first_row:
                 self._first_queries = self._queries.rows[:, :, :first].clone()
             self._queries.drop(n)
-            self._dropped = before
+            self._first_row = before
 
     def compact(self, slots: Tensor, live: Tensor) -> None:
         """Keep the entries in slots [L, H, n], in that order; pads, where not live, become 0."""
         for table in (self._keys, self._values):
             table.gather(slots, live)
+        if self.rotated:
+            if not bool(live.all()):
+                raise PolicyError(
+                    "heads hold different numbers of entries, and keys are rotated to their slots; "
+                    "expected as many entries in all heads, or positions='absolute'"
+                )
+            keys = _computable(self._keys.rows)
+            to = torch.arange(slots.shape[-1], device=slots.device)
+            self._keys.replace(self.rope.rotate(self.rope.unrotate(keys, slots), to))
 
     def settle(self, live: Tensor) -> None:
         """Note which slots hold an entry after an event, live [L, H, n]."""
@@ -197,7 +227,7 @@ class LiveSource:
         """
         rows, n = query.shape[2], self._keys.length(index)
         if not self._padded:
-            if n == self._run[index] + rows:
+            if n == self._run[index] + rows and not self.dropped:
                 return given
             if rows == 1:
                 return None
@@ -212,6 +242,11 @@ class LiveSource:
             return visible
         least = torch.finfo(query.dtype).min
         return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of each head, pads included."""
+        return self._keys.length(0)
 
     def n_run(self, index: int) -> int:
         """Return the number of rows that went through a layer of the block."""

@@ -2,162 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Literal, Self, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvsim.core.attention import Formula
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
-from kvsim.core.sources import Memory
-from kvsim.core.trace import Trace
+from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, remark, whole
+from kvsim.engine.depth import Descent
 from kvsim.engine.layers import check_together, layers_per_block, replayed, runs
-from kvsim.engine.replay import setting_of
-from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder import capture
-from kvsim.recorder.generation import device_of, evaluating
-from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
-from kvsim.recorder.models import context_length, model_name
+from kvsim.engine.replay import placed, setting_of
+from kvsim.errors import PolicyError
+from kvsim.recorder.generation import evaluating
+from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.runner.cache import LiveLayer, LiveSource
+from kvsim.runner.decoder import Decoder
+from kvsim.runner.descent import prefill_in_depth
+from kvsim.runner.model import Prefix, RunningModel, prefill
 
-#: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
-_KERNELS = ("eager", "sdpa")
-
-#: Tokens of the capture that shows what a model's attention computes.
-_PROBE = 32
-
-
-class RunningModel:
-    """A model of transformers, and what a capture of a few tokens says of its attention.
-
-    Raises CaptureError for a model that cannot be recorded, whose kernel takes masks of an unknown
-    kind, or whose layers are on several devices.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        kernel = kernel_name(model)
-        if kernel not in _KERNELS:
-            raise CaptureError(
-                f"{model_name(model)} attends by {kernel!r}; expected one of "
-                f"{', '.join(_KERNELS)}: load it with attn_implementation='sdpa'"
-            )
-        devices = {str(parameter.device) for parameter in model.parameters()}
-        if len(devices) > 1:
-            raise CaptureError(
-                f"{model_name(model)} is on {', '.join(sorted(devices))}; expected one device, "
-                "which the layers of a cache share; load it without a device map"
-            )
-        self.model = model
-        self.device = device_of(model)
-        self.added = kernel == "eager"  # masks are added to logits
-        self._last = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    @cached_property
-    def _plain(self) -> Trace:
-        return self._probed()
-
-    @cached_property
-    def _projected(self) -> Trace:
-        return self._probed(o_proj=True)
-
-    def _probed(self, **options: Any) -> Trace:
-        """Capture a few tokens, in memory."""
-        vocabulary = cast("nn.Embedding", self.model.get_input_embeddings()).num_embeddings
-        ids = [token % vocabulary for token in range(1, _PROBE + 1)]
-        formulas: dict[int, Formula] = {}
-
-        def receive(call: KernelCall) -> None:
-            formulas[call.layer] = call.formula
-
-        # a trace so short does not say how long the sliding windows are
-        with intercepting(self.model, receive):
-            trace = capture(
-                self.model, None, ids, name=model_name(self.model), max_new_tokens=0, **options
-            )
-        header = replace(trace.header, formulas=tuple(formulas[at] for at in sorted(formulas)))
-        return Trace(trace.source, header, dtype=trace.dtype)
-
-    def _check_length(self, n_pos: int) -> None:
-        """Raise CaptureError beyond the context of the model, or a change of its frequencies."""
-        limit = context_length(self.model) or n_pos
-        ropes = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
-        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-            if rope.get("rope_type") == "longrope":
-                limit = min(limit, int(rope["original_max_position_embeddings"]))
-        if n_pos > limit:
-            raise CaptureError(
-                f"the sequence may have {n_pos} tokens; expected at most {limit}, up to which "
-                f"{model_name(self.model)} rotates keys and queries alike; give a shorter prompt "
-                "or fewer new tokens"
-            )
-
-    @cached_property
-    def projections(self) -> Tensor | None:
-        """Output projection of each query head [layer, qhead, d, D]; None without such matrices."""
-        try:
-            return self._projected.o_proj.to(self.device)
-        except CaptureError:
-            return None
-
-    def sketch(
-        self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
-    ) -> Trace:
-        """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
-        self._check_length(n_pos)
-        probe = self._projected if "o_proj" in policy.scorer.needs else self._plain
-        zero = torch.zeros((), dtype=probe.dtype)
-        shapes = probe.source.shapes
-        arrays = {
-            key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
-        }
-        if probe.has("o_proj"):
-            arrays["o_proj"] = probe.o_proj
-        header = replace(
-            probe.header, prompt_len=prompt_len, context_len=context_len, name=name, meta={}
-        )
-        layers, qheads, _, dim = arrays["q"].shape
-        header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
-        return Trace(Memory(arrays), header.within(n_pos), dtype=probe.dtype)
-
-    def forward(self, ids: Sequence[int], start: int, cache: Cache, logits: int) -> Tensor:
-        """Run tokens at positions start, start + 1, ...; returns the logits of the last, [n, V]."""
-        at = torch.arange(start, start + len(ids), device=self.device)
-        keep: dict[str, Any] = {"logits_to_keep": max(1, logits)} if self._last else {}
-        out: Tensor = self.model(
-            torch.tensor([list(ids)], device=self.device),
-            past_key_values=cache,
-            position_ids=at[None],
-            cache_position=at,
-            use_cache=True,
-            **keep,
-        ).logits[0]
-        return out[len(out) - logits :]
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The first rows of a sequence, with the full cache: shared by runs that differ later.
-
-    For each layer keys and values [H, n, d] and queries [qhead, n, d]; logits of the last row, [V].
-    """
-
-    tokens: tuple[int, ...]
-    keys: list[Tensor]
-    values: list[Tensor]
-    queries: list[Tensor]
-    logits: Tensor
+__all__ = ["Decoding", "Prefix", "RunningModel", "check_live", "prefill"]
 
 
 class Decoding:
@@ -171,8 +45,9 @@ class Decoding:
     Several can be open on one model, each in the `with` block of the one before.
 
     Raises:
-        PolicyError: a policy that a running model cannot follow: with rows of the future, sets per
-            query head, keys at other positions, or rows dropped on the way down.
+        PolicyError: a policy that a running model cannot follow, with rows of the future or sets
+            per query head; one that rotates keys to their slots, or drops rows of the prompt on the
+            way down, where some layers do not evict.
         CaptureError: a sequence longer than the model's context.
         BudgetError, NeedsError: as `kvsim.replay`.
     """
@@ -200,6 +75,7 @@ class Decoding:
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         self.layers = replayed(self.sketch, layers)
         self.events = self.schedule.rows(prompt_len, n_pos, context_len)
+        self._events = deque(self.events)  # that have not fired
         self.tokens: list[int] = []
         self.peak_bytes = 0
         #: from the end of the prompt on, after the event there
@@ -208,44 +84,71 @@ class Decoding:
         self._open = False
         self._busy = False  # this one's rows are in the model, or an error stopped them there
         self._stack = ExitStack()
-        self._blocks = self._make_blocks()
+        self._blocks: list[tuple[Block, LiveSource]] = []
+        self._whole: set[int] = set()  # layers of which nothing is ever evicted
+        self._descent: Descent | None = None
+        together = policy.positions == "slot" or policy.propagation is not None
+        if together and self.layers != tuple(range(self.sketch.n_layers)):
+            raise PolicyError(
+                f"{policy.name}: rotates keys to their slot or drops rows for all layers, and "
+                f"layers {list(self.layers)} of {self.sketch.n_layers} evict; expected all; replay "
+                "single layers"
+            )
         # windows bound the caches of their layers by themselves
-        parts = DynamicCache(config=running.model.config).layers
-        for _, source in self._blocks:
-            for index, layer in enumerate(source.layers):
-                parts[layer] = LiveLayer(source, index)
-        self.cache = Cache(parts)
+        self.cache = Cache(DynamicCache(config=running.model.config).layers)
+        self._decoder = None if policy.propagation is None else Decoder(running.model)
+        if self._decoder is None:
+            self._make_blocks()
 
-    def _make_blocks(self) -> list[tuple[Block, LiveSource]]:
-        """Build the layers that evict, in blocks of those that compute alike."""
-        sketch, policy = self.sketch, self.policy
+    def _make_blocks(self) -> None:
+        """Build the layers that evict, in blocks of those that compute alike on the same rows."""
+        sketch, policy, descent = self.sketch, self.policy, self._descent
         most = len(self.layers)
         if policy.layer_budgets.across_layers:
             check_together(sketch, policy, self.layers)
         else:
             most = layers_per_block(sketch, policy, None)
-        first, *later = (
-            setting_of(sketch, policy, self.budget, self.schedule, end)
-            for end in self.schedule.ends(sketch.prompt_len, sketch.context_len)
-        )
-        setting, context = (later[0], first) if later else (first, None)
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
-        blocks = []
-        for run in runs(sketch, self.layers, most, policy, None):
-            source = LiveSource(sketch, run.layers, like)
-            numbers = torch.tensor(run.layers, device=like.device)
+        rotated = self._positions == "slot"
+        setting, context = self._settings()
+        for run in runs(sketch, self.layers, most, policy, descent):
+            part = sketch if run.rows is None else sketch.only(run.rows)
+            dropped = sketch.prompt_len - part.prompt_len
+            source = LiveSource(part, run.layers, like, rotated=rotated, dropped=dropped)
             block = Block(
-                source, policy, setting, numbers, context=context, compacted=source.compact
+                source,
+                policy,
+                setting if run.rows is None else replace(setting, prompt_len=part.prompt_len),
+                torch.tensor(run.layers, device=like.device),
+                context=context,
+                compacted=source.compact,
             )
-            blocks.append((block, source))
-        return blocks
+            self._blocks.append((block, source))
+            self._whole.update(run.layers if run.whole else ())
+            for index, layer in enumerate(source.layers):
+                self.cache.layers[layer] = LiveLayer(source, index)
+
+    def _settings(self) -> tuple[Setting, Setting | None]:
+        """Return the setting of all events, and of the one that ends the context, if both fire."""
+        first, *later = (
+            setting_of(self.sketch, self.policy, self.budget, self.schedule, end)
+            for end in self.schedule.ends(self.sketch.prompt_len, self.sketch.context_len)
+        )
+        return (later[0], first) if later else (first, None)
+
+    @property
+    def _positions(self) -> Literal["absolute", "slot"]:
+        """Where keys are rotated to: rows that run through all layers again get new positions."""
+        restarted = self._descent is not None and self._descent.selection.restarted
+        return "slot" if restarted else self.policy.positions
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(torch.inference_mode())
-        self._stack.enter_context(evaluating(self.running.model))
-        self._stack.enter_context(
-            intercepting(self.running.model, self._receive, masking=self._mask)
-        )
+        model = self.running.model
+        with ExitStack() as stack:  # an error on the way in leaves nothing behind
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(evaluating(model))
+            stack.enter_context(intercepting(model, self._receive, masking=self._mask))
+            self._stack = stack.pop_all()
         self._open = True
         return self
 
@@ -258,8 +161,8 @@ class Decoding:
     def begin(self, prefix: Prefix) -> None:
         """Take over the first rows of the sequence, which no event precedes."""
         n = len(prefix.tokens)
-        if self.tokens or any(row < n - 1 for row in self.events):
-            raise ValueError(f"an event precedes row {n - 1}")
+        if self.tokens or self._decoder is not None or any(row < n - 1 for row in self.events):
+            raise ValueError(f"rows are dropped, or an event precedes row {n - 1}; feed the tokens")
         with self._adding(n):
             self._make_room(0)
             for layer, part in enumerate(self.cache.layers):
@@ -272,20 +175,39 @@ class Decoding:
     def feed(self, ids: Sequence[int], logits: int = 1) -> Tensor:
         """Run the next tokens; returns the logits of the last `logits` of their rows, [n, V].
 
-        Rows between two events go through the model together.
+        Rows between two events go through the model together. Of a policy that drops rows of the
+        prompt, the first tokens are the whole prompt, and there are no logits before its last row.
         """
         parts: list[Tensor] = []
         rest = list(ids)
         with self._adding(len(rest)):
+            if self._decoder is not None and not self.tokens:
+                prompt, rest = rest[: self.sketch.prompt_len], rest[self.sketch.prompt_len :]
+                parts.append(self._descend(self._decoder, prompt)[: logits - len(rest)])
             while rest:
                 start = len(self.tokens)
                 room = self._make_room(start)
                 piece, rest = rest[:room], rest[room:]
                 wanted = min(len(piece), max(0, logits - len(rest)))
-                parts.append(self.running.forward(piece, start, self.cache, wanted))
+                back = self._back(start)
+                parts.append(self.running.forward(piece, start, self.cache, wanted, back=back))
                 self.tokens += piece
                 self._end()
         return torch.cat(parts)
+
+    def _descend(self, decoder: Decoder, prompt: Sequence[int]) -> Tensor:
+        """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
+        down = prefill_in_depth(decoder, self.sketch, self.policy, self._settings()[0], prompt)
+        self._descent = down.descent
+        self._make_blocks()
+        self._make_room(0)
+        for part, call in zip(self.cache.layers, down.calls, strict=True):
+            part.update(call.k[None], call.v[None])
+            if isinstance(part, LiveLayer):
+                part.source.note_queries(part.index, call.q)
+        self.tokens += prompt
+        self._end()
+        return down.logits
 
     @contextmanager
     def _adding(self, n: int) -> Iterator[None]:
@@ -300,16 +222,32 @@ class Decoding:
                 f"{n} tokens are given after {len(self.tokens)}; expected at least one, and at "
                 f"most {self.sketch.n_pos} (n_pos) together"
             )
+        if self._decoder is not None and not self.tokens and n < self.sketch.prompt_len:
+            raise ValueError(
+                f"{n} tokens are given of a prompt of {self.sketch.prompt_len}; expected all of "
+                f"them at once, because {self.policy.name} drops rows of it"
+            )
         self._busy = True
         yield
         self._busy = False
 
+    def _back(self, start: int) -> int:
+        """Return how far row `start` is behind its position; keys may rotate to their slot."""
+        slots = {source.n_slots for _, source in self._blocks}
+        if self._positions == "absolute":
+            return 0
+        if len(slots) > 1:
+            raise PolicyError(
+                f"{self.policy.name}: layers hold {sorted(slots)} entries, and keys are rotated to "
+                "their slots; expected as many in all layers, or positions='absolute'"
+            )
+        return start - slots.pop()
+
     def _make_room(self, start: int) -> int:
         """Return the number of rows from row `start` up to the next event, or to the end."""
-        event = next((row for row in self.events if row >= start), None)
-        stop = self.sketch.n_pos if event is None else event + 1
+        stop = self._events[0] + 1 if self._events else self.sketch.n_pos
         for _, source in self._blocks:
-            source.room, source.reads_queries = stop - start, event is not None
+            source.room, source.reads_queries = stop - start, bool(self._events)
         return stop - start
 
     def _end(self) -> None:
@@ -318,15 +256,23 @@ class Decoding:
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         if row >= prompt_len:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
-        if row in self.events:
-            first, last = self.policy.query_rows
-            for block, source in self._blocks:
-                block.event(row)
-                source.settle(block.entries.live)
-                if row >= prompt_len - 1:  # an event at its end may read all of it
-                    source.drop_queries(min(row + 1 - last, int(block.since.min()) + 1), first)
+        if self._events and row == self._events[0]:
+            self._events.popleft()
+            self._fire(row)
         if row >= prompt_len - 1:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
+
+    def _fire(self, row: int) -> None:
+        """Fire the event after row `row`, and free the queries that no later one reads."""
+        first, last = self.policy.query_rows
+        for block, source in self._blocks:
+            if source.layers[0] in self._whole:
+                continue
+            at = row - source.dropped
+            block.event(at)
+            source.settle(block.entries.live)
+            if row >= self.sketch.prompt_len - 1:  # an event at its end may read all of it
+                source.drop_queries(min(at + 1 - last, int(block.since.min()) + 1), first)
 
     def _receive(self, call: KernelCall) -> None:
         """Keep the queries of new rows of a layer that evicts."""
@@ -380,12 +326,13 @@ class Decoding:
 
     def record(self) -> Record:
         """When each entry left, as a replay would say it."""
-        n, policy, schedule = len(self.tokens), self.policy, self.schedule
-        by_layer = {
-            layer: block.evicted_at[index, :, :n].cpu().numpy()
-            for block, source in self._blocks
-            for index, layer in enumerate(source.layers)
-        }
+        n, policy, schedule, descent = len(self.tokens), self.policy, self.schedule, self._descent
+        by_layer: dict[int, NDArray[np.int32]] = {}
+        for block, source in self._blocks:
+            last = block.evicted_at[..., : n - source.dropped].cpu().numpy()
+            if source.dropped:
+                last = placed(last, source.positions[: n - source.dropped].cpu().numpy(), n)
+            by_layer.update(zip(source.layers, last, strict=True))
         return Record(
             evicted_at=np.stack([by_layer[layer] for layer in self.layers]),
             policy=policy.name,
@@ -397,8 +344,10 @@ class Decoding:
             compress=schedule.compress,
             layers=self.layers,
             trace=self.sketch.name,
+            positions=self._positions,
+            selection=None if descent is None else descent.selection,
             own_schedule=schedule == policy.schedule,
-            remark=remark(self.sketch, policy, self.budget, schedule, None),
+            remark=remark(self.sketch, policy, self.budget, schedule, descent),
             closed=True,
         )
 
@@ -408,28 +357,9 @@ def check_live(policy: Policy) -> None:
     reasons = {
         "reads rows of the future": policy.scorer.clairvoyant,
         "keeps sets per query head, which a grouped cache cannot hold": policy.per_query_head,
-        "drops rows of the prompt on the way down": policy.propagation is not None,
-        "rotates keys to their slot in the cache": policy.positions != "absolute",
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is not None:
         raise PolicyError(
             f"{policy.name}: {reason}; a running model cannot follow it: replay it, or take another"
         )
-
-
-def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
-    """Run the first rows of a sequence with the full cache."""
-    queries: dict[int, Tensor] = {}
-
-    def receive(call: KernelCall) -> None:
-        queries[call.layer] = call.q
-
-    cache = DynamicCache()
-    model = running.model
-    with torch.inference_mode(), evaluating(model), intercepting(model, receive):
-        logits = running.forward(ids, 0, cache, 1)[0]
-    keys, values = (
-        [getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values")
-    )
-    return Prefix(tuple(ids), keys, values, [queries[at] for at in sorted(queries)], logits)

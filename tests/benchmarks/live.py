@@ -35,7 +35,7 @@ class Shape:
     turns: int
 
 
-AIM = Shape("smollm2", (64, 2048), 64, 3)
+AIM = Shape("smollm2", (64, 2048), 32, 3)
 SMALLEST = Shape("tiny", (128,), 8, 1)
 
 #: Policies with their budgets and intervals; None for the policy's own.

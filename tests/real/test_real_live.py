@@ -8,7 +8,7 @@ from transformers import DynamicCache
 import kvsim
 from kvsim.runner import masked_logits
 from kvsim.runner.decoding import Decoding, RunningModel
-from live_runs import output_gap, run_live
+from live_runs import logits_behind_masks, output_gap, run_live
 
 pytestmark = pytest.mark.real
 
@@ -54,6 +54,22 @@ def test_logits_are_those_of_the_record_as_a_mask(text, name):
 
     masked = masked_logits(run.model, torch.tensor(tokens), [live.record])[0].double()
     gap = (live.logits[prompt_len - 1 :] - masked).norm(dim=-1) / masked.norm(dim=-1)
+    assert float(gap.max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "params"), [("fastkv", {"layer": 9, "rows": 40}), ("asl", {"tau": 2.0, "window": 8})]
+)
+def test_rows_that_are_dropped_on_the_way_down(monkeypatch, text, name, params):
+    """Logits of prefill and decoding are those of a model that masks the dropped rows out."""
+    run, tokens, prompt_len = text
+    policy = kvsim.policy(name, **params)
+    with Decoding(run, policy, 32, prompt_len=prompt_len, n_pos=len(tokens)) as live:
+        logits = live.feed(tokens[:prompt_len]), live.feed(tokens[prompt_len:], logits=len(tokens))
+
+    masked = logits_behind_masks(monkeypatch, run.model, tokens, live.record())[prompt_len - 1 :]
+    gap = (torch.cat(logits) - masked).norm(dim=-1) / masked.norm(dim=-1)
+    assert live.record().selection.dropped
     assert float(gap.max()) < 1e-5
 
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 import kvsim
 from families import FAMILIES
 from kvsim.errors import CaptureError, NeedsError, PolicyError, ScoreError
 from kvsim.recorder import load_model
-from kvsim.runner import masked_logits
+from kvsim.runner import masked_logits, recompute
 from kvsim.runner.cache import LiveSource, Table
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
-from live_runs import live_policies, output_gap, run_live
+from live_runs import live_policies, logits_behind_masks, output_gap, run_live
 
 CLOSE = 1e-5
 PROMPT, LENGTH, INTERVAL, BUDGET = 80, 120, 8, 64
@@ -171,6 +172,17 @@ def test_logits_are_those_of_the_record_as_a_mask(family):
         assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, name
 
 
+@pytest.mark.parametrize("name", ["tova", *UNEVEN])
+def test_logits_of_the_shipped_model_are_those_of_the_record_as_a_mask(name):
+    """The same on `tiny`, over its sample trace."""
+    run, trace = tiny()
+    tokens = trace.tokens.tolist()
+    live = run_live(run, POLICIES[name], BUDGET, tokens, trace.prompt_len, interval=32)
+
+    masked = masked_logits(run.model, trace.tokens, [live.record])[0]
+    assert relative(live.logits[trace.prompt_len - 1 :], masked) < CLOSE
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "smollm3", "gpt2"])
 def test_outputs_of_all_layers_are_by_definition(family):
     """So are softcaps, sinks, sliding windows that bound their layers, and layers without RoPE."""
@@ -243,6 +255,145 @@ def test_a_head_that_loses_nothing_beside_one_that_does():
         masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
         assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, budget
     assert ragged
+
+
+# --------------------------------------------------------------------- keys rotated to their slots
+
+
+class AtSlots:
+    """Attention over keys that are cached before RoPE, each rotated to its place in the cache."""
+
+    def __init__(self, model):
+        self.rotary, self.rotate = model.model.rotary_emb, modeling_llama.apply_rotary_pos_emb
+
+    def __call__(self, module, q, k, v, mask, scaling, **rest):
+        """q [1, qhead, w, d], the last rows of k and v [1, head, n, d] -> [1, w, qhead, d]."""
+        n, w = k.shape[2], q.shape[2]
+        at = torch.arange(n)[None]
+        cos, sin = self.rotary(v, at)
+        _, k = self.rotate(q, k, cos, sin)
+        q, _ = self.rotate(q, q, cos[:, n - w :], sin[:, n - w :])
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1).double() for x in (k, v))
+        z = (q.double() @ k.mT) * scaling
+        z = z.masked_fill(torch.ones(w, n).triu(n - w + 1).bool(), -torch.inf)
+        return (z.softmax(-1) @ v).float().transpose(1, 2), None
+
+
+def test_keys_rotated_to_their_slots(monkeypatch):
+    """`streaming_llm@original` gives the logits of a cache of keys that are rotated when read."""
+    run, policy = running("llama"), kvsim.policy("streaming_llm@original")
+    model = running("llama").model
+    live = run_live(run, policy, 16, TOKENS, 40, step=1, interval=3)
+    faster = run_live(run, policy, 16, TOKENS, 40, interval=3)
+    record = live.record
+    assert record.positions == "slot"
+    absolute = run_live(run, POLICIES["streaming_llm"], 16, TOKENS, 40, interval=3)
+    assert np.array_equal(record.evicted_at, absolute.record.evicted_at)
+
+    kernel, cache = AtSlots(model), DynamicCache()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", kernel)
+    last, logits = record.evicted_at[0, 0], []
+    pos = np.arange(0)
+    with torch.inference_mode():
+        for ids in (TOKENS[:40], *([token] for token in TOKENS[40:])):
+            logits.append(model(torch.tensor([ids]), past_key_values=cache).logits[0])
+            pos = np.append(pos, np.arange(len(ids)) + (pos[-1] + 1 if len(pos) else 0))
+            keep = last[pos] > pos[-1]
+            pos = pos[keep]
+            for part in cache.layers:
+                part.keys, part.values = part.keys[:, :, keep], part.values[:, :, keep]
+
+    assert relative(live.logits, torch.cat(logits)) < CLOSE
+    assert relative(faster.logits, torch.cat(logits)) < CLOSE
+    assert relative(absolute.logits, torch.cat(logits)) > 100 * CLOSE
+    assert live.decoding.cache_bytes == absolute.decoding.cache_bytes
+
+
+def test_slots_need_all_layers_alike():
+    """Layers that hold other numbers of entries have other slots, and scorers see no such keys."""
+    run, sizes = running("llama"), {"prompt_len": PROMPT, "n_pos": LENGTH}
+    with pytest.raises(PolicyError, match=r"layers \[1\] of 3 evict; expected all"):
+        Decoding(run, kvsim.policy("streaming_llm@original"), BUDGET, **sizes, layers=[1])
+    for name, reason in (("knorm", "a scorer reads keys"), ("adakv+random", "different numbers")):
+        policy = replace(kvsim.policy(name), positions="slot")
+        with pytest.raises(PolicyError, match=reason):
+            run_live(run, policy, BUDGET, TOKENS, PROMPT)
+
+
+# ----------------------------------------------------------- rows of the prompt that are dropped
+
+
+#: Parameters with which they drop rows of a short prompt in a small model.
+DROPPING = (
+    ("asl", {"tau": 5.0}),
+    ("asl", {"tau": 5.0, "kv_before": "full"}),
+    ("fastkv", {"layer": 0, "rows": 70}),
+    ("fastkv@proportional", {"layer": 1, "rows": 0.9}),
+    ("pyramidinfer", {"least": 8, "ratio": 0.5}),
+)
+
+
+@pytest.mark.parametrize(("name", "params"), DROPPING)
+@pytest.mark.parametrize("interval", [None, INTERVAL])
+def test_rows_that_are_dropped_on_the_way_down(monkeypatch, name, params, interval):
+    """The prefill is the recomputed one, and logits are those of the Record as a mask."""
+    run = running("llama")
+    policy = kvsim.policy(name, **params)
+    trace = kvsim.capture(run.model, None, TOKENS[:PROMPT], max_new_tokens=0, residual=True)
+    options = {"prompt_len": PROMPT, "n_pos": LENGTH, "interval": interval}
+
+    with Decoding(run, policy, BUDGET, **options) as live:
+        logits = [live.feed(TOKENS[: PROMPT + 2], logits=3)]
+        logits += [live.feed([token]) for token in TOKENS[PROMPT + 2 :]]
+    record, expected = live.record(), recompute(trace, policy, BUDGET, run.model)
+
+    assert record.selection == expected.record.selection
+    assert record.selection.dropped
+    prompt = expected.record.evicted_at
+    left = prompt < LENGTH
+    assert np.array_equal(record.evicted_at[..., :PROMPT][left], prompt[left])
+    if interval is None:
+        assert (record.evicted_at[..., :PROMPT][~left] > LENGTH).all()
+    assert relative(logits[0][0], expected.logits) < CLOSE
+    masked = logits_behind_masks(monkeypatch, run.model, TOKENS, record)[PROMPT - 1 :]
+    assert relative(torch.cat(logits), masked) < CLOSE
+    kept = int((record.evicted_at >= LENGTH).sum())
+    assert live.cache_bytes == kept * 16 * 2 * 4
+
+
+@pytest.mark.parametrize("name", ["gemfilter", "asl_2pass"])
+def test_rows_that_run_through_all_layers_again(name):
+    """After the selection it is the plain model on the selected tokens alone."""
+    run = running("llama")
+    policy = kvsim.policy(name, **({"tau": 0.0} if name == "asl_2pass" else {}))
+    options = {"prompt_len": PROMPT, "n_pos": LENGTH}
+
+    with Decoding(run, policy, BUDGET, **options) as live:
+        logits = [live.feed(TOKENS[:PROMPT])]
+        logits += [live.feed(TOKENS[n : n + 5], logits=5) for n in range(PROMPT, LENGTH, 5)]
+    record = live.record()
+
+    assert record.positions == "slot"
+    rows = np.flatnonzero(record.evicted_at[0, 0, :PROMPT] > LENGTH)
+    assert len(rows) == BUDGET
+    with torch.inference_mode():
+        ids = [TOKENS[row] for row in rows] + TOKENS[PROMPT:]
+        plain = run.model(torch.tensor([ids])).logits[0, BUDGET - 1 :]
+    assert relative(torch.cat(logits), plain) < CLOSE
+
+
+def test_a_prompt_that_is_dropped_from_comes_whole():
+    """Half a prompt has no selection, and a shared prefix has all rows."""
+    run, options = running("llama"), {"prompt_len": PROMPT, "n_pos": LENGTH}
+    with Decoding(run, kvsim.policy("fastkv"), BUDGET, **options) as live:
+        with pytest.raises(ValueError, match="40 tokens are given of a prompt of 80"):
+            live.feed(TOKENS[:40])
+        with pytest.raises(ValueError, match="rows are dropped"):
+            live.begin(prefill(run, TOKENS[:PROMPT]))
+    with pytest.raises(PolicyError, match=r"layers \[1\] of 3 evict; expected all"):
+        Decoding(run, kvsim.policy("fastkv"), BUDGET, **options, layers=[1])
 
 
 # ------------------------------------------------------------------- nothing evicted: generation
@@ -512,7 +663,6 @@ def test_what_cannot_run_is_refused():
     for name, reason in (
         ("oracle", "rows of the future"),
         ("snapkv@original", "per query head"),
-        ("fastkv", "on the way down"),
     ):
         with pytest.raises(PolicyError, match=reason):
             Decoding(run, kvsim.policy(name), 512, **sizes)

@@ -1,0 +1,173 @@
+"""A model of transformers that runs live: what its attention computes, and a shared prefill."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvsim.core.attention import Formula
+from kvsim.core.policy import Policy
+from kvsim.core.sources import Memory
+from kvsim.core.trace import Trace
+from kvsim.errors import CaptureError
+from kvsim.recorder import capture
+from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
+from kvsim.recorder.models import context_length, model_name
+
+#: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
+_KERNELS = ("eager", "sdpa")
+
+#: Tokens of the capture that shows what a model's attention computes.
+_PROBE = 32
+
+
+class RunningModel:
+    """A model of transformers, and what a capture of a few tokens says of its attention.
+
+    Raises CaptureError for a model that cannot be recorded, whose kernel takes masks of an unknown
+    kind, or whose layers are on several devices.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        kernel = kernel_name(model)
+        if kernel not in _KERNELS:
+            raise CaptureError(
+                f"{model_name(model)} attends by {kernel!r}; expected one of "
+                f"{', '.join(_KERNELS)}: load it with attn_implementation='sdpa'"
+            )
+        devices = {str(parameter.device) for parameter in model.parameters()}
+        if len(devices) > 1:
+            raise CaptureError(
+                f"{model_name(model)} is on {', '.join(sorted(devices))}; expected one device, "
+                "which the layers of a cache share; load it without a device map"
+            )
+        self.model = model
+        self.device = device_of(model)
+        self.added = kernel == "eager"  # masks are added to logits
+        self._last = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @cached_property
+    def _plain(self) -> Trace:
+        return self._probed()
+
+    @cached_property
+    def _projected(self) -> Trace:
+        return self._probed(o_proj=True)
+
+    def _probed(self, **options: Any) -> Trace:
+        """Capture a few tokens, in memory."""
+        vocabulary = cast("nn.Embedding", self.model.get_input_embeddings()).num_embeddings
+        ids = [token % vocabulary for token in range(1, _PROBE + 1)]
+        formulas: dict[int, Formula] = {}
+
+        def receive(call: KernelCall) -> None:
+            formulas[call.layer] = call.formula
+
+        # a trace so short does not say how long the sliding windows are
+        with intercepting(self.model, receive):
+            trace = capture(
+                self.model, None, ids, name=model_name(self.model), max_new_tokens=0, **options
+            )
+        header = replace(trace.header, formulas=tuple(formulas[at] for at in sorted(formulas)))
+        return Trace(trace.source, header, dtype=trace.dtype)
+
+    def _check_length(self, n_pos: int) -> None:
+        """Raise CaptureError beyond the context of the model, or a change of its frequencies."""
+        limit = context_length(self.model) or n_pos
+        ropes = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+            if rope.get("rope_type") == "longrope":
+                limit = min(limit, int(rope["original_max_position_embeddings"]))
+        if n_pos > limit:
+            raise CaptureError(
+                f"the sequence may have {n_pos} tokens; expected at most {limit}, up to which "
+                f"{model_name(self.model)} rotates keys and queries alike; give a shorter prompt "
+                "or fewer new tokens"
+            )
+
+    @cached_property
+    def projections(self) -> Tensor | None:
+        """Output projection of each query head [layer, qhead, d, D]; None without such matrices."""
+        try:
+            return self._projected.o_proj.to(self.device)
+        except CaptureError:
+            return None
+
+    def sketch(
+        self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
+    ) -> Trace:
+        """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
+        self._check_length(n_pos)
+        probe = self._projected if "o_proj" in policy.scorer.needs else self._plain
+        zero = torch.zeros((), dtype=probe.dtype)
+        shapes = probe.source.shapes
+        arrays = {
+            key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
+        }
+        if probe.has("o_proj"):
+            arrays["o_proj"] = probe.o_proj
+        header = replace(
+            probe.header, prompt_len=prompt_len, context_len=context_len, name=name, meta={}
+        )
+        layers, qheads, _, dim = arrays["q"].shape
+        header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
+        return Trace(Memory(arrays), header.within(n_pos), dtype=probe.dtype)
+
+    def forward(
+        self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0
+    ) -> Tensor:
+        """Run the tokens of rows start, start + 1, ...; returns the logits of the last, [n, V].
+
+        back: how far behind its row the position of a token is.
+        """
+        at = torch.arange(start, start + len(ids), device=self.device)
+        keep: dict[str, Any] = {"logits_to_keep": max(1, logits)} if self._last else {}
+        out: Tensor = self.model(
+            torch.tensor([list(ids)], device=self.device),
+            past_key_values=cache,
+            position_ids=at[None] - back,
+            cache_position=at,
+            use_cache=True,
+            **keep,
+        ).logits[0]
+        return out[len(out) - logits :]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first rows of a sequence, with the full cache: shared by runs that differ later.
+
+    For each layer keys and values [H, n, d] and queries [qhead, n, d]; logits of the last row, [V].
+    """
+
+    tokens: tuple[int, ...]
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: list[Tensor]
+    logits: Tensor
+
+
+def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
+    """Run the first rows of a sequence with the full cache."""
+    queries: dict[int, Tensor] = {}
+
+    def receive(call: KernelCall) -> None:
+        queries[call.layer] = call.q
+
+    cache = DynamicCache()
+    model = running.model
+    with torch.inference_mode(), evaluating(model), intercepting(model, receive):
+        logits = running.forward(ids, 0, cache, 1)[0]
+    keys, values = (
+        [getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values")
+    )
+    return Prefix(tuple(ids), keys, values, [queries[at] for at in sorted(queries)], logits)
