@@ -54,6 +54,8 @@ class _Rows:
     def add(self, call: KernelCall, start: int) -> None:
         """Add the rows of a kernel call of which the first is `start`."""
         skip = max(0, self.first - start)
+        if skip >= call.q.shape[1]:
+            return
         self.out.setdefault(call.layer, []).append(call.out[:, skip:])
         self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
 
@@ -123,16 +125,23 @@ class ClosedLoop:
         )
         return decoding
 
-    def _prefix(self, decoding: Decoding) -> Prefix:
-        """The rows before the first event, all of the prompt at most: the same for all policies."""
+    def _prefix(self, decoding: Decoding) -> Prefix | None:
+        """The rows before the first event, all of the prompt at most: the same for all policies.
+
+        None where rows of the prompt are dropped on the way down.
+        """
+        if decoding.policy.propagation is not None:
+            return None
         end = min((row + 1 for row in decoding.events), default=self.trace.prompt_len)
         end = min(end, self.trace.prompt_len)
         if end not in self._prefixes:
             self._prefixes[end] = prefill(self.running, self._ids[:end])
         return self._prefixes[end]
 
-    def _prompt(self, decoding: Decoding, prefix: Prefix) -> Tensor:
+    def _prompt(self, decoding: Decoding, prefix: Prefix | None) -> Tensor:
         """Run the prompt up to its end; returns the logits of its last row, [V]."""
+        if prefix is None:
+            return decoding.feed(self._ids[: self.trace.prompt_len])[-1]
         decoding.begin(prefix)
         rest = self._ids[len(prefix.tokens) : self.trace.prompt_len]
         return decoding.feed(rest)[-1] if rest else prefix.logits
@@ -164,10 +173,11 @@ class ClosedLoop:
 
         decoding = self._decoding(policy, budget, schedule, layers, trace.n_pos, observe)
         prefix = self._prefix(decoding)
-        with decoding, self._residual.following():
+        response = self._ids[trace.prompt_len :]
+        with decoding:
             first = self._prompt(decoding, prefix)
-            response = self._ids[trace.prompt_len :]
-            more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
+            with self._residual.following():
+                more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
         forced = Forced(
             **_compared(logits, expected, response),

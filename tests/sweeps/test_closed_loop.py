@@ -189,3 +189,16 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
     with pytest.raises(CaptureError, match="differs from the recorded"):
         kvsim.live(other, [trace], policies("tova"), [16], tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_policies_that_drop_rows_of_the_prompt_run_too(model, trace):
+    """Their prefill goes through the layers one by one; predictions move from the first token on."""
+    policy = kvsim.policy("gemfilter")
+    run = kvsim.live(model, [trace], [policy], [16])
+
+    assert run.failures == ()
+    assert run.records[0].selection is not None
+    assert only(run.table, "response_kl")[0] > 1e-6
+    assert only(run.table, "response_kl")[0] == pytest.approx(
+        only(kvsim.live(model, [trace], [policy], [16]).table, "response_kl")[0]
+    )
