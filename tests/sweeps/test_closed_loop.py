@@ -96,7 +96,7 @@ def test_divergence_is_that_of_the_masked_model(model, trace):
 
 def test_values_stand_beside_those_of_a_replay(model, trace):
     """One schedule, the same columns; the first layer has the same sets, all are labelled."""
-    names, terms = ("tova", "h2o", "knorm"), {"interval": 8}
+    names, terms = ("tova", "h2o", "streaming_llm"), {"interval": 8}
     lived = kvsim.live(model, [trace], policies(*names), [16, 24], **terms)
     replayed = sweep([trace], policies(*names), [16, 24], metrics=["retained_iou"], **terms)
 
