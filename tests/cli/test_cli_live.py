@@ -1,0 +1,98 @@
+"""The command line of the running model: traces or prompts, folders, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import kvsim
+from kvsim.sweeps.folder import read_run
+from kvsim.tiny.tasks import prompts
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    """A short prompt for tiny."""
+    return prompts(1, task="walk", facts=8, lines=3, kinds=3)[0]
+
+
+@pytest.fixture(scope="module")
+def trace(prompt, tmp_path_factory):
+    """The path of a trace of it."""
+    path = tmp_path_factory.mktemp("traces") / "short.zarr"
+    kvsim.capture("tiny", None, prompt.prompt, max_new_tokens=16, out=path)
+    return path
+
+
+def test_recorded_prompts_run_again(run, trace, tmp_path):
+    """A table of all policies, closed, and a folder that other commands read."""
+    options = ("--model", "tiny", "--budget", "24,40", "--interval", "8", "--out", tmp_path / "run")
+    _, out, _ = run("live", trace, "--policy", "full,tova,adakv+tova", *options)
+
+    assert "Every policy evicts after: the prompt, every 8 rows." in out
+    assert "Fidelity of the values: 100% closed." in out
+    table = read_run(tmp_path / "run").table
+    assert set(table["policy"]) == {"full", "tova", "adakv+tova"}
+    assert set(table["metric"]) >= {"response_kl", "layer_error", "retained_iou", "peak_share"}
+    assert "answer_right" not in set(table["metric"])
+    status, _, _ = run("report", tmp_path / "run", trace, "--out", tmp_path / "report.html")
+    assert status == 0
+    figure = ("over_budgets", tmp_path / "run", "--metric", "response_kl")
+    status, _, _ = run("plot", *figure, "--out", tmp_path / "kl.png")
+    assert status == 0
+
+
+def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
+    """Traces stay beside the run; the same command with --resume finds all of it done."""
+    line = {"id": "one", "prompt": prompt.prompt}
+    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
+    given = ("--prompts", tmp_path / "p.jsonl", "--model", "tiny", "--policy", "tova")
+    options = ("--budget", "40", "--interval", "8", "--max-new-tokens", "24")
+    folder = ("--out", tmp_path / "run")
+    _, out, _ = run("live", *given, *options, *folder, "--json")
+    document = json.loads(out)
+
+    (cell,) = document["cells"]
+    assert {"response_kl", "peak_share", "answer_right"} <= cell.keys()
+    assert (tmp_path / "run-traces" / "one.zarr").is_dir()
+    before = read_run(tmp_path / "run").table
+    status, _, _ = run("live", *given, *options, *folder, "--resume")
+    assert status == 0
+    assert read_run(tmp_path / "run").table.equals(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "tova", "--budget", "24"), "expected recorded traces, or --prompts"),
+        (("TRACE", "--policy", "oracle", "--budget", "24"), "reads rows of the future"),
+        (("TRACE", "--policy", "tova", "--budget", "24", "--resume"), "give --out DIR"),
+        (("TRACE", "--policy", "tova", "--budget", "24", "--events"), "give --out DIR"),
+        (("TRACE", "--policy", "tova", "--budget", "24", "--record-to", "x"), "give --prompts"),
+        (("TRACE", "--policy", "tova", "--budget", "24", "--layers", "7"), "expected 0..2"),
+        (
+            ("TRACE", "--policy", "tova", "--budget", "24", "--metric", "retained_mass"),
+            "computed from recorded attention",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(run, trace, arguments, message, tmp_path):
+    """Status 2, what was expected, and nothing written."""
+    given = [trace if each == "TRACE" else each for each in arguments]
+    status, _, err = run("live", *given, "--model", "tiny")
+
+    assert status == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_is_refused(run, trace):
+    """The trace says which one was recorded."""
+    status, _, err = run(
+        "live", trace, "--model", "tiny-deep", "--policy", "tova", "--budget", "24"
+    )
+
+    assert status == 2
+    assert "differs from the recorded tiny" in err
