@@ -54,6 +54,8 @@ class _Rows:
     def add(self, call: KernelCall, start: int) -> None:
         """Add the rows of a kernel call of which the first is `start`."""
         skip = max(0, self.first - start)
+        if skip >= call.out.shape[1]:  # rows of a prompt, which may be dropped between layers
+            return
         self.out.setdefault(call.layer, []).append(call.out[:, skip:])
         self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
 
@@ -133,6 +135,8 @@ class ClosedLoop:
 
     def _prompt(self, decoding: Decoding, prefix: Prefix) -> Tensor:
         """Run the prompt up to its end; returns the logits of its last row, [V]."""
+        if decoding.policy.propagation is not None:  # it drops rows, which a prefix has
+            return decoding.feed(self._ids[: self.trace.prompt_len])[-1]
         decoding.begin(prefix)
         rest = self._ids[len(prefix.tokens) : self.trace.prompt_len]
         return decoding.feed(rest)[-1] if rest else prefix.logits
@@ -164,10 +168,11 @@ class ClosedLoop:
 
         decoding = self._decoding(policy, budget, schedule, layers, trace.n_pos, observe)
         prefix = self._prefix(decoding)
-        with decoding, self._residual.following():
+        with decoding:
             first = self._prompt(decoding, prefix)
             response = self._ids[trace.prompt_len :]
-            more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
+            with self._residual.following():
+                more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
         forced = Forced(
             **_compared(logits, expected, response),
