@@ -54,7 +54,7 @@ class _Rows:
     def add(self, call: KernelCall, start: int) -> None:
         """Add the rows of a kernel call of which the first is `start`."""
         skip = max(0, self.first - start)
-        if skip >= call.out.shape[1]:  # rows of a prompt, which may be dropped between layers
+        if skip >= call.q.shape[1]:
             return
         self.out.setdefault(call.layer, []).append(call.out[:, skip:])
         self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
@@ -125,17 +125,22 @@ class ClosedLoop:
         )
         return decoding
 
-    def _prefix(self, decoding: Decoding) -> Prefix:
-        """The rows before the first event, all of the prompt at most: the same for all policies."""
+    def _prefix(self, decoding: Decoding) -> Prefix | None:
+        """The rows before the first event, all of the prompt at most: the same for all policies.
+
+        None where rows of the prompt are dropped on the way down.
+        """
+        if decoding.policy.propagation is not None:
+            return None
         end = min((row + 1 for row in decoding.events), default=self.trace.prompt_len)
         end = min(end, self.trace.prompt_len)
         if end not in self._prefixes:
             self._prefixes[end] = prefill(self.running, self._ids[:end])
         return self._prefixes[end]
 
-    def _prompt(self, decoding: Decoding, prefix: Prefix) -> Tensor:
+    def _prompt(self, decoding: Decoding, prefix: Prefix | None) -> Tensor:
         """Run the prompt up to its end; returns the logits of its last row, [V]."""
-        if decoding.policy.propagation is not None:  # it drops rows, which a prefix has
+        if prefix is None:
             return decoding.feed(self._ids[: self.trace.prompt_len])[-1]
         decoding.begin(prefix)
         rest = self._ids[len(prefix.tokens) : self.trace.prompt_len]
@@ -168,9 +173,9 @@ class ClosedLoop:
 
         decoding = self._decoding(policy, budget, schedule, layers, trace.n_pos, observe)
         prefix = self._prefix(decoding)
+        response = self._ids[trace.prompt_len :]
         with decoding:
             first = self._prompt(decoding, prefix)
-            response = self._ids[trace.prompt_len :]
             with self._residual.following():
                 more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))

@@ -96,7 +96,7 @@ def test_divergence_is_that_of_the_masked_model(model, trace):
 
 def test_values_stand_beside_those_of_a_replay(model, trace):
     """One schedule, the same columns; the first layer has the same sets, all are labelled."""
-    names, terms = ("tova", "h2o", "keydiff"), {"interval": 8}
+    names, terms = ("tova", "h2o", "streaming_llm"), {"interval": 8}
     lived = kvsim.live(model, [trace], policies(*names), [16, 24], **terms)
     replayed = sweep([trace], policies(*names), [16, 24], metrics=["retained_iou"], **terms)
 
@@ -195,11 +195,9 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
     ("name", "params"), [("fastkv", {"layer": 0, "rows": 30}), ("gemfilter", {})]
 )
 def test_policies_that_drop_rows_of_the_prompt(model, trace, name, params):
-    """The first token is that of the prefill computed again, and the rest follows its caches."""
-    policy = kvsim.policy(name, **params)
-    recorded = capture(
-        model, None, trace.tokens[: trace.prompt_len].tolist(), max_new_tokens=0, residual=True
-    )
+    """The prediction of the first token is that of the prefill computed again."""
+    policy, prompt = kvsim.policy(name, **params), trace.tokens[: trace.prompt_len]
+    recorded = capture(model, None, prompt.tolist(), max_new_tokens=0, residual=True)
     expected = kvsim.recompute(recorded, policy, 20, model)
     loop = ClosedLoop(kvsim_running(model), trace, None, None)
 
