@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -118,9 +119,15 @@ class Decoder:
                 position_ids=at,
                 past_key_values=None,
                 use_cache=False,
-                position_embeddings=self._rotary(x, at),
+                position_embeddings=self._rotary(x, at, **self._kind(layer)),
             )
         return calls[0], (out[0] if isinstance(out, tuple) else out)[0]
+
+    def _kind(self, layer: int) -> dict[str, str]:
+        """Return the layer's kind, for families with a rotary embedding for each kind (Gemma 3)."""
+        if "layer_type" not in inspect.signature(self._rotary.forward).parameters:
+            return {}
+        return {"layer_type": self.model.config.get_text_config().layer_types[layer]}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of the next token, [V], from the last layer's output for a row [D]."""

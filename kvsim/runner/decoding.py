@@ -48,7 +48,8 @@ class Decoding:
         PolicyError: a policy that a running model cannot follow, with rows of the future or sets
             per query head; one that rotates keys to their slots, or drops rows of the prompt on the
             way down, where some layers do not evict.
-        CaptureError: a sequence longer than the model's context.
+        CaptureError: a sequence longer than the model's context; a family whose layers cannot run
+            one by one, under a policy that drops rows.
         BudgetError, NeedsError: as `kvsim.replay`.
     """
 

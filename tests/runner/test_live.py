@@ -363,6 +363,20 @@ def test_rows_that_are_dropped_on_the_way_down(monkeypatch, name, params, interv
     assert live.cache_bytes == kept * 16 * 2 * 4
 
 
+@pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "phi4-mini", "qwen3", "smollm3"])
+def test_families_whose_layers_run_one_by_one(monkeypatch, family):
+    """Embeddings that are scaled and several rotary embeddings are those of the model."""
+    run, n = running(family, "sdpa"), 90  # shorter than any window
+    policy = kvsim.policy("fastkv", layer=0, rows=50)
+    with Decoding(run, policy, 40, prompt_len=70, n_pos=n) as live:
+        logits = live.feed(TOKENS[:70]), live.feed(TOKENS[70:n], logits=n - 70)
+
+    masked = logits_behind_masks(monkeypatch, run.model, TOKENS[:n], live.record())
+    assert relative(torch.cat(logits), masked[69:]) < CLOSE
+    with pytest.raises(CaptureError, match=r"final_logit_softcapping 30\.0, expected None"):
+        Decoding(running("gemma2"), policy, 40, prompt_len=70, n_pos=n)
+
+
 @pytest.mark.parametrize("name", ["gemfilter", "asl_2pass"])
 def test_rows_that_run_through_all_layers_again(name):
     """After the selection it is the plain model on the selected tokens alone."""

@@ -191,14 +191,22 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_policies_that_drop_rows_of_the_prompt_run_too(model, trace):
-    """Their prefill goes through the layers one by one; predictions move from the first token on."""
-    policy = kvsim.policy("gemfilter")
-    run = kvsim.live(model, [trace], [policy], [16])
+@pytest.mark.parametrize(
+    ("name", "params"), [("fastkv", {"layer": 0, "rows": 30}), ("gemfilter", {})]
+)
+def test_policies_that_drop_rows_of_the_prompt(model, trace, name, params):
+    """The prediction of the first token is that of the prefill computed again."""
+    policy, prompt = kvsim.policy(name, **params), trace.tokens[: trace.prompt_len]
+    recorded = capture(model, None, prompt.tolist(), max_new_tokens=0, residual=True)
+    expected = kvsim.recompute(recorded, policy, 20, model)
+    loop = ClosedLoop(kvsim_running(model), trace, None, None)
 
-    assert run.failures == ()
-    assert run.records[0].selection is not None
-    assert only(run.table, "response_kl")[0] > 1e-6
-    assert only(run.table, "response_kl")[0] == pytest.approx(
-        only(kvsim.live(model, [trace], [policy], [16]).table, "response_kl")[0]
-    )
+    record, outcome = loop.run(policy, 20, policy.schedule)
+
+    first = int(trace.tokens[trace.prompt_len])
+    nll = -float(expected.logits.double().log_softmax(-1)[first])
+    assert outcome.forced.nll[0] == pytest.approx(nll, rel=1e-5)
+    assert record.selection == expected.record.selection
+    assert record.selection.dropped
+    assert len(outcome.forced.nll) == trace.n_pos - trace.prompt_len
+    assert np.isfinite(outcome.forced.nll).all()
