@@ -65,6 +65,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "log-likelihood": _likelihood(facts["response_logprobs"]),
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
+        "projections": _projections(facts["projections"]),
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
         **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
     }
@@ -119,6 +120,16 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
         return "not readable"
     within = f"within {max(values):.1e} of the model's own (relative)"
     return f"attention recomputed from q, k, v {within}"
+
+
+def _projections(facts: Mapping[str, Any] | None) -> str:
+    """Return where the output projections are that belong to a trace, or an empty text."""
+    if facts is None:
+        return ""
+    shape = " x ".join(map(str, facts["shape"]))
+    if not facts["there"]:
+        return f"{facts['folder']} ({shape}), which is not next to the trace; copy it there too"
+    return f"{facts['folder']} next to the trace ({shape}, {size_text(facts['bytes'])})"
 
 
 def is_cut(facts: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from kvsim.errors import TraceError
 from kvsim.store.metadata import group_attributes, object_at
 from kvsim.store.place import SUFFIX, Folder, Packed
+from kvsim.store.projections import NAME
 from kvsim.store.reader import StoredTrace
 from kvsim.store.recovery import Draft, find_drafts
 
@@ -184,7 +185,7 @@ def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
 def _kind(path: Path) -> Kind | None:
     """Return the kind of a path, None for other files."""
     packed = path.suffix == SUFFIX and path.is_file()
-    if not (packed or path.is_dir()):
+    if not (packed or path.is_dir()) or NAME.fullmatch(path.name):
         return None
     if (path / "run.json").is_file():
         return "run"
