@@ -180,8 +180,9 @@ class _Demo:
         sample = prompts(1, task="walk")[0]
         with self._step("capture"):
             out = self.folder / "trace.zarr"
-            options = {"name": "demo", "o_proj": False, "progress": True}
-            trace = capture(model, tokenizer, sample.prompt, out=out, **options)
+            trace = capture(
+                model, tokenizer, sample.prompt, out=out, name="demo", o_proj=False, progress=True
+            )
         answer, right = trace.meta["answer_check"]["answer"], trace.meta["answer_check"]["right"]
         self._echo(
             f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
