@@ -104,7 +104,7 @@ def replay(
         metric = list(dict.fromkeys([*metric, "regret"]))
     limit = None if memory is None else values.parse_memory(memory)
 
-    from kvsim.analysis.table import choose
+    from kvsim.analysis.table import available, choose
     from kvsim.core.policy import Protection
     from kvsim.sweeps import SUMMARY, check_output, sweep
 
@@ -124,7 +124,7 @@ def replay(
                 interval=interval,
                 prefill=prefill,
                 compress=compress,
-                metrics=metric if metric or out is not None else SUMMARY,
+                metrics=metric if metric or out is not None else available(SUMMARY, opened),
                 regret=regret,
                 events=events,
                 memory=limit,
@@ -160,7 +160,8 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print the outcome of a sweep, and end with the right status."""
-    from kvsim.sweeps.run import SUMMARY
+    from kvsim.analysis.table import available
+    from kvsim.sweeps import SUMMARY
 
     cells = len(run.parameters["policies"]) * len(run.parameters["budgets"])
     total = len(opened) * cells
@@ -171,7 +172,8 @@ def _show(
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), status)
     measured = set(run.table["metric"])
-    shown = [name for name in metric or [*SUMMARY, "regret"] if name in measured]
+    shown = metric or available([*SUMMARY, "regret"], opened)
+    shown = [name for name in shown if name in measured]
     if as_json:
         show.echo_json(_document(run, shown, out))
     else:

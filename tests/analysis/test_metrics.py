@@ -446,7 +446,8 @@ def test_a_table_is_tidy_and_carries_its_origin():
     on_request = {name for name, one in METRICS.items() if one.beside_oracle or not one.default}
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
     located = {"needle_recall", "needle_wipeout"}  # of prompts with a needle
-    assert set(table["metric"]) == set(METRICS) - on_request - decided - located
+    stored = {name for name, one in METRICS.items() if one.arrays}  # of traces with projections
+    assert set(table["metric"]) == set(METRICS) - on_request - decided - located - stored
     assert {"regret", "concat_error", "expectation"} <= on_request
     of_trace = [name for name, one in METRICS.items() if one.kind == "trace"]
     measured = table.filter(~pl.col("metric").is_in(of_trace))

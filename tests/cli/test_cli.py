@@ -669,6 +669,29 @@ def test_replay_prints_one_table(run, trace):
     assert "recorded queries, keys and values" in out
 
 
+def test_replay_shows_the_layer_error_of_traces_that_all_have_projections(
+    run, trace, prompt, tmp_path
+):
+    """Summed over layers; a trace without projections takes the column away, a name is refused."""
+    bare = tmp_path / "bare.zarr"
+    kvsim.capture("tiny", None, prompt, max_new_tokens=64, out=bare, o_proj=False)
+    words = ["--policy", "tova", "--budget", "24", "--json"]
+
+    (cell,) = json.loads(run("replay", trace, *words)[1])["cells"]
+    (mixed,) = json.loads(run("replay", trace, bare, *words)[1])["cells"]
+    text = run("replay", trace, *words[:-1])[1]
+    status, _, err = run("replay", trace, bare, *words, "--metric", "layer_error")
+
+    opened = kvsim.open_trace(trace)
+    record = kvsim.replay(opened, kvsim.policy("tova"), 24)
+    table = kvsim.measure(opened, record, ["layer_error"])
+    assert cell["layer_error"] == pytest.approx(table["value"].sum())
+    assert "layer error: sum over layers" in text
+    assert "layer_error" not in mixed
+    assert status == 2
+    assert "record it again with --o-proj" in one_line(err)
+
+
 def test_replay_writes_a_run_and_json(run, trace, tmp_path):
     """`--out` holds parameters, records and results; `--json` is one document with the cells."""
     out = tmp_path / "runs" / "x"
