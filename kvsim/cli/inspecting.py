@@ -293,11 +293,21 @@ def traces(
     if (folder / "zarr.json").is_file():
         raise OptionError(f"{folder} is a trace; use `kvsim info`, or give its parent folder")
 
-    from kvsim.store.index import index
+    from kvsim.store.index import index, shared_projections
 
     entries = index(folder)
+    named = Counter(
+        (Path(entry.path).parent / entry.projections).as_posix()
+        for entry in entries
+        if entry.projections is not None
+    )
+    shared: list[dict[str, Any]] = [
+        {"path": path, "bytes": size, "traces": named[path]}
+        for path, size in shared_projections(folder).items()
+    ]
     if as_json:
-        show.echo_json({"folder": str(folder), "traces": [entry.to_dict() for entry in entries]})
+        listed = [entry.to_dict() for entry in entries]
+        show.echo_json({"folder": str(folder), "traces": listed, "projections": shared})
         return
     whole = [entry for entry in entries if entry.state == "whole"]
     broken = [entry for entry in entries if entry.state == "broken"]
@@ -309,6 +319,9 @@ def traces(
     if older:
         first = show.one_line(older[0]) + (", ..." if len(older) > 1 else "")
         show.echo_text(f"{plural(len(older), 'trace')} of an older format ({first}): {_UNBOUND}")
+    for each in shared:
+        of = plural(each["traces"], "trace") if each["traces"] else "no trace"
+        show.echo_text(f"{each['path']}: output projections of {of}, {size_text(each['bytes'])}")
     for entry in broken:
         show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
     for entry in hidden:

@@ -112,6 +112,25 @@ def test_captures_that_write_them_at_once_share_them(tmp_path):
         assert not list(path.glob("projections-*"))
 
 
+def test_a_listing_says_whose_they_are(run, trace, tmp_path):
+    """`kvsim traces` counts the traces of each folder, in JSON and in text."""
+    (folder,) = folders(tmp_path)
+    unused = shutil.copytree(tmp_path / folder, tmp_path / ("projections-" + "0" * 16))
+
+    status, out, _ = run("traces", tmp_path, "--json")
+    text = run("traces", tmp_path)[1]
+
+    assert status == 0
+    document = json.loads(out)
+    assert [one["projections"] for one in document["traces"]] == [folder]
+    assert {one["path"]: one["traces"] for one in document["projections"]} == {
+        folder: 1,
+        unused.name: 0,
+    }
+    assert f"{folder}: output projections of 1 trace, 0.0 MB" in text
+    assert f"{unused.name}: output projections of no trace, 0.0 MB" in text
+
+
 def test_a_capture_without_them_stores_none(tmp_path):
     """`o_proj=False` turns them off; a trace in memory has them only if told to."""
     out = tmp_path / "a.zarr"
