@@ -30,6 +30,7 @@ AXES = {
     "attention_window": ("layer", "qhead", "row", "pos"),
     "o_proj": ("layer", "qhead", "dim", "hidden"),
     "residual": ("layer", "pos", "hidden"),
+    "residual_norm": ("layer", "pos"),
     "tokens": ("pos",),
     "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),
@@ -40,6 +41,11 @@ LABELS = ("task", "domain", "level", "length", "depth")
 
 #: How far a result can be trusted (architecture section 5).
 FIDELITY = ("exact", "open", "semi", "closed")
+
+
+def projections_folder(digest: str) -> str:
+    """The folder, next to its traces, of the output projections with a digest."""
+    return f"projections-{digest.removeprefix('sha256:')[:16]}"
 
 
 def is_url(path: object) -> bool:

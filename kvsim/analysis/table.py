@@ -192,14 +192,20 @@ def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
     return [
         name
         for name in metrics
-        if all(trace.has(array) for array in metric(name).arrays for trace in traces)
+        if all(_has(trace, array) for array in metric(name).arrays for trace in traces)
     ]
 
 
 def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
     """Raise NeedsError where the trace has not recorded what one of the metrics reads."""
     for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
-        trace.read(name, slice(0, 0))
+        if not _has(trace, name):
+            trace.read(name, slice(0, 0))
+
+
+def _has(trace: Trace, array: str) -> bool:
+    """Whether a trace has an array; the length of the residual stream follows from the stream."""
+    return trace.has(array) or (array == "residual_norm" and trace.has("residual"))
 
 
 def _names(metrics: Any) -> list[str]:

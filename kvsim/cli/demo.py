@@ -133,10 +133,11 @@ class _Demo:
         prefix: of the names of the files. head: layer and KV head of the retention map. read:
         returns sentences about the cells of the table.
         """
+        from kvsim.analysis.table import available
         from kvsim.cli.replaying import fidelity_line, means
         from kvsim.sweeps.run import SUMMARY, summarise
 
-        first = not prefix
+        first, shown = not prefix, available(SUMMARY, [trace])
         run, seconds = self._replay(trace)
         with self._step("figures"):
             self._draw(trace, run, prefix, head)
@@ -150,13 +151,13 @@ class _Demo:
                 f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval."
             )
             echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
-            self._echo(f"\n{means(SUMMARY, 1)}" if first else "")
-            self._echo(fidelity_line(run.table, SUMMARY))
+            self._echo(f"\n{means(shown, 1)}" if first else "")
+            self._echo(fidelity_line(run.table, shown))
             self._echo(read(rows))
         return {
             **run.describe(),
             "cells": rows,
-            "fidelity": fidelity_shares(run.table, SUMMARY),
+            "fidelity": fidelity_shares(run.table, shown),
         }
 
     @contextmanager
@@ -180,7 +181,9 @@ class _Demo:
         sample = prompts(1, task="walk")[0]
         with self._step("capture"):
             out = self.folder / "trace.zarr"
-            trace = capture(model, tokenizer, sample.prompt, out=out, name="demo", progress=True)
+            trace = capture(
+                model, tokenizer, sample.prompt, out=out, name="demo", o_proj=False, progress=True
+            )
         answer, right = trace.meta["answer_check"]["answer"], trace.meta["answer_check"]["right"]
         self._echo(
             f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "

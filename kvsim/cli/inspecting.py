@@ -65,6 +65,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "log-likelihood": _likelihood(facts["response_logprobs"]),
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
+        "projections": _projections(facts["projections"]),
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
         **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
     }
@@ -119,6 +120,16 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
         return "not readable"
     within = f"within {max(values):.1e} of the model's own (relative)"
     return f"attention recomputed from q, k, v {within}"
+
+
+def _projections(facts: Mapping[str, Any] | None) -> str:
+    """Return where the output projections are that belong to a trace, or an empty text."""
+    if facts is None:
+        return ""
+    shape = " x ".join(map(str, facts["shape"]))
+    if not facts["there"]:
+        return f"{facts['folder']} ({shape}), which is not next to the trace; copy it there too"
+    return f"{facts['folder']} next to the trace ({shape}, {size_text(facts['bytes'])})"
 
 
 def is_cut(facts: Mapping[str, Any]) -> bool:
@@ -282,11 +293,21 @@ def traces(
     if (folder / "zarr.json").is_file():
         raise OptionError(f"{folder} is a trace; use `kvsim info`, or give its parent folder")
 
-    from kvsim.store.index import index
+    from kvsim.store.index import index, shared_projections
 
     entries = index(folder)
+    named = Counter(
+        (Path(entry.path).parent / entry.projections).as_posix()
+        for entry in entries
+        if entry.projections is not None
+    )
+    shared: list[dict[str, Any]] = [
+        {"path": path, "bytes": size, "traces": named[path]}
+        for path, size in shared_projections(folder).items()
+    ]
     if as_json:
-        show.echo_json({"folder": str(folder), "traces": [entry.to_dict() for entry in entries]})
+        listed = [entry.to_dict() for entry in entries]
+        show.echo_json({"folder": str(folder), "traces": listed, "projections": shared})
         return
     whole = [entry for entry in entries if entry.state == "whole"]
     broken = [entry for entry in entries if entry.state == "broken"]
@@ -298,6 +319,9 @@ def traces(
     if older:
         first = show.one_line(older[0]) + (", ..." if len(older) > 1 else "")
         show.echo_text(f"{plural(len(older), 'trace')} of an older format ({first}): {_UNBOUND}")
+    for each in shared:
+        of = plural(each["traces"], "trace") if each["traces"] else "no trace"
+        show.echo_text(f"{each['path']}: output projections of {of}, {size_text(each['bytes'])}")
     for entry in broken:
         show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
     for entry in hidden:

@@ -30,6 +30,7 @@ _FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     ),
     bool | str: (str | None, lambda text: text or False),
     Literal["float16"] | None: (str | None, lambda text: text),
+    bool | None: (bool | None, lambda flag: flag),
 }
 
 
@@ -62,6 +63,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(option: Declared) -> inspect.Parameter:
     """Return the parameter of a command that typer makes an option of."""
     name, described = f"--{option.name.replace('_', '-')}", option.help
+    if option.kind == bool | None:
+        name += f"/--no-{name[2:]}"
     info = typer.Option(name, help=described.text, metavar=described.metavar, min=option.least)
     kind = _FORMS[option.kind][0] if option.kind in _FORMS else option.kind
     return inspect.Parameter(
@@ -275,12 +278,17 @@ def _check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -
 
 def _publish(paths: list[Path], staged: Path, out: str) -> None:
     if is_url(out):
+        from kvsim.store.projections import upload_projections
         from kvsim.store.remote import upload
 
+        folder = paths[0].parent
+        upload_projections(folder, _final(paths[0], staged, out).rpartition("/")[0])
         for path in paths:
             if path.is_dir():
                 upload(path, _final(path, staged, out))
                 shutil.rmtree(path)
+        for path in folder.glob("projections-*"):
+            shutil.rmtree(path)
 
 
 def _final(path: Path, staged: Path, out: str) -> str:

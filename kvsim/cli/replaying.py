@@ -107,7 +107,7 @@ def replay(
         metric = list(dict.fromkeys([*metric, "regret"]))
     limit = None if memory is None else values.parse_memory(memory)
 
-    from kvsim.analysis.table import choose
+    from kvsim.analysis.table import available, choose
     from kvsim.core.policy import Protection
     from kvsim.sweeps import SUMMARY, check_output, sweep
 
@@ -127,7 +127,7 @@ def replay(
                 interval=interval,
                 prefill=prefill,
                 compress=compress,
-                metrics=metric if metric or out is not None else SUMMARY,
+                metrics=metric if metric or out is not None else available(SUMMARY, opened),
                 regret=regret,
                 events=events,
                 memory=limit,
@@ -136,7 +136,8 @@ def replay(
                 resume=resume,
                 progress=report,
             )
-        show_run(run, opened, policies, protect, metric or SUMMARY, out, as_json=as_json)
+        shown = metric or available(SUMMARY, opened)
+        show_run(run, opened, policies, protect, shown, out, as_json=as_json)
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {left(out)}", 130) from None
 

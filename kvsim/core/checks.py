@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsim.errors import PolicyError, TraceError, error_line
-from kvsim.schema import AXES
+from kvsim.schema import AXES, projections_folder
 
 ArrayLike = Tensor | np.ndarray[Any, Any]
 
@@ -24,6 +24,18 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
+}
+
+#: Largest magnitude that float16 holds.
+FLOAT16_MAX = 65504.0
+
+# How to record arrays that a trace may lack.
+_ON_REQUEST = {
+    "attention": "--attention full (attention=True)",
+    "attention_window": "--attention window:N (attention='window:N')",
+    "o_proj": "--o-proj (o_proj=True)",
+    "residual": "--residual (residual=True)",
+    "residual_norm": "this version, which stores it",
 }
 
 
@@ -147,6 +159,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         "lse": (layers, qheads, n_pos),
         "o_proj": (layers, qheads, dim, hidden),
         "residual": (layers, n_pos, hidden),
+        "residual_norm": (layers, n_pos),
         "attention": (layers, qheads, n_pos, n_pos),
         "attention_window": (layers, qheads, window, n_pos),
     }
@@ -168,6 +181,40 @@ def check_steps(*parts: slice) -> None:
     for part in parts:
         if part.step not in (None, 1):
             raise ValueError(f"step is {part.step}, expected 1")
+
+
+def as_stored(
+    name: str, values: Tensor, dtype: torch.dtype, where: str, *, layer: int, pos: int = 0
+) -> Tensor:
+    """Return part of one layer of an array as it is stored; pos: its first position.
+
+    Raises TraceError for NaN or infinity, and for what float16 cannot hold.
+    """
+    stored = values.to("cpu", dtype)
+    if dtype == torch.float16 and values.dtype != torch.float16:
+        largest = float(values.abs().max())
+        if largest > FLOAT16_MAX:
+            raise TraceError(
+                f"{where}: {name} reaches {largest:.6g} in layer {layer}, float16 holds at "
+                f"most {FLOAT16_MAX:.0f}; store it without store_dtype"
+            )
+    check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=pos)
+    return stored
+
+
+def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], where: str) -> str:
+    """Return the message on an array that a trace does not have: what it has, and what to do."""
+    projections = meta.get("projections")
+    if name == "o_proj" and isinstance(projections, dict):
+        folder = projections_folder(str(projections.get("digest")))
+        return (
+            f"{where}: its output projections are not next to it, expected the folder {folder}; "
+            "copy it there too, or record the trace again with --o-proj"
+        )
+    return (
+        f"{where}: the trace has no array {name!r}, it has {', '.join(shapes)}; record it again "
+        f"with {_ON_REQUEST.get(name, 'what is missing')}"
+    )
 
 
 def first_row(shape: tuple[int, ...]) -> int:

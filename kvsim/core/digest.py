@@ -25,7 +25,7 @@ from kvsim.schema import CHUNK
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
 
 #: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
-CHECKSUMMED = (*DIGESTED, "o_proj", "residual")
+CHECKSUMMED = (*DIGESTED, "o_proj", "residual", "residual_norm")
 
 Array = NDArray[Any]
 
@@ -57,6 +57,10 @@ class ContentDigest:
             cut = [slice(None)] * array.ndim
             cut[axis] = slice(start, start + CHUNK)
             self.update(name, layer, array[tuple(cut)])
+
+    def forget(self, name: str) -> None:
+        """Leave out an array."""
+        self._hashes.pop(name, None)
 
     def checksums(self) -> dict[str, list[str]]:
         """Return the SHA-256 in hex of each layer of each array."""

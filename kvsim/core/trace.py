@@ -29,6 +29,7 @@ from kvsim.core.checks import (
     check_steps,
     check_texts,
     in_memory,
+    missing_array,
 )
 from kvsim.core.digest import array_digest
 from kvsim.core.full import FullAttention, check_recorded
@@ -44,14 +45,6 @@ Positions = Sequence[int] | slice | Tensor
 T = TypeVar("T")
 
 _ALL = slice(None)
-
-# Arrays that `kvsim capture` records only when asked.
-_ON_REQUEST = {
-    "attention": "--attention full (attention=True)",
-    "attention_window": "--attention window:N (attention='window:N')",
-    "o_proj": "--o-proj (o_proj=True)",
-    "residual": "--residual (residual=True)",
-}
 
 
 class Trace:
@@ -131,6 +124,7 @@ class Trace:
         lse: ArrayLike | None = None,
         o_proj: ArrayLike | None = None,
         residual: ArrayLike | None = None,
+        residual_norm: ArrayLike | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
         name: str = "memory",
@@ -155,6 +149,7 @@ class Trace:
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, dim, hidden].
             residual: input of each decoder layer [layer, pos, hidden].
+            residual_norm: length of each of its rows [layer, pos].
             tokens: token ids [pos].
             token_text: the text of each token.
             name: for tables and figures.
@@ -168,6 +163,7 @@ class Trace:
         """
         arrays = {key: as_tensor(key, x, name) for key, x in {"q": q, "k": k, "v": v}.items()}
         given = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
+        given["residual_norm"] = residual_norm
         arrays |= {key: as_tensor(key, x, name) for key, x in given.items() if x is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, n_qheads, n_pos, dim = arrays["q"].shape
@@ -324,11 +320,7 @@ class Trace:
             TraceError: the stored array is damaged.
         """
         if not self.has(name):
-            raise NeedsError(
-                f"{self.name}: the trace has no array {name!r}, it has "
-                f"{', '.join(self.source.shapes)}; record it again with "
-                f"{_ON_REQUEST.get(name, 'what is missing')}"
-            )
+            raise NeedsError(missing_array(name, self.source.shapes, self.meta, self.name))
         check_steps(layers, pos)
         array = self.source.read(name, layers, pos)
         return array.to(torch.int64 if name == "tokens" else self.dtype)

@@ -34,11 +34,19 @@ class MemorySink:
 
     def __init__(self) -> None:
         self.blocks: dict[str, dict[int, list[Tensor]]] = {}
+        self._dropped: set[str] = set()
 
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Keep a copy of the block."""
+        if name in self._dropped:
+            return
         layers = self.blocks.setdefault(name, {})
         layers.setdefault(layer, []).append(block.to("cpu", copy=True))
+
+    def drop(self, name: str) -> None:
+        """Forget an array; later blocks of it are ignored."""
+        self.blocks.pop(name, None)
+        self._dropped.add(name)
 
     def set_length(self, n_pos: int) -> None:
         """Do nothing: blocks in memory need no length."""
@@ -91,7 +99,8 @@ def _shape(call: KernelCall) -> tuple[int, ...]:
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
     """Return views of what only this call has of its rows."""
-    parts = {"q": call.q, "attn_out": call.out, _PRE_ROPE: call.pre_rope, "residual": call.residual}
+    parts = {"q": call.q, "attn_out": call.out, _PRE_ROPE: call.pre_rope}
+    parts |= {"residual": call.residual, "residual_norm": call.residual_norm}
     return {
         name: part.narrow(_row_axis(name), row, count)
         for name, part in parts.items()

@@ -68,10 +68,10 @@ def capture(
         CaptureError: a prompt that is empty, too long or has unknown words; a needle that is not in
             it once; a label of an unknown name or kind; an option out of range; a layer that the
             model does not have; a model whose attention recomputed from q, k, v is not what it
-            computed; with `o_proj`, a model that has no such projection, or does something else
-            with the output of its attention; with `residual`, a model whose decoder layers are not
-            found, or do not pass on what they return; with `resume`, a trace at `out` that is of
-            another capture; what is no model or tokenizer of transformers.
+            computed; with `o_proj=True`, a model that has no such projection, or does something
+            else with the output of its attention; with `residual`, a model whose decoder layers are
+            not found, or do not pass on what they return; with `resume`, a trace at `out` that is
+            of another capture; what is no model or tokenizer of transformers.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.

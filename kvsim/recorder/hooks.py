@@ -53,6 +53,8 @@ class KernelCall:
         pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
             `apply_rotary_pos_emb`.
         residual: input of the decoder layer [w, hidden], if it is recorded.
+        residual_norm: length of each of its rows [w], float32, where the input is what the layer
+            before returned.
     """
 
     layer: int
@@ -65,6 +67,7 @@ class KernelCall:
     formula: Formula
     pre_rope: Tensor | None
     residual: Tensor | None = None
+    residual_norm: Tensor | None = None
 
     @property
     def start(self) -> int:

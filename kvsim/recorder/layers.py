@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -24,6 +24,9 @@ PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 NORMS = ("input_layernorm", "ln_1")
 
 _ADVICE = "record the model without --residual"
+
+#: Returns a context in which a check runs, and which may catch its CaptureError.
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 class Projections:
@@ -81,29 +84,32 @@ class Projections:
         self._unchecked[call.layer] = call.out[:, :CHUNK]
 
     @contextmanager
-    def checking(self, store: Callable[[int, Tensor], None]) -> Iterator[None]:
+    def checking(self, store: Callable[[], None], guard: Guard = nullcontext) -> Iterator[None]:
         """Check each projection when it is first applied, and at the end that all were applied.
 
-        store: called for each layer after its check: number, weights as in `blocks`.
+        store: called when all are checked. guard: a context for each check.
         """
 
         def applied(layer: int, _: nn.Module, __: object, output: Tensor) -> None:
             out = self._unchecked.pop(layer, None)
             if out is not None:
-                self._check(layer, out, output)
-                store(layer, self.blocks[layer])
+                with guard():
+                    self._check(layer, out, output)
+                if self.blocks.keys() == self.modules.keys() and not self._unchecked:
+                    store()
 
         with ExitStack() as stack:
             for layer, module in self.modules.items():
                 hook = partial(applied, layer)
                 stack.enter_context(module.register_forward_hook(hook))
             yield
-        if self._unchecked:
-            layer = min(self._unchecked)
-            raise CaptureError(
-                f"layer {layer} did not apply its {self.names[layer]}, expected it after the "
-                "attention kernel; record the model without --o-proj"
-            )
+        with guard():
+            if self._unchecked:
+                layer = min(self._unchecked)
+                raise CaptureError(
+                    f"layer {layer} did not apply its {self.names[layer]}, expected it after the "
+                    "attention kernel; record the model without --o-proj"
+                )
 
     def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
         dtype = compute_dtype(out.dtype)
@@ -183,15 +189,25 @@ class Residual:
         self._running: tuple[int, Tensor] | None = None
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the stream through the layers until the block ends, by an error too."""
+    def following(self, guard: Guard = nullcontext) -> Iterator[None]:
+        """Follow the stream through the layers until the block ends, by an error too.
+
+        guard: a context for each check.
+        """
+
+        def enter(
+            layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
+            with guard():
+                self._enter(layer, module, args, kwargs)
+
         with ExitStack() as stack:
             stack.callback(setattr, self, "_returned", None)
             stack.callback(setattr, self, "_running", None)
             for layer, module in self.layers.items():
-                enter, leave = partial(self._enter, layer), partial(self._leave, layer)
-                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-                stack.enter_context(module.register_forward_hook(leave))
+                before, after = partial(enter, layer), partial(self._leave, layer)
+                stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(after))
             yield
 
     def rows(self, call: KernelCall) -> Tensor:

@@ -80,12 +80,13 @@ class Options:
         ),
     ] = False
     o_proj: Annotated[
-        bool,
+        bool | None,
         Help(
-            "Store the output projection of each layer too, which some policies read. It takes as "
-            "much space as these weights of the model."
+            "Store the output projection of each layer, which some policies and `layer_error` "
+            "read: once per model, next to its traces, as far as the model's can be checked. True "
+            "makes it an error if they cannot; a trace in memory has them with True alone."
         ),
-    ] = False
+    ] = None
     residual: Annotated[
         bool,
         Help(

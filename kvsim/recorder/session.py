@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import attention_weights
-from kvsim.core.checks import DTYPES, stored_dtype
+from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
@@ -36,6 +37,7 @@ from kvsim.recorder.prompts import Encoded, Labels, token_strings
 from kvsim.schema import CHUNK
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
+from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import final_part, is_right
 from kvsim.tiny import ledger
@@ -96,11 +98,13 @@ class Session:
             )
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        self.projections = Projections(model, self.layer_ids) if options.o_proj else None
-        self.residual = Residual(model) if options.residual else None
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
+        self.projections: Projections | None = None
+        self.residual: Residual | None = None
+        self._stored: Facts | None = None  # of the projections
+        self._left_out: set[str] = set()
         self._recorder = BlockRecorder(
             self._open_sink,
             lambda: read_ropes(model),
@@ -109,6 +113,12 @@ class Session:
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
         )
+        wanted = self.out is not None if options.o_proj is None else options.o_proj
+        if wanted:
+            with self._leaving_out("o_proj", required=options.o_proj is True):
+                self.projections = Projections(model, self.layer_ids)
+        with self._leaving_out("residual_norm", required=options.residual):
+            self.residual = Residual(model)
 
     def existing(self) -> Trace | None:
         """Return the trace that `resume` keeps, if there is one; CaptureError if it is another."""
@@ -156,7 +166,7 @@ class Session:
         if recorded.get("config_digest") != expected["config_digest"]:
             differing.append("its model has another configuration")
         for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
-            if trace.has(name) != requested:
+            if requested is not None and trace.has(name) != requested:
                 differing.append(f"it has {'no ' if requested else ''}{name}")
         return differing
 
@@ -230,9 +240,11 @@ class Session:
         with ExitStack() as stack:
             stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.projections is not None:
-                stack.enter_context(self.projections.checking(self._store_projection))
+                guard = partial(self._leaving_out, "o_proj", required=self.options.o_proj is True)
+                stack.enter_context(self.projections.checking(self._store_projections, guard))
             if self.residual is not None:
-                stack.enter_context(self.residual.following())
+                guard = partial(self._leaving_out, "residual_norm", required=self.options.residual)
+                stack.enter_context(self.residual.following(guard))
             if self.response:
                 tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
                 start = len(self.encoded.ids)
@@ -256,10 +268,16 @@ class Session:
     def _receive(self, call: KernelCall) -> None:
         """Record one kernel call."""
         if self.residual is not None:
-            call = replace(call, residual=self.residual.rows(call))
+            with self._leaving_out("residual_norm", required=self.options.residual):
+                rows = self.residual.rows(call)
+                dtype = compute_dtype(rows.dtype)
+                norm = torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).float()
+                kept = rows if self.options.residual else None
+                call = replace(call, residual=kept, residual_norm=norm)
         self._recorder.receive(call)
         if self.projections is not None:
-            self.projections.receive(call)
+            with self._leaving_out("o_proj", required=self.options.o_proj is True):
+                self.projections.receive(call)
 
     def _begin(self) -> None:
         """Write the header and the prompt, once every layer has been called."""
@@ -271,9 +289,34 @@ class Session:
         if self._writer is not None:
             self._writer.add_tokens(ids, token_strings(ids, self.tokenizer))
 
-    def _store_projection(self, layer: int, weights: Tensor) -> None:
-        if self._writer is not None:
-            self._writer.write_o_proj(self.layer_ids.index(layer), weights)
+    def _store_projections(self) -> None:
+        """Store the projections next to the trace, once all of them are checked."""
+        if self._writer is None or self.projections is None:
+            return
+        blocks = [self.projections.blocks[layer] for layer in self.layer_ids]
+        shape = len(blocks), *blocks[0].shape
+        self._stored = self._writer.write_projections(
+            shape, blocks.__getitem__, self.projections.dtype
+        )
+        self._writer.begin(self._header(), self._recorder.described)
+
+    @contextmanager
+    def _leaving_out(self, name: str, *, required: bool) -> Iterator[None]:
+        """Go on without an array that the model has no part for, with a note, unless required."""
+        try:
+            yield
+        except CaptureError as error:
+            if required:
+                raise
+            if name == "o_proj":
+                self.projections = None
+            else:
+                self.residual = None
+            if name not in self._left_out:
+                self._left_out.add(name)
+                self.notes.append(f"recorded without {name}: {str(error).rpartition(';')[0]}")
+                if name == "residual_norm" and self._recorder.sink is not None:
+                    self._recorder.sink.drop(name)
 
     @property
     def _attention_array(self) -> str:
@@ -310,9 +353,8 @@ class Session:
         if call.residual is not None:
             shapes["residual"] = (layers, n, call.residual.shape[1])
             dtypes["residual"] = DTYPES[call.residual.dtype]
-        if self.projections is not None:
-            shapes["o_proj"] = (layers, qheads, dim, self.projections.hidden)
-            dtypes["o_proj"] = self.projections.dtype
+        if call.residual_norm is not None:
+            shapes["residual_norm"], dtypes["residual_norm"] = (layers, n), "float32"
         writer = TraceWriter(
             self.out,
             shapes=shapes,
@@ -332,6 +374,7 @@ class Session:
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": self._settings,
             "labels": dict(self.labels),
+            **({KEY: self._stored.document()} if self._stored else {}),
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
             "notes": self.notes,
         }

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from kvsim.errors import TraceError
 from kvsim.store.metadata import group_attributes, object_at
 from kvsim.store.place import SUFFIX, Folder, Packed
+from kvsim.store.projections import NAME, Facts
 from kvsim.store.reader import StoredTrace
 from kvsim.store.recovery import Draft, find_drafts
 
@@ -47,6 +48,7 @@ class Entry:
         labels: labels of the prompt.
         answer: `right`, `wrong`, or `none` in the response; None if it was not checked.
         versions: versions of the packages that recorded it.
+        projections: the folder next to it that has its output projections, None if it names none.
     """
 
     path: str
@@ -64,6 +66,7 @@ class Entry:
     labels: Mapping[str, str | int | float] = field(default_factory=dict)
     answer: Literal["right", "wrong", "none"] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    projections: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as a dict, ready for JSON."""
@@ -83,13 +86,24 @@ def index(folder: str | Path) -> list[Entry]:
     return sorted([*traces.values(), *drafts], key=lambda entry: entry.path)
 
 
+def shared_projections(folder: str | Path) -> dict[str, int]:
+    """Return the size in bytes of each folder of output projections below `folder`, by path."""
+    root = Path(folder)
+    return {
+        path.relative_to(root).as_posix(): _bytes(path)
+        for inner in find_folders(root)
+        for path in sorted(inner.iterdir())
+        if NAME.fullmatch(path.name)
+    }
+
+
 def _trace(name: str, path: Path) -> Entry:
     try:
         stored = StoredTrace(path)
     except TraceError as error:
         return Entry(name, "broken", _bytes(path), str(error).replace(str(path), name, 1))
     meta = stored.header.meta
-    model = object_at(meta, "model")
+    model, facts = object_at(meta, "model"), Facts.named(meta, name)
     n_layers, _, n_pos, _ = stored.shapes["q"]
     stopped = object_at(meta, "generation").get("stopped")
     return Entry(
@@ -106,6 +120,7 @@ def _trace(name: str, path: Path) -> Entry:
         labels=stored.header.labels,
         answer=_answer(object_at(meta, "answer_check")),
         versions={key: str(value) for key, value in object_at(meta, "versions").items()},
+        projections=None if facts is None else facts.folder,
     )
 
 
@@ -184,7 +199,7 @@ def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
 def _kind(path: Path) -> Kind | None:
     """Return the kind of a path, None for other files."""
     packed = path.suffix == SUFFIX and path.is_file()
-    if not (packed or path.is_dir()):
+    if not (packed or path.is_dir()) or NAME.fullmatch(path.name):
         return None
     if (path / "run.json").is_file():
         return "run"

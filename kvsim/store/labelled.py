@@ -31,7 +31,7 @@ def to_xarray(trace: Trace) -> Dataset:
     source = trace.source
     if isinstance(source, StoredTrace):
         for name in source.shapes:
-            dtype = source.arrays[name].source_dtype
+            dtype = source.array(name).source_dtype
             attributes = {} if dtype is None else {"source_dtype": dtype}
             lazy = LazilyIndexedArray(_LazyArray(source, name))
             data[name] = Variable(AXES[name], lazy, attributes)
@@ -53,7 +53,7 @@ class _LazyArray(BackendArray):
     def __init__(self, stored: StoredTrace, name: str) -> None:
         self.stored, self.name = stored, name
         self.shape = stored.shapes[name]
-        self.dtype = stored.arrays[name].dtype
+        self.dtype = stored.array(name).dtype
 
     def __getitem__(self, key: ExplicitIndexer) -> Any:
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)

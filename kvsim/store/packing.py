@@ -14,6 +14,7 @@ from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed, Place
+from kvsim.store.projections import StoredProjections, copy_projections
 from kvsim.store.publication import check_writable
 from kvsim.store.reader import StoredTrace
 
@@ -21,7 +22,8 @@ from kvsim.store.reader import StoredTrace
 def pack(path: str | Path, out: str | Path | None = None) -> Path:
     """Write the trace in the folder `path` as one file and return its path.
 
-    The same trace has the same bytes. Files that do not belong to a trace are left out.
+    The same trace has the same bytes. Files that do not belong to a trace are left out; output
+    projections next to the trace are stored next to the file.
 
     Args:
         path: a folder with a trace.
@@ -32,7 +34,7 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the trace cannot be opened, one of its chunks is damaged, or the file cannot be
             written.
     """
-    place, arrays = _open(path, "pack")
+    place, arrays, projections = _open(path, "pack")
     if not isinstance(place, Folder):
         raise TraceError(f"{place.path} is already packed, expected the folder of a trace")
     target = place.path.with_name(place.path.name + SUFFIX)
@@ -49,13 +51,15 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
                 member.external_attr = (stat.S_IFREG | 0o644) << 16
                 member.create_system = 3
                 archive.writestr(member, place.read(key, sizes[key]))
+    copy_projections(projections, target.parent)
     return target
 
 
 def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     """Write the packed trace `path` as a folder and return its path.
 
-    Members that do not belong to the trace are left out.
+    Members that do not belong to the trace are left out; output projections next to the file are
+    stored next to the folder.
 
     Args:
         path: a packed trace.
@@ -66,7 +70,7 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the file is damaged or not a packed trace, or the folder cannot be written;
             nothing is left behind.
     """
-    place, arrays = _open(path, "unpack")
+    place, arrays, projections = _open(path, "unpack")
     if not isinstance(place, Packed):
         raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
     name = place.path.name
@@ -79,14 +83,17 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
             file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(place.read(key, sizes[key]))
+    copy_projections(projections, target.parent)
     return target
 
 
-def _open(path: str | Path, verb: str) -> tuple[Place, dict[str, StoredArray]]:
+def _open(
+    path: str | Path, verb: str
+) -> tuple[Place, dict[str, StoredArray], StoredProjections | None]:
     if isinstance(path, str) and is_url(path):
         raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
     stored = StoredTrace(path)
-    return stored.place, stored.arrays
+    return stored.place, stored.arrays, stored.projections
 
 
 def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str]:

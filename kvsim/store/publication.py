@@ -19,6 +19,7 @@ from kvsim.files import hidden, sync, sync_tree
 from kvsim.store.draft import Group, TokenFile
 from kvsim.store.metadata import attributes_of, group_attributes
 from kvsim.store.place import Folder
+from kvsim.store.projections import move_projections
 
 # Errors of renaming to a path that exists.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -90,6 +91,8 @@ def complete(
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:
     """Flush a complete trace to disk and move it to `path` in one rename.
 
+    Output projections in the draft are moved first, next to the trace.
+
     file: the tokens of the draft, which are removed.
 
     Raises:
@@ -101,6 +104,7 @@ def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) ->
     sync_tree(group.folder)
     if file is not None:
         file.remove()
+    move_projections(group.folder, path.parent)
     _rename(group.folder, path, overwrite=overwrite)
 
 

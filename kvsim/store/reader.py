@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as short_repr
@@ -30,6 +31,7 @@ from kvsim.store.layout import (
 )
 from kvsim.store.metadata import check_numbers, find_document, object_at, read_header
 from kvsim.store.place import Folder, Packed, Place
+from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
 from kvsim.tiny.sample import SAMPLES
 
@@ -123,6 +125,10 @@ class StoredTrace:
         )
         # last, because the checks above say more precisely what was changed
         check_binding(self.attributes, self.header, self.arrays, self.where)
+        #: output projections next to the trace, None where it has its own or none
+        self.projections: StoredProjections | None = None
+        if "o_proj" not in self.arrays:
+            self._find_projections()
 
     @property
     def positions(self) -> Tensor:
@@ -152,6 +158,8 @@ class StoredTrace:
                     "record the trace again"
                 )
             return tokens
+        if name == "o_proj" and self.projections is not None:
+            return self.projections.read(layers)
         axis = block_axis(name)
         if axis is None:
             axis, pos = 1, _ALL
@@ -164,6 +172,23 @@ class StoredTrace:
             first_pos += first_row(self.shapes[name])
         check_finite(name, tensor, self.where, layer=first_layer, pos=first_pos)
         return tensor
+
+    def array(self, name: str) -> StoredArray:
+        """Return an array that `read` reads."""
+        if name == "o_proj" and self.projections is not None:
+            return self.projections.array
+        return self.arrays[name]
+
+    def _find_projections(self) -> None:
+        """Look for the output projections that the trace names."""
+        found = find_projections(self.path, self.header.meta, self.where)
+        if found is None:
+            return
+        self.projections = found
+        self.shapes = {**self.shapes, "o_proj": found.array.shape}
+        check_shapes({x: n for x, n in self.shapes.items() if x != "tokens"}, self.where)
+        dtypes = {**self.header.source_dtypes, "o_proj": found.facts.source_dtype}
+        self.header = replace(self.header, source_dtypes=dtypes)
 
     def _parse(self) -> dict[str, StoredArray]:
         """Parse the metadata of each array of the format."""

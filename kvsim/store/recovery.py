@@ -32,6 +32,7 @@ from kvsim.store.draft import (
 from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
 from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
 from kvsim.store.place import Folder
+from kvsim.store.projections import copy_projections, find_projections
 from kvsim.store.publication import (
     check_target,
     complete,
@@ -133,6 +134,8 @@ def recover(
                     StoredTrace(draft.path)  # nothing is published that does not open
                 with unbroken():
                     put(group, target, file=file, overwrite=overwrite)
+        meta = StoredTrace(target).header.meta
+        copy_projections(find_projections(draft.path, meta, str(target)), target.parent)
     except TraceError:
         raise
     except OSError as error:

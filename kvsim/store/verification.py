@@ -17,6 +17,7 @@ from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.layout import DENSE
 from kvsim.store.metadata import object_at
+from kvsim.store.projections import Facts
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
@@ -107,7 +108,7 @@ class _Check:
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
-        dtypes = {name: stored.arrays[name].dtype.name for name in sources}
+        dtypes = {name: stored.array(name).dtype.name for name in sources}
         involved = [sources.get("attn_out", "float32"), sources["q"]]
         involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
         self.output_tolerance = tolerance(*involved)
@@ -125,6 +126,8 @@ class _Check:
             if values is not None:
                 parts[name] = values
                 self._checksum(name, layer, values)
+        if self.stored.projections is not None:
+            self._read("o_proj", layer)  # compares its checksum
         if {"q", "k", "v"} <= parts.keys():
             self._attention(layer, parts)
 
@@ -285,6 +288,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             }
             for name, array in stored.arrays.items()
         },
+        "projections": _projections(stored),
         "bytes": None if sizes is None else _bytes(sizes),
         "files": None if sizes is None else len(sizes),
         "model": {key: value for key, value in object_at(meta, "model").items() if key != "config"},
@@ -299,6 +303,15 @@ def describe(path: str | Path) -> dict[str, Any]:
         "capture_check": object_at(meta, "capture_check") or None,
         "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
+
+
+def _projections(stored: StoredTrace) -> dict[str, Any] | None:
+    """Return which output projections the trace names, and their size if they are next to it."""
+    facts, there = Facts.named(stored.header.meta, stored.where), stored.projections
+    if facts is None:
+        return None
+    described = {**facts.document(), "folder": facts.folder, "there": there is not None}
+    return {**described, "bytes": None if there is None else there.bytes}
 
 
 def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.checks import DTYPES, check_finite, stored_dtype
+from kvsim.core.checks import DTYPES, as_stored, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.trace import Trace
@@ -20,13 +20,16 @@ from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
 from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
-from kvsim.store.layout import DENSE, cut_shape, pos_axis
+from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
+from kvsim.store.projections import (
+    Facts,
+    copy_projections,
+    store_projections,
+    upload_projections,
+)
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
 from kvsim.store.remote import check_free, upload
-
-#: Largest magnitude that float16 holds.
-FLOAT16_MAX = 65504.0
 
 #: Arrays that are not appended position by position; commits do not wait for them.
 LATE = (*DENSE, "o_proj")
@@ -65,7 +68,7 @@ class TraceWriter:
         if store_dtype not in (None, "float16"):
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
         check_target(path, overwrite=overwrite)
-        self.path, self.overwrite = path, overwrite
+        self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
         self.layer_ids = tuple(layer_ids)
         self.folder = hidden(path, "tmp")
         self._digest = ContentDigest()
@@ -88,7 +91,7 @@ class TraceWriter:
                 )
                 for name, shape in shapes.items():
                     source = source_dtypes[name]
-                    narrow = store_dtype is not None and name not in ("lse", *DENSE)
+                    narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
                     dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
                     self._group.create(name, shape, dtype, source)
                     self._next[name] = [0] * shape[0]
@@ -160,11 +163,14 @@ class TraceWriter:
     def append(self, name: str, layer: int, block: Tensor) -> None:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
 
-        A block has 256 positions, only the last one fewer.
+        A block has 256 positions, only the last one fewer. Blocks of an array that was dropped are
+        ignored.
 
         Raises:
             TraceError: NaN or infinity, or a number too large for float16 storage.
         """
+        if name not in self._next:
+            return
         start = self._next[name][layer]
         axis = pos_axis(name)
         size = block.shape[axis]
@@ -180,19 +186,18 @@ class TraceWriter:
                 self._group.set(**self._attributes(self._header), committed_tokens=committed)
                 self._committed = committed
 
+    def drop(self, name: str) -> None:
+        """Remove an array that turned out to be unusable; the trace does without it."""
+        del self._next[name]
+        self._digest.forget(name)
+        with self._writing():
+            self._group.set(arrays=sorted(self._next))
+            self._group.remove(name)
+
     def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
         """Check part of one layer and write it; start: its position, for arrays with positions."""
-        where = str(self.path)
-        stored = values.to("cpu", self.dtype(name))
-        if stored.dtype == torch.float16 and values.dtype != torch.float16:
-            largest = float(values.abs().max())
-            if largest > FLOAT16_MAX:
-                raise TraceError(
-                    f"{where}: {name} reaches {largest:.6g} in layer {layer}, float16 holds at "
-                    f"most {FLOAT16_MAX:.0f}; store it without store_dtype"
-                )
-        check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=start)
-        array = stored.numpy()
+        dtype, where = self.dtype(name), str(self.path)
+        array = as_stored(name, values, dtype, where, layer=layer, pos=start).numpy()
         with self._writing():
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
@@ -200,6 +205,18 @@ class TraceWriter:
     def write_o_proj(self, layer: int, weights: Tensor) -> None:
         """Store the output projection of one layer [qhead, dim, hidden]; raise as `append`."""
         self._store("o_proj", layer, weights)
+
+    def write_projections(
+        self, shape: Sequence[int], read: Callable[[int], Tensor], source_dtype: str
+    ) -> Facts:
+        """Store output projections next to the trace, when it is published; see `Facts`.
+
+        shape: [layer, qhead, dim, hidden]. read: returns one layer. Raises as `append`.
+        """
+        with self._writing():
+            return store_projections(
+                *(self.path.parent, shape, read, source_dtype, self.store_dtype), draft=self.folder
+            )
 
     def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
         """Store dense attention rows [qhead, row, pos] of one layer.
@@ -268,7 +285,8 @@ class TraceWriter:
 def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path | str:
     """Write a trace to `path` in the format of `docs/trace-format.md` and return the path.
 
-    Stores the arrays that the trace has, including attention output and log-sum-exp.
+    Stores the arrays that the trace has, including attention output and log-sum-exp. Output
+    projections next to it are stored next to `path`.
 
     Args:
         trace: in memory or stored.
@@ -281,10 +299,16 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
     if is_url(path):
         check_free(str(path), overwrite=overwrite)
         with TemporaryDirectory(prefix="kvsim-") as staging:
-            return upload(Path(save_trace(trace, Path(staging, "trace"))), str(path))
+            saved = Path(save_trace(trace, Path(staging, "trace")))
+            upload_projections(saved.parent, str(path).rstrip("/").rpartition("/")[0])
+            return upload(saved, str(path))
     target = local_path(path, TraceError)
     source, header = trace.source, trace.header
+    projections = getattr(source, "projections", None)  # next to a stored trace
     names = [name for name in CHECKSUMMED[1:] if trace.has(name)]
+    if projections is not None:
+        names.remove("o_proj")
+        copy_projections(projections, target.parent)
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
     with TraceWriter(
         target,

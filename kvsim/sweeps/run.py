@@ -173,7 +173,7 @@ def check_names(policies: Sequence[Policy]) -> None:
 
 #: Metrics of the summary, in the order in which they are shown.
 SUMMARY = (
-    *("entries_seen", "output_error", "retained_mass", "wipeout", "retained_iou"),
+    *("entries_seen", "output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
     *("needle_recall", "needle_wipeout"),  # of traces with a needle
 )
 

@@ -141,7 +141,7 @@ def test_a_stream_of_zeros_that_does_not_move_has_no_relative_error():
     ("without", "metric", "advice"),
     [
         (["o_proj"], "layer_error", "no array 'o_proj', .* record it again with --o-proj"),
-        (["residual"], "layer_error_relative", "no array 'residual', .* again with --residual"),
+        (["residual"], "layer_error_relative", "no array 'residual_norm', .* again with this ver"),
     ],
 )
 def test_a_trace_without_what_it_needs_is_refused_by_name_and_left_out_otherwise(

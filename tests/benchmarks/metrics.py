@@ -35,15 +35,17 @@ SMALLEST = Size(1, 2, 2, 32, tokens=512, prompt=128, budget=64, interval=64, rep
 
 POLICIES = ("snapkv", "tova", "streaming_llm", "knorm", "keydiff", "random")
 
-#: Metrics that stand in one line; `output` is what the output error gives, `attended` the walk over
-#: full attention.
+#: Metrics that stand in one line; `output` is what the output error gives, `layer` the output error
+#: with the layer error behind the projection, `attended` the walk over full attention, `all` the
+#: default metrics of a trace without output projections.
 PARTS = {
     "sets": [name for name, one in METRICS.items() if one.kind == "sets"],
     "trace": [name for name, x in METRICS.items() if x.kind == "trace" and x.default],
     "output": ["output_error", "retained_mass", "missing_mass", "error_distance"],
+    "layer": ["output_error", "layer_error"],
     "attended": ["wipeout_mass", "topk_recall"],
     "compressed": ["sparsity_compressed"],
-    "all": [name for name, x in METRICS.items() if x.default and not x.beside_oracle],
+    "all": [x for x, m in METRICS.items() if m.default and not (m.beside_oracle or m.arrays)],
 }
 
 
@@ -63,7 +65,9 @@ def seconds(size: Size, trace: Trace, records: Sequence[Record], names: Sequence
 
 def run(size: Size) -> tuple[dict[str, float], list[str]]:
     """Ratios by name, and the report line by line."""
-    trace = fresh(size, arrays(size))
+    hidden = size.heads * size.group * size.dim
+    o_proj = torch.randn(size.layers, size.heads * size.group, size.dim, hidden)
+    trace = fresh(size, arrays(size) | {"o_proj": o_proj})
     policy = kvsim.policy("snapkv")
 
     def replay() -> None:

@@ -380,20 +380,27 @@ def test_capture_counts_the_responses_that_were_cut(run, tmp_path):
 
 
 def test_capture_with_output_projections(run, tmp_path, prompt, trace):
-    """`--o-proj` records them, `info` shows their size; without it they are not there."""
+    """They lie next to the trace, `info` shows their size; with `--no-o-proj` there are none."""
     out = tmp_path / "t.zarr"
-    arguments = ["--prompt", prompt, "--max-new-tokens", "2", "--o-proj", "--out", out]
+    arguments = ["--prompt", prompt, "--max-new-tokens", "2"]
 
-    status, _, err = run("capture", "--model", "tiny", *arguments)
+    status, _, err = run("capture", "--model", "tiny", *arguments, "--out", out)
 
     assert (status, err) == (0, "")
     own = kvsim.open_trace(out)
     assert own.o_proj.shape[:3] == (own.n_layers, own.n_qheads, own.dim)
     _, text, _ = run("info", out)
-    (line,) = (line for line in text.splitlines() if line.startswith("o_proj "))
+    (line,) = (line for line in text.splitlines() if line.startswith("projections "))
     assert " x ".join(map(str, own.o_proj.shape)) in line
     assert run("verify", out, "--deep")[0] == 0
-    assert not kvsim.open_trace(trace).has("o_proj")
+    (folder,) = tmp_path.glob("projections-*")
+    assert f"{folder.name} next to the trace" in line
+    shutil.rmtree(folder)
+    assert "which is not next to the trace; copy it there too" in run("info", out)[1]
+    without = tmp_path / "without.zarr"
+    run("capture", "--model", "tiny", *arguments, "--no-o-proj", "--out", without)
+    assert not kvsim.open_trace(without).has("o_proj")
+    assert "projections" not in run("info", without)[1]
 
 
 def test_capture_of_a_file_of_prompts(run, tmp_path):
@@ -411,7 +418,8 @@ def test_capture_of_a_file_of_prompts(run, tmp_path):
 
     assert (status, err) == (0, "")
     assert [t["name"] for t in json.loads(out)["traces"]] == ["p0", "p1"]
-    assert sorted(p.name for p in (tmp_path / "many").iterdir()) == ["p0.zarr", "p1.zarr"]
+    assert sorted(p.name for p in (tmp_path / "many").glob("*.zarr")) == ["p0.zarr", "p1.zarr"]
+    assert len(list((tmp_path / "many").iterdir())) == 3  # and the projections of both
 
     status, out, _ = run(*arguments, "--limit", "1", "--out", tmp_path / "one.zarr")
 
@@ -661,6 +669,29 @@ def test_replay_prints_one_table(run, trace):
     assert "recorded queries, keys and values" in out
 
 
+def test_replay_shows_the_layer_error_of_traces_that_all_have_projections(
+    run, trace, prompt, tmp_path
+):
+    """Summed over layers; a trace without projections takes the column away, a name is refused."""
+    bare = tmp_path / "bare.zarr"
+    kvsim.capture("tiny", None, prompt, max_new_tokens=64, out=bare, o_proj=False)
+    words = ["--policy", "tova", "--budget", "24", "--json"]
+
+    (cell,) = json.loads(run("replay", trace, *words)[1])["cells"]
+    (mixed,) = json.loads(run("replay", trace, bare, *words)[1])["cells"]
+    text = run("replay", trace, *words[:-1])[1]
+    status, _, err = run("replay", trace, bare, *words, "--metric", "layer_error")
+
+    opened = kvsim.open_trace(trace)
+    record = kvsim.replay(opened, kvsim.policy("tova"), 24)
+    table = kvsim.measure(opened, record, ["layer_error"])
+    assert cell["layer_error"] == pytest.approx(table["value"].sum())
+    assert "layer error: sum over layers" in text
+    assert "layer_error" not in mixed
+    assert status == 2
+    assert "record it again with --o-proj" in one_line(err)
+
+
 def test_replay_writes_a_run_and_json(run, trace, tmp_path):
     """`--out` holds parameters, records and results; `--json` is one document with the cells."""
     out = tmp_path / "runs" / "x"
@@ -785,7 +816,6 @@ def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
         (["--set", "scorer.windw=3", "--policy", "ams+snapkv"], "mean 'scorer.window'?"),
         (["--policy", "adakv"], "name a scorer too, such as adakv+tova"),
         (["--policy", "qfilter"], "calibration is missing; give calibration="),
-        (["--policy", "criticalkv+tova"], "no array 'o_proj'"),
         (["--policy", "ams+full"], "nothing can be put around it"),
         (["--set", "protect_last=7.5"], "protect_last is 7.5; expected True or False"),
         (["--metric", "output_eror"], "did you mean 'output_error'?"),
@@ -1237,7 +1267,8 @@ def test_interrupted_capture_keeps_what_is_committed(run, tmp_path):
     status, stdout, err = run(*command.split()[1:])
     assert (status, err) == (0, "")
     assert stdout.startswith(f"{out}: {tokens} tokens")
-    assert list(tmp_path.iterdir()) == [out]
+    assert list(tmp_path.glob("*.zarr")) == [out]
+    assert kvsim.open_trace(out).has("o_proj")
 
 
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):

@@ -548,6 +548,7 @@ class Life(RuleBasedStateMachine):
         if not self.root.exists():
             return
         names = sorted(path.name for path in self.root.iterdir())
+        names = [name for name in names if not name.startswith("projections-")]
         assert names == sorted([*self.traces, *self.left])
         for name, stored in self.traces.items():
             now = state_of(self.root / name)

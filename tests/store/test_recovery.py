@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvsim.cli import main
-from kvsim.errors import CaptureError, TraceError, TraceExistsError, TraceNotFoundError
+from kvsim.errors import CaptureError, NeedsError, TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.recorder import capture, capture_many, load_model
 from kvsim.recorder.prompts import Prompt
 from kvsim.store import (
@@ -106,8 +106,9 @@ def interrupted(path, at=550, **options):
 
 
 def names(folder):
-    """What lies in a folder, hidden or not."""
-    return sorted(path.name for path in folder.iterdir())
+    """What lies in a folder, hidden or not, but for the output projections next to traces."""
+    listed = sorted(path.name for path in folder.iterdir())
+    return [name for name in listed if not name.startswith("projections-")]
 
 
 # --- the committed prefix, exactly ---
@@ -206,24 +207,26 @@ def test_arrays_that_were_not_complete_are_left_out(tmp_path, whole):
 
 
 def test_projections_that_were_not_complete_are_left_out(tmp_path, whole, monkeypatch):
-    """An interrupt between the first block of the last layer and its projection is noted."""
-    write = TraceWriter.write_o_proj
+    """An interrupt between the first block of the last layer and its projection costs them."""
+    write = Group.write
 
-    def stop(writer, layer, weights):
-        if layer == 1:
+    def stop(group, name, values, **start):
+        if (name, start) == ("o_proj", {"layer": 1}):
             raise KeyboardInterrupt
-        write(writer, layer, weights)
+        write(group, name, values, **start)
 
-    monkeypatch.setattr(TraceWriter, "write_o_proj", stop)
+    monkeypatch.setattr(Group, "write", stop)
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path / "a.zarr", o_proj=True)
+    monkeypatch.undo()
 
     found = open_trace(recover(tmp_path / "a.zarr"))
 
     assert found.n_pos == 256
     assert torch.equal(found.q, whole.q[:, :, :256])
     assert not found.has("o_proj")
-    assert found.meta["notes"][-1] == "recovered without o_proj, which was not complete"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
+    assert verify(found.path).ok
 
 
 def test_what_was_written_at_the_end_is_kept_if_it_is_whole(tmp_path, whole, monkeypatch):
@@ -579,14 +582,17 @@ def test_stray_partial_files_are_swept(tmp_path, whole):
 def test_half_of_a_removed_array_is_swept(tmp_path, whole):
     """A recovery that was killed while it removed or wrote arrays leaves no part of them."""
     left = interrupted(tmp_path / "a.zarr", o_proj=True)
-    (left.path / "o_proj" / "zarr.json").unlink()
+    (projections,) = left.path.glob("projections-*")
+    (projections / "zarr.json").unlink()
     shutil.copytree(whole.path / "tokens", left.path / "tokens")
     shutil.copytree(whole.path / "q" / "c", left.path / "token_text" / "c")
 
     found = open_trace(recover(left.path))
 
     check_prefix(found, whole)
-    assert names(found.path) == names(whole.path)
+    assert sorted(found.path.iterdir()) == [found.path / name for name in names(whole.path)]
+    with pytest.raises(NeedsError, match=f"expected the folder {projections.name}; copy it"):
+        found.read("o_proj")
 
 
 # --- kill -9 ---

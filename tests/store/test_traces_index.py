@@ -336,6 +336,7 @@ def test_json(run, made):
     assert json.loads(document) == {
         "folder": str(made),
         "traces": [one.to_dict() for one in index(made)],
+        "projections": [],
     }
 
 

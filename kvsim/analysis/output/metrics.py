@@ -145,7 +145,7 @@ METRICS: Mapping[str, Metric] = {
         "the same, each row over the length of the residual stream that enters the layer; "
         "summaries have the mean over layers",
         "rows", "relative", "lower", "as layer_error", _layer_error_relative,
-        arrays=("o_proj", "residual")),
+        arrays=("o_proj", "residual_norm")),
     "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
         "after the prompt",

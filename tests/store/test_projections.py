@@ -1,0 +1,389 @@
+"""Output projections next to traces: written once, found, checked, and taken along."""
+
+import json
+import shutil
+import threading
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.digest import array_digest
+from kvsim.errors import CaptureError, NeedsError, TraceError
+from kvsim.recorder import Prompt, capture, capture_many
+from kvsim.store import describe, find_drafts, open_trace, verify
+from kvsim.store.index import index
+from kvsim.store.packing import pack, unpack
+from kvsim.store.projections import Facts
+from small_model import small, words_tokenizer
+
+PROMPTS = [Prompt(name, f"w1 w{i} w3 w4") for i, name in enumerate(("a", "b", "c"))]
+
+
+def weights(dtype=torch.float32):
+    """The output projections of the small model [layer, qhead, dim, hidden]."""
+    each = [layer.self_attn.o_proj.weight.T for layer in small().model.layers]
+    return torch.stack(each).unflatten(1, (4, 8)).detach().to(dtype)
+
+
+def folders(folder):
+    """Folders of projections in a folder."""
+    return sorted(path.name for path in folder.glob("projections-*"))
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """A trace with its projections next to it."""
+    return capture(
+        small(), words_tokenizer(), "w1 w2 w3", max_new_tokens=5, out=tmp_path / "a.zarr"
+    )
+
+
+def test_a_capture_stores_them_once_for_all_traces_of_a_model(tmp_path):
+    """One folder, named by its digest; every trace reads the model's weights from it."""
+    traces = capture_many(small(), words_tokenizer(), PROMPTS, tmp_path, max_new_tokens=3)
+
+    assert len(folders(tmp_path)) == 1
+    for trace in traces:
+        assert torch.equal(trace.o_proj, weights())
+        assert torch.equal(trace.read("o_proj", slice(1, 2)), weights()[1:])
+        assert not (trace.path / "o_proj").exists()
+        facts = describe(trace.path)["projections"]
+        assert (facts["folder"], facts["there"]) == (folders(tmp_path)[0], True)
+        assert facts["bytes"] > 0
+        assert facts["digest"].startswith(f"sha256:{facts['folder'].removeprefix('projections-')}")
+        assert verify(trace.path).ok
+    assert [entry.path for entry in index(tmp_path)] == ["a.zarr", "b.zarr", "c.zarr"]
+    assert find_drafts(tmp_path) == []
+
+
+def test_other_layers_and_types_are_other_projections(tmp_path):
+    """What is stored differs, so its digest and folder do."""
+    options = {"max_new_tokens": 0}
+    capture(small(), words_tokenizer(), "w1 w2", out=tmp_path / "a.zarr", **options)
+    half = capture(
+        small(), words_tokenizer(), "w1", out=tmp_path / "b.zarr", store_dtype="float16", **options
+    )
+    one = capture(small(), words_tokenizer(), "w1", out=tmp_path / "c.zarr", layers=[1], **options)
+
+    assert len(folders(tmp_path)) == 3
+    assert torch.equal(half.o_proj, weights().half().float())
+    assert torch.equal(one.o_proj, weights()[1:])
+
+
+def test_captures_that_write_them_at_once_share_them(tmp_path):
+    """Threads that all find none end with one whole folder and no rest."""
+    barrier, errors = threading.Barrier(3), []
+
+    def record(name):
+        try:
+            out = tmp_path / f"{name}.zarr"
+            made = kvsim.Trace.from_arrays(
+                *(torch.randn(2, n, 5, 8) for n in (4, 2, 2)), prompt_len=3, rope=kvsim.Rope(())
+            )
+            with kvsim.store.TraceWriter(
+                out,
+                shapes={name: made.source.shapes[name] for name in "qkv"},
+                source_dtypes=dict.fromkeys("qkv", "float32"),
+                layer_ids=[0, 1],
+            ) as writer:
+                for array in "qkv":
+                    for layer in range(2):
+                        writer.append(array, layer, made.source.arrays[array][layer])
+                facts = writer.write_projections((2, 4, 8, 32), weights().__getitem__, "float32")
+                barrier.wait(20)
+                header = made.header.within(5)
+                header.meta["projections"] = facts.document()
+                writer.publish(header)
+        except BaseException as error:  # noqa: BLE001  reported below
+            errors.append(error)
+
+    threads = [threading.Thread(target=record, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+    assert len(folders(tmp_path)) == 1
+    assert sorted(path.name for path in tmp_path.glob("*.zarr")) == ["a.zarr", "b.zarr", "c.zarr"]
+    for path in tmp_path.glob("*.zarr"):
+        assert torch.equal(open_trace(path).o_proj, weights())
+        assert not list(path.glob("projections-*"))
+
+
+def test_a_listing_says_whose_they_are(run, trace, tmp_path):
+    """`kvsim traces` counts the traces of each folder, in JSON and in text."""
+    (folder,) = folders(tmp_path)
+    unused = shutil.copytree(tmp_path / folder, tmp_path / ("projections-" + "0" * 16))
+
+    status, out, _ = run("traces", tmp_path, "--json")
+    text = run("traces", tmp_path)[1]
+
+    assert status == 0
+    document = json.loads(out)
+    assert [one["projections"] for one in document["traces"]] == [folder]
+    assert {one["path"]: one["traces"] for one in document["projections"]} == {
+        folder: 1,
+        unused.name: 0,
+    }
+    assert f"{folder}: output projections of 1 trace, 0.0 MB" in text
+    assert f"{unused.name}: output projections of no trace, 0.0 MB" in text
+
+
+def test_a_capture_without_them_stores_none(tmp_path):
+    """`o_proj=False` turns them off; a trace in memory has them only if told to."""
+    out = tmp_path / "a.zarr"
+    options = {"max_new_tokens": 0}
+    trace = capture(small(), words_tokenizer(), "w1 w2", out=out, o_proj=False, **options)
+
+    assert folders(tmp_path) == []
+    assert not trace.has("o_proj")
+    assert describe(out)["projections"] is None
+    assert trace.has("residual_norm")
+    assert not capture(small(), words_tokenizer(), "w1", **options).has("o_proj")
+    assert capture(small(), words_tokenizer(), "w1", o_proj=True, **options).has("o_proj")
+
+
+def test_a_trace_without_its_folder_opens_and_says_what_is_missing(trace, tmp_path):
+    """Replay and verification work; what needs projections names the folder to copy."""
+    (folder,) = folders(tmp_path)
+    shutil.rmtree(tmp_path / folder)
+
+    bare = open_trace(trace.path)
+
+    assert verify(trace.path).ok
+    assert describe(trace.path)["projections"]["there"] is False
+    record = kvsim.replay(bare, kvsim.policy("tova"), 3)
+    assert "layer_error" not in set(kvsim.measure(bare, record)["metric"])
+    for needs in (
+        lambda: kvsim.measure(bare, record, ["layer_error"]),
+        lambda: kvsim.replay(bare, kvsim.policy("criticalkv+tova"), 3),
+        lambda: bare.o_proj,
+    ):
+        with pytest.raises(NeedsError, match=f"expected the folder {folder}; copy it there too"):
+            needs()
+
+
+def edited(path, change):
+    """Change the JSON document at a path."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def other_values(folder):
+    """Other weights under the same name, each chunk with a right CRC."""
+    from kvsim.store.draft import Group
+
+    group = Group.open(folder)
+    group.write("o_proj", weights()[1:].numpy() + 1e-3, layer=1)
+
+
+def flipped(folder):
+    """One bit of a chunk."""
+    path = folder / "o_proj/c/1/0/0/0"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_values, "layer 1 has another checksum than the trace names"),
+        (flipped, "a chunk of o_proj is damaged"),
+        (lambda folder: (folder / "o_proj/c/1/0/0/0").unlink(), "of o_proj is missing"),
+    ],
+)
+def test_changed_projections_are_refused_when_they_are_read(trace, tmp_path, change, message):
+    """The layer that changed, by whoever reads it, and by `verify`; the other layer still works."""
+    change(tmp_path / folders(tmp_path)[0])
+    fresh = open_trace(trace.path)
+
+    assert torch.equal(fresh.read("o_proj", slice(0, 1)), weights()[:1])
+    with pytest.raises(TraceError, match=message):
+        fresh.read("o_proj", slice(1, 2))
+    report = verify(trace.path)
+    assert not report.ok
+    assert message.split()[-1] in report.problems[0]
+
+
+def test_an_array_of_another_shape_is_refused_when_the_trace_is_opened(trace, tmp_path):
+    """So is a folder without the array."""
+    document = tmp_path / folders(tmp_path)[0] / "o_proj/zarr.json"
+
+    def narrow(array):
+        array["shape"][0] = 1
+
+    edited(document, narrow)
+    with pytest.raises(TraceError, match="not the output projections of the trace"):
+        open_trace(trace.path)
+    document.unlink()
+    with pytest.raises(TraceError, match=r"o_proj/zarr.json is missing"):
+        open_trace(trace.path)
+
+
+def test_facts_that_do_not_fit_their_digest_are_refused():
+    """Whatever is in the place of the facts of a trace."""
+    facts = Facts.of([2, 4, 8, 32], "float32", "bfloat16", ["0" * 64] * 2).document()
+
+    assert Facts.named({"projections": facts}, "t").document() == facts
+    assert Facts.named({}, "t") is None
+    for change in (
+        {"digest": "sha256:" + "0" * 64},
+        {"shape": [2, 4, 8, 33]},
+        {"shape": [3, 4, 8, 32]},
+        {"shape": [2, 4, 8, 32.0]},
+        {"dtype": "int8"},
+        {"source_dtype": None},
+        {"checksums": ["x"] * 2},
+        {"more": 1},
+    ):
+        with pytest.raises(TraceError, match=r"t: meta\.projections is .*, expected shape, types"):
+            Facts.named({"projections": {**facts, **change}}, "t")
+    for wrong in (7, [], "sha256", {}):
+        with pytest.raises(TraceError, match=r"t: meta\.projections is"):
+            Facts.named({"projections": wrong}, "t")
+
+
+def test_packed_unpacked_and_saved_traces_take_them_along(trace, tmp_path):
+    """A copy in another folder has the same folder next to it, and the same weights."""
+    packed = pack(trace.path, tmp_path / "packed" / "a.zarr.zip")
+    plain = unpack(packed, tmp_path / "plain" / "a.zarr")
+    saved = open_trace(plain).save(tmp_path / "saved" / "a.zarr")
+
+    for path in (packed, plain, saved):
+        assert folders(path.parent) == folders(tmp_path)
+        copy = open_trace(path)
+        assert torch.equal(copy.o_proj, weights())
+        assert copy.meta == trace.meta
+        assert copy.digest == trace.digest
+        assert verify(path).ok
+    assert not (saved / "o_proj").exists()
+
+
+def test_a_link_to_a_trace_leads_to_its_projections(trace, tmp_path):
+    """The folder is looked for next to what the link points to."""
+    link = tmp_path / "elsewhere" / "b.zarr"
+    link.parent.mkdir()
+    link.symlink_to(trace.path)
+
+    assert torch.equal(open_trace(link).o_proj, weights())
+
+
+def test_traces_behind_a_url_have_them_next_to_them(trace):
+    """Saved into a store and read from it; a second trace finds them there."""
+    pytest.importorskip("fsspec")
+    for name in ("a", "b"):
+        trace.save(f"memory://projections-test/{name}.zarr")
+        found = open_trace(f"memory://projections-test/{name}.zarr")
+        assert torch.equal(found.o_proj, weights())
+        assert verify(found.path).ok
+
+
+def test_a_trace_with_an_array_of_its_own_keeps_it(tmp_path):
+    """As before: arrays in memory are stored in the trace, and older traces have them there."""
+    trace = capture(small(), words_tokenizer(), "w1 w2", max_new_tokens=2, o_proj=True)
+
+    stored = open_trace(trace.save(tmp_path / "a.zarr"))
+
+    assert folders(tmp_path) == []
+    assert (stored.path / "o_proj").is_dir()
+    assert torch.equal(stored.o_proj, weights())
+    assert array_digest(stored.source, stored.header, stored.dtype) == stored.digest
+
+
+# --- models that cannot be checked ---
+
+
+class Gated(torch.nn.Module):
+    """An output projection with a gate behind the kernel."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight = inner, inner.weight
+
+    def forward(self, x):
+        """Gate what comes in."""
+        return self.inner(x.sigmoid())
+
+
+@pytest.fixture
+def gated():
+    """The small model with a gate in front of the projection of its second layer."""
+    small.cache_clear()
+    model = small()
+    attention = model.model.layers[1].self_attn
+    attention.o_proj = Gated(attention.o_proj)
+    yield model
+    small.cache_clear()
+
+
+def test_a_model_whose_projections_cannot_be_checked_is_recorded_without(gated, tmp_path):
+    """With a note by default; an error where they are asked for."""
+    out = tmp_path / "a.zarr"
+    trace = capture(gated, words_tokenizer(), "w1 w2 w3", max_new_tokens=3, out=out)
+
+    assert not trace.has("o_proj")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
+    (note,) = trace.meta["notes"]
+    assert note.startswith("recorded without o_proj: o_proj of layer 1 differs by")
+    assert "--o-proj" not in note
+    assert verify(out).ok
+    with pytest.raises(CaptureError, match="o_proj of layer 1 differs by"):
+        capture(gated, words_tokenizer(), "w1 w2", out=tmp_path / "b.zarr", o_proj=True)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_model_whose_layers_change_the_stream_between_them_has_no_norm(stored, tmp_path):
+    """With a note by default, on disk and in memory; an error where the stream is asked for."""
+    small.cache_clear()
+    model, out = small(), tmp_path / "a.zarr" if stored else None
+    hook = model.model.layers[1].register_forward_pre_hook(
+        lambda _, args: (args[0] * 1.5, *args[1:]), prepend=True
+    )
+
+    trace = capture(model, words_tokenizer(), "w1 w2 w3", max_new_tokens=3, out=out)
+
+    assert not trace.has("residual_norm")
+    (note,) = trace.meta["notes"]
+    assert note.startswith("recorded without residual_norm: the input of decoder layer 1 is not")
+    with pytest.raises(CaptureError, match="the input of decoder layer 1 is not"):
+        capture(model, words_tokenizer(), "w1 w2", out=tmp_path / "b.zarr", residual=True)
+    hook.remove()
+    small.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_norm_is_that_of_the_input_of_each_layer(dtype, tmp_path):
+    """In float32, of every row of prompt and response, with or without the stream itself."""
+    small.cache_clear()
+    model = small().to(dtype)
+    prompt, options = "w1 w2 w3 " * 100, {"max_new_tokens": 4}
+    out = tmp_path / "a.zarr"
+    trace = capture(model, words_tokenizer(), prompt, out=out, residual=True, **options)
+    memory = capture(model, words_tokenizer(), prompt, **options)
+
+    expected = trace.residual.double().norm(dim=-1)
+    small.cache_clear()
+
+    norm = trace.read("residual_norm")
+    assert norm.shape == (2, 304)
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(norm, memory.read("residual_norm"))
+    assert describe(out)["arrays"]["residual_norm"]["dtype"] == "float32"
+
+
+def test_the_seal_leaves_the_norm_out_and_binds_it_all_the_same(trace):
+    """Readers that do not know the array compute the same seal; a changed value is refused."""
+    from kvsim.store.binding import seal
+    from kvsim.store.reader import StoredTrace
+
+    stored = StoredTrace(trace.path)
+    older = {name: array for name, array in stored.arrays.items() if name != "residual_norm"}
+    assert seal(stored.attributes, older) == stored.attributes["seal"]
+
+    shutil.rmtree(trace.path / "residual_norm")
+    with pytest.raises(TraceError, match="residual_norm has checksums and is not there"):
+        open_trace(trace.path)
