@@ -127,7 +127,7 @@ def _projections(facts: Mapping[str, Any] | None) -> str:
     if facts is None:
         return ""
     shape = " x ".join(map(str, facts["shape"]))
-    if not facts["there"]:
+    if not facts["present"]:
         return f"{facts['folder']} ({shape}), which is not next to the trace; copy it there too"
     return f"{facts['folder']} next to the trace ({shape}, {size_text(facts['bytes'])})"
 

@@ -315,7 +315,7 @@ class Session:
             if name not in self._left_out:
                 self._left_out.add(name)
                 self.notes.append(f"recorded without {name}: {str(error).rpartition(';')[0]}")
-                if name == "residual_norm" and self._recorder.sink is not None:
+                if self._recorder.sink is not None:
                     self._recorder.sink.drop(name)
 
     @property
@@ -362,6 +362,7 @@ class Session:
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
+            projections=self.projections is not None,
         )
         self._writer = self._stack.enter_context(writer)
         return self._writer

@@ -232,11 +232,12 @@ def move_projections(draft: Path, folder: Path) -> None:
     """Move the projections in a draft to the folder of its trace, unless they are there."""
     for path in filter(lambda path: NAME.fullmatch(path.name), list(draft.iterdir())):
         target = folder / path.name
-        with suppress(OSError):  # another process was faster
+        try:
+            path.rename(target)
+        except OSError:
             if not target.exists():
-                path.rename(target)
-        if path.exists():
-            shutil.rmtree(path)
+                raise
+            shutil.rmtree(path)  # another process was faster
 
 
 def copy_projections(projections: StoredProjections | None, folder: Path) -> None:

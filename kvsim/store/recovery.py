@@ -32,7 +32,7 @@ from kvsim.store.draft import (
 from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
 from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
 from kvsim.store.place import Folder
-from kvsim.store.projections import copy_projections, find_projections
+from kvsim.store.projections import KEY, copy_projections, find_projections
 from kvsim.store.publication import (
     check_target,
     complete,
@@ -347,7 +347,8 @@ def _lost(group: Group) -> list[str]:
     begun = group.attributes.get("arrays")
     if not isinstance(begun, list):  # older drafts do not list them
         return []
-    return [name for name in DIMENSIONS if name in begun and name not in group.arrays]
+    present = {*group.arrays, *(["o_proj"] if KEY in object_at(group.attributes, "meta") else [])}
+    return [name for name in DIMENSIONS if name in begun and name not in present]
 
 
 def _usable(group: Group, name: str, committed: int) -> bool:

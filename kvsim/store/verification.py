@@ -307,11 +307,16 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 def _projections(stored: StoredTrace) -> dict[str, Any] | None:
     """Return which output projections the trace names, and their size if they are next to it."""
-    facts, there = Facts.named(stored.header.meta, stored.where), stored.projections
+    facts = Facts.named(stored.header.meta, stored.where)
     if facts is None:
         return None
-    described = {**facts.document(), "folder": facts.folder, "there": there is not None}
-    return {**described, "bytes": None if there is None else there.bytes}
+    described = {
+        **facts.document(),
+        "folder": facts.folder,
+        "present": stored.projections is not None,
+    }
+    size = None if stored.projections is None else stored.projections.bytes
+    return {**described, "bytes": size}
 
 
 def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:

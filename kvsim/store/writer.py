@@ -50,6 +50,7 @@ class TraceWriter:
         layer_ids: the model's number of each layer.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
+        projections: `write_projections` will be called; a recovery notes it if they are missing.
 
     Raises:
         TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
@@ -64,6 +65,7 @@ class TraceWriter:
         layer_ids: Sequence[int],
         store_dtype: str | None = None,
         overwrite: bool = False,
+        projections: bool = False,
     ) -> None:
         if store_dtype not in (None, "float16"):
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
@@ -74,6 +76,7 @@ class TraceWriter:
         self._digest = ContentDigest()
         self._group = Group(self.folder)
         self._next: dict[str, list[int]] = {}
+        self._begun = {*shapes, *(["o_proj"] if projections else [])}
         self._file: TokenFile | None = None
         self._header: Header | None = None
         self._so_far: Callable[[Header], Header] | None = None
@@ -87,7 +90,7 @@ class TraceWriter:
                     kvsim_format=FORMAT_VERSION,
                     complete=False,
                     committed_tokens=0,
-                    arrays=sorted(shapes),  # what a recovery expects
+                    arrays=sorted(self._begun),  # what a recovery expects
                 )
                 for name, shape in shapes.items():
                     source = source_dtypes[name]
@@ -187,11 +190,12 @@ class TraceWriter:
                 self._committed = committed
 
     def drop(self, name: str) -> None:
-        """Remove an array that turned out to be unusable; the trace does without it."""
-        del self._next[name]
+        """Remove an array, or projections, that turned out to be unusable."""
+        self._next.pop(name, None)
+        self._begun.discard(name)
         self._digest.forget(name)
         with self._writing():
-            self._group.set(arrays=sorted(self._next))
+            self._group.set(arrays=sorted(self._begun))
             self._group.remove(name)
 
     def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:

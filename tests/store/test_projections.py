@@ -49,7 +49,7 @@ def test_a_capture_stores_them_once_for_all_traces_of_a_model(tmp_path):
         assert torch.equal(trace.read("o_proj", slice(1, 2)), weights()[1:])
         assert not (trace.path / "o_proj").exists()
         facts = describe(trace.path)["projections"]
-        assert (facts["folder"], facts["there"]) == (folders(tmp_path)[0], True)
+        assert (facts["folder"], facts["present"]) == (folders(tmp_path)[0], True)
         assert facts["bytes"] > 0
         assert facts["digest"].startswith(f"sha256:{facts['folder'].removeprefix('projections-')}")
         assert verify(trace.path).ok
@@ -153,7 +153,7 @@ def test_a_trace_without_its_folder_opens_and_says_what_is_missing(trace, tmp_pa
     bare = open_trace(trace.path)
 
     assert verify(trace.path).ok
-    assert describe(trace.path)["projections"]["there"] is False
+    assert describe(trace.path)["projections"]["present"] is False
     record = kvsim.replay(bare, kvsim.policy("tova"), 3)
     assert "layer_error" not in set(kvsim.measure(bare, record)["metric"])
     for needs in (

@@ -122,6 +122,7 @@ def test_a_recovered_trace_is_the_committed_prefix(tmp_path, whole):
     assert recover(tmp_path / "a.zarr") == tmp_path / "a.zarr"
     found = open_trace(tmp_path / "a.zarr")
     assert (found.n_pos, found.prompt_len) == (512, PROMPT)
+    assert torch.equal(found.o_proj, whole.o_proj)
     check_prefix(found, whole)
     assert names(tmp_path) == ["a.zarr"]
     assert names(found.path) == names(whole.path)
@@ -207,7 +208,7 @@ def test_arrays_that_were_not_complete_are_left_out(tmp_path, whole):
 
 
 def test_projections_that_were_not_complete_are_left_out(tmp_path, whole, monkeypatch):
-    """An interrupt between the first block of the last layer and its projection costs them."""
+    """An interrupt between the first block of the last layer and its projection is noted."""
     write = Group.write
 
     def stop(group, name, values, **start):
@@ -225,6 +226,7 @@ def test_projections_that_were_not_complete_are_left_out(tmp_path, whole, monkey
     assert found.n_pos == 256
     assert torch.equal(found.q, whole.q[:, :, :256])
     assert not found.has("o_proj")
+    assert found.meta["notes"][-1] == "recovered without o_proj, which was not complete"
     assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
     assert verify(found.path).ok
 
