@@ -12,6 +12,7 @@ table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
 results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences, Pareto fronts
+validity    values of a replay next to those of the running model
 """
 
 import warnings
