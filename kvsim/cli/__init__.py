@@ -35,6 +35,7 @@ from kvsim.cli import (
     replaying,
     reporting,
     tracing,
+    validating,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
@@ -59,6 +60,7 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "traces": inspecting.traces,
     "replay": replaying.replay,
     "live": living.live,
+    "fidelity": validating.fidelity,
     "report": reporting.report,
     "plot": plotting.plot,
     "recompute": recomputing.recompute,

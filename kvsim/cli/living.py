@@ -134,7 +134,7 @@ def live(
         new_tokens = 512 if max_new_tokens is None else max_new_tokens
     try:
         with ExitStack() as stack, show.bar("cells") as report:
-            decoder, tokenizer = _load(model, recorded, device, trust_remote_code)
+            decoder, tokenizer = load(model, recorded, device, trust_remote_code)
             if prompts is not None:
                 if record_to is None and out is not None:
                     record_to = out.with_name(f"{out.name}-traces")
@@ -165,7 +165,7 @@ def live(
         raise Stop(f"interrupted, {left(out)}", 130) from None
 
 
-def _load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool) -> Any:
+def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool) -> Any:
     """Load the model in the precision of the recording."""
     from kvsim.recorder import load_model
 

@@ -178,7 +178,7 @@ def show_run(
         show.echo_json(_document(run, shown, out))
     else:
         _print(opened, policies, protect, run, shown, out)
-    _finish(run, total, out)
+    finish(run, total, out)
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
     return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 
 
-def _finish(run: Run, total: int, out: Path | None) -> None:
+def finish(run: Run, total: int, out: Path | None) -> None:
     """Print on standard error what is missing, and end with the right status."""
     for failure in run.failures:
         cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"

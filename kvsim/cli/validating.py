@@ -1,0 +1,221 @@
+"""`kvsim fidelity`: how well replays predict what policies do to the running model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.cli.living import load
+from kvsim.cli.replaying import finish, left
+from kvsim.cli.values import OptionError, Stop
+from kvsim.schema import plural
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from kvsim.sweeps.outcome import Run
+
+_CORRELATIONS = """\
+Rank correlation (Spearman) of metrics of the replay with outcomes of the live run: 1 where the
+replay orders the cells as the model does, 0 without relation. Between cells: of their means over
+prompts, [95 % interval over prompts]; within: over the cells of each prompt, mean."""
+#: In the place of a correlation that could not be computed.
+_NONE = dict.fromkeys(("between", "between_low", "between_high", "within"))
+_LAYERS = """\
+Errors of both loops by layer. Above 1, the live run has errors that the replay leaves out."""
+_KEPT = """\
+Kept sets of both loops: |A and B| / |A or B|, mean over cells, events and heads, after the first
+and after the last event, lowest mean of a head; chance: of random sets of these sizes."""
+_CAVEAT = """\
+The model was fed the recorded responses. A high correlation says that the replay orders policies
+and budgets like these on prompts like these; it says nothing about the size of what happens to the
+model, nor about other models or much longer prompts."""
+
+
+def fidelity(
+    traces: values.TracePaths,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
+            "GGUF file, or a hub id."
+        ),
+    ],
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    compress: values.Compress = None,
+    settings: values.Settings = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens of the response that the model writes under each policy, 0: none."
+        ),
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+    trust_remote_code: values.TrustRemoteCode = False,
+    out: Annotated[
+        Path | None,
+        values.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the live run in --out, or read what is done.")
+    ] = False,
+    as_json: values.Json = False,
+) -> None:
+    """Compare replays with the running model.
+
+    Replays policies at budgets over traces, runs the same on their model, and prints how well each
+    metric of the replay predicts what the model does, how errors differ by layer, and how far the
+    kept sets agree.
+    """
+    if resume and out is None:
+        raise OptionError("--resume continues the run in --out; give --out DIR as well")
+
+    from kvsim.analysis.table import available
+    from kvsim.analysis.validity import OFFLINE
+    from kvsim.runner.decoding import check_live
+    from kvsim.sweeps.closed_loop import live as run_live
+    from kvsim.sweeps.parts import check_output
+    from kvsim.sweeps.run import sweep
+
+    if out is not None:
+        check_output(out, resume=resume)
+    policies = values.build_policies(policy, settings)
+    for each in policies:
+        check_live(each)
+    recorded = values.open_traces(traces)
+    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
+    try:
+        decoder, tokenizer = load(model, recorded, device, trust_remote_code)
+        with show.bar("cells run") as report:
+            live = run_live(
+                decoder,
+                recorded,
+                policies,
+                budget,
+                tokenizer=tokenizer,
+                max_new_tokens=max_new_tokens,
+                out=out,
+                resume=resume,
+                progress=report,
+                **terms,
+            )
+        with show.bar("cells replayed") as report:
+            metrics = available(OFFLINE, recorded)
+            replayed = sweep(
+                *(recorded, policies, budget),
+                metrics=metrics,
+                regret=True,
+                progress=report,
+                **terms,
+            )
+    except KeyboardInterrupt:
+        raise Stop(f"interrupted, {left(out)}", 130) from None
+    if live.records and replayed.records:
+        _report(replayed, live, out, as_json=as_json)
+    total = len(recorded) * len(policies) * len(budget)
+    finish(replayed, total, None)
+    finish(live, total, out)
+
+
+def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> None:
+    from kvsim.analysis.validity import errors_by_layer, kept_agreement, rank_correlations
+
+    correlations = rank_correlations(replayed.table, live.table)
+    layers = errors_by_layer(replayed.table, live.table)
+    kept = _kept(kept_agreement(replayed.records, live.records))
+    if as_json:
+        tables = {"correlations": correlations, "layers": layers, "kept": kept}
+        document: dict[str, Any] = {name: table.to_dicts() for name, table in tables.items()}
+        show.echo_json(live.describe() | document | {"out": None if out is None else str(out)})
+        return
+    cells, prompts = (max(correlations[name].to_list()) for name in ("cells", "prompts"))
+    show.echo_text(
+        f"{plural(cells, 'cell')} (a policy at a budget) in which something is evicted, on "
+        f"{plural(prompts, 'prompt')}, replayed and run on the model.\n"
+    )
+    show.echo_text(f"{_CORRELATIONS}\n")
+    show.echo_table(*_correlation_rows(correlations), right=1)
+    show.echo_text(f"\n{_LAYERS}\n")
+    show.echo_table(
+        ["metric", "layer", "replay", "live run", "live / replay", "rank correlation"],
+        [
+            [
+                *(row["metric"], str(row["layer"])),
+                *(show.number(row[name], ".3g") for name in ("open", "closed")),
+                _interval(row["ratio"], row["low"], row["high"], ".2f"),
+                show.number(row["between"], ".2f"),
+            ]
+            for row in layers.to_dicts()
+        ],
+        right=1,
+    )
+    show.echo_text(f"\n{_KEPT}\n")
+    names = ["mean", "first", "last", "lowest", "chance"]
+    show.echo_table(
+        ["layer", *names],
+        [
+            [str(row["layer"]), *(show.number(row[name], ".1%") for name in names)]
+            for row in kept.to_dicts()
+        ],
+        right=1,
+    )
+    show.echo_text(f"\n{_CAVEAT}")
+    if out is not None:
+        show.echo_text(f"The live run is in {out}: run.json, records.zarr, results.parquet.")
+
+
+def _correlation_rows(table: pl.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """A row per metric, those that predict the first outcome best above."""
+    rows = {(row["metric"], row["outcome"]): row for row in table.to_dicts()}
+    metrics, outcomes = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
+    outcomes = [
+        x for x in outcomes if any(rows.get((y, x), _NONE)["between"] is not None for y in metrics)
+    ]
+    headers = ["metric"]
+    for outcome in outcomes:
+        headers += [f"{outcome}:\nbetween cells", "\nwithin"]
+    if outcomes:  # the best one of the first outcome above
+        first = {name: rows.get((name, outcomes[0]), _NONE)["between"] for name in metrics}
+        metrics.sort(key=lambda name: -2.0 if first[name] is None else first[name], reverse=True)
+    lines = []
+    for name in metrics:
+        line = [name]
+        for outcome in outcomes:
+            row = rows.get((name, outcome), _NONE)
+            line.append(_interval(row["between"], row["between_low"], row["between_high"], "+.2f"))
+            line.append(show.number(row["within"], "+.2f"))
+        lines.append(line)
+    return headers, lines
+
+
+def _interval(mean: float | None, low: float | None, high: float | None, form: str) -> str:
+    if mean is None or low is None or high is None:
+        return show.number(mean, form)
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _kept(table: pl.DataFrame) -> pl.DataFrame:
+    """Agreement by layer: all events, the first and the last of each cell, the lowest head."""
+    import polars as pl
+
+    cell = ["trace", "policy", "params", "budget"]
+    agreement, event = pl.col("agreement"), pl.col("event")
+    heads = table.group_by("layer", "head").agg(agreement.mean()).group_by("layer")
+    lowest = heads.agg(lowest=agreement.min())
+    return (
+        table.group_by("layer", maintain_order=True)
+        .agg(
+            mean=agreement.mean(),
+            first=agreement.filter(event == event.min().over(cell)).mean(),
+            last=agreement.filter(event == event.max().over(cell)).mean(),
+            chance=pl.col("chance").mean(),
+        )
+        .join(lowest, on="layer", maintain_order="left")
+        .sort("layer")
+    )
