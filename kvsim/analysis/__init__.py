@@ -13,6 +13,7 @@ wide        tables of keys, dimensions and verdicts, for which a Table has no co
 results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences, Pareto fronts
 validity    values of a replay next to those of the running model
+prediction  live divergence from the layer error of a replay, with an interval
 """
 
 import warnings

@@ -59,9 +59,9 @@ def rank_correlations(
     Raises:
         PolicyError: no cell of both Tables evicts anything.
     """
-    kept, rows = _evicting(replayed, live), []
-    of_replay = {name: _prompts(replayed, name) for name in offline}
-    of_live = {name: _prompts(live, name) for name in outcomes}
+    kept, rows = evicting(replayed, live), []
+    of_replay = {name: cell_values(replayed, name) for name in offline}
+    of_live = {name: cell_values(live, name) for name in outcomes}
     for name, x in of_replay.items():
         for outcome, y in of_live.items():
             values = _matrices(kept, x, y)
@@ -84,11 +84,11 @@ def errors_by_layer(
     Raises:
         PolicyError: no cell of both Tables evicts anything.
     """
-    kept, rows = _evicting(replayed, live), []
+    kept, rows = evicting(replayed, live), []
     for name in metrics:
         layers = replayed.filter(metric=name)["layer"].unique().sort().drop_nulls()
         for layer in layers:
-            loops = (_prompts(table.filter(layer=layer), name) for table in (replayed, live))
+            loops = (cell_values(table.filter(layer=layer), name) for table in (replayed, live))
             x, y = _matrices(kept, *loops)
             if not x.size:
                 continue
@@ -143,7 +143,7 @@ def _agreements(replayed: Record, lived: Record) -> Iterator[dict[str, Any]]:
         yield of | {"event": row, "agreement": shares[0], "chance": shares[1]}
 
 
-def _prompts(table: pl.DataFrame, name: str) -> pl.DataFrame:
+def cell_values(table: pl.DataFrame, name: str) -> pl.DataFrame:
     """Values of the main variant of a metric, one for each prompt and cell that evicts."""
     of = table.filter(
         pl.col("policy").is_not_null() & (pl.col("policy") != "full"),
@@ -153,9 +153,9 @@ def _prompts(table: pl.DataFrame, name: str) -> pl.DataFrame:
     return per_prompt(of).select("trace", *CELL, "value").drop_nulls("value")
 
 
-def _evicting(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
+def evicting(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
     """Prompts and cells of both Tables in which the replay evicts something."""
-    errors = _prompts(replayed, "output_error").filter(pl.col("value") > 0)
+    errors = cell_values(replayed, "output_error").filter(pl.col("value") > 0)
     of = ["trace", *CELL]
     names = pl.coalesce("share", pl.col("budget").cast(pl.String)).alias("asked")
     lived = live.with_columns(names).select(of).unique()

@@ -65,6 +65,12 @@ def fidelity(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the live run in --out, or read what is done.")
     ] = False,
+    calibration: Annotated[
+        Path | None,
+        values.path_option(
+            "FILE", "Fit what `kvsim predict` reads on these runs, and write it to a new file."
+        ),
+    ] = None,
     as_json: values.Json = False,
 ) -> None:
     """Compare replays with the running model.
@@ -76,8 +82,10 @@ def fidelity(
     if resume and out is None:
         raise OptionError("--resume continues the run in --out; give --out DIR as well")
 
-    from kvsim.analysis.table import available
+    from kvsim.analysis.prediction import calibrate, write_calibrations
+    from kvsim.analysis.table import available, check_arrays
     from kvsim.analysis.validity import OFFLINE
+    from kvsim.files import check_output as check_free
     from kvsim.runner.decoding import check_live
     from kvsim.sweeps.closed_loop import live as run_live
     from kvsim.sweeps.parts import check_output
@@ -85,10 +93,14 @@ def fidelity(
 
     if out is not None:
         check_output(out, resume=resume)
+    if calibration is not None:
+        check_free(calibration, advice="give a path where nothing is yet")
     policies = values.build_policies(policy, settings)
     for each in policies:
         check_live(each)
     recorded = values.open_traces(traces)
+    for trace in recorded if calibration is not None else ():
+        check_arrays(trace, ["layer_error"])
     terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
     try:
         decoder, tokenizer = load(model, recorded, device, trust_remote_code)
@@ -118,6 +130,8 @@ def fidelity(
         raise Stop(f"interrupted, {left(out)}", 130) from None
     if live.records and replayed.records:
         _report(replayed, live, out, as_json=as_json)
+        if calibration is not None:
+            write_calibrations(calibration, [calibrate(replayed.table, live.table, recorded)])
     total = len(recorded) * len(policies) * len(budget)
     finish(replayed, total, None)
     finish(live, total, out)

@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+import kvsim
+from kvsim.tiny.tasks import prompts
+
 COMMAND = ("fidelity", "sample", "--model=tiny", "--policy=tova,knorm", "--budget=32,96")
 
 
@@ -44,3 +47,65 @@ def test_fidelity_refuses_policies_that_cannot_run(run, policy):
 
     assert status == 2
     assert policy in err
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """Five small traces, and where the calibration fitted on their live runs goes."""
+    folder = tmp_path_factory.mktemp("calibration")
+    asked = prompts(5, task="walk", facts=6, lines=6, kinds=3)
+    paths = [folder / f"{number}.zarr" for number in range(5)]
+    for path, prompt in zip(paths, asked, strict=True):
+        kvsim.capture("tiny", None, prompt.prompt, max_new_tokens=24, o_proj=True, out=path)
+    return paths, folder / "calibration.json"
+
+
+def test_fidelity_fits_what_predict_reads(run, calibrated):
+    """The curve of a user's own runs predicts cells between its errors, and no others."""
+    paths, file = calibrated
+    policies = "--policy=tova,knorm,random,streaming_llm"
+    terms = ("--budget=16,32", "--interval=16", f"--calibration={file}")
+    fitted = run("fidelity", *paths, "--model=tiny", policies, *terms)
+    status, text, err = run("predict", *paths, "--policy=tova,knorm", *terms)
+    _, document, _ = run("predict", *paths, "--policy=tova,knorm", *terms, "--json")
+    rows = {(row["policy"], row["asked"]): row for row in json.loads(document)["cells"]}
+    (stored,) = json.loads(file.read_text())
+    stored["curve"] |= {"lowest": 1e6, "highest": 2e6}
+    stored["interval"] = 5
+    file.with_name("far.json").write_text(json.dumps([stored]))
+    far = run(
+        "predict",
+        *paths,
+        "--policy=tova",
+        *terms[:2],
+        f"--calibration={file.with_name('far.json')}",
+    )
+
+    assert (fitted[0], fitted[2]) == (0, "")
+    assert (status, err) == (0, "")
+    assert "Calibration: tiny, 5 prompts of " in text
+    assert f"{rows['knorm', '16']['error']:.3g}" in text
+    assert rows["knorm", "16"]["low"] <= rows["knorm", "16"]["kl"] <= rows["knorm", "16"]["high"]
+    assert rows["knorm", "32"]["kl"] <= rows["knorm", "16"]["kl"]
+    assert far[0] == 2
+    assert "Note: tova, budget 16: layer error" in far[1]
+    assert "the calibration is of events after" in far[1]
+    assert far[2].startswith("error: no cell is within the calibration")
+
+
+def test_a_calibration_is_not_replaced(run, tmp_path):
+    """A file that exists is refused before any work."""
+    file = tmp_path / "calibration.json"
+    file.write_text("mine")
+    status, out, err = run(*COMMAND, f"--calibration={file}")
+
+    assert (status, out, file.read_text()) == (2, "", "mine")
+    assert "give a path where nothing is yet" in err
+
+
+def test_predict_needs_the_layer_error(run):
+    """A trace without the output projections has no layer error, and the message says so."""
+    status, out, err = run("predict", "sample", "--policy=tova", "--budget=96")
+
+    assert (status, out) == (2, "")
+    assert "o_proj" in err

@@ -1,0 +1,353 @@
+"""Prediction of the live divergence from the layer error of a replay, by a fitted curve.
+
+The model: log KL is a function of log `layer_error` that never falls, of one prompt under one
+policy at one budget. KL is `response_kl` in nats, no less than `FLOOR`, below which the model's
+predictions are the same for all that anybody does with them. The curve is an isotonic regression
+of the means of up to `BINS` groups of equal size, linear between them.
+
+The interval is conformal: its ends are quantiles of the residuals of prompts and policies that were
+left out of the fit, for the user's are neither. A new policy is one more group of values, so with K
+policies the interval holds LEVEL (K + 1) / K of the residuals, at most all of them (hierarchical
+conformal prediction: Lee, Barber and Willett, arXiv 2306.06342). It covers at least `LEVEL` of the
+values of policies and prompts like those of the fit, on the same model, most policies more often.
+Outside the layer errors of the fit there is no estimate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+from scipy.optimize import isotonic_regression
+
+from kvsim.analysis.arrays import Bools, Floats
+from kvsim.analysis.summaries import RESAMPLES
+from kvsim.analysis.validity import CELL, cell_values, evicting
+from kvsim.core.digest import document_digest
+from kvsim.core.trace import Trace
+from kvsim.errors import NeedsError, PolicyError
+from kvsim.files import write_file
+
+#: Nats; what is below is counted as this much.
+FLOOR = 0.01
+#: The share of new prompts and policies that intervals claim to cover.
+LEVEL = 0.9
+#: Groups of the curve, and the values of each at least.
+BINS, LEAST = 24, 8
+#: What a fit takes at least.
+PROMPTS, POLICIES = 5, 4
+#: Folds of the prompts of a fit.
+FOLDS = 5
+#: Groups of the risk that an answer is lost.
+RISKS = 8
+
+_SHIPPED = Path(__file__).parent / "calibrations.json"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """KL in nats with its interval; the risk that a right answer is lost, where it was measured."""
+
+    kl: float
+    low: float
+    high: float
+    risk: float | None = None
+    risk_low: float | None = None
+    risk_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The curve and its interval. errors, kl: its knots, ascending; kl in nats.
+
+    below, above: factors from the curve to the ends of the interval. lowest, highest: layer errors
+    of the fit. risk: groups by layer error, each [up to, share of answers lost, low, high].
+    """
+
+    errors: tuple[float, ...]
+    kl: tuple[float, ...]
+    below: float
+    above: float
+    lowest: float
+    highest: float
+    risk: tuple[tuple[float, float, float, float], ...] = ()
+
+    def covers(self, error: float) -> bool:
+        """Whether a layer error is among those of the fit."""
+        return self.lowest <= error <= self.highest
+
+    def estimate(self, error: float) -> Estimate:
+        """Estimate the KL. Raises PolicyError for a layer error beyond those of the fit."""
+        if not self.covers(error):
+            raise PolicyError(
+                f"layer error {error:.3g} is outside the calibration, {self.lowest:.3g} to "
+                f"{self.highest:.3g}; nothing is extrapolated: take another budget, or make a "
+                "calibration with this one"
+            )
+        kl = float(np.exp(_interpolate(np.array([error]), self)[0]))
+        low, high = kl * self.below, max(kl * self.above, FLOOR)
+        risk = next((of for upto, *of in self.risk if error <= upto), [None] * 3)
+        return Estimate(kl, 0.0 if low <= FLOOR else low, high, *risk)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A curve, and the live runs that it was fitted on.
+
+    config: digest of the model's configuration (`config_digest`). tokens: the shortest and the
+    longest prompt with its response. interval, prefill: the schedule; interval None where policies
+    kept their own.
+    """
+
+    model: str
+    config: str
+    prompts: int
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    tokens: tuple[int, int]
+    interval: int | None
+    prefill: bool | None
+    curve: Curve
+
+    def document(self) -> dict[str, Any]:
+        """Return what is stored, ready for JSON."""
+        return asdict(self)
+
+
+def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
+    """Return what a curve is fitted on, of the Tables of both loops (`kvsim.analysis.validity`).
+
+    A row per prompt, policy and budget: `trace`, `policy`, `asked`, `error` (the metric), `kl`,
+    `lost` (1 where an answer that is right with the full cache is wrong, null without such one).
+    """
+    kept = evicting(replayed, live)
+    on = kept.columns
+    for table, name, column in (
+        (replayed, metric, "error"),
+        (live, "response_kl", "kl"),
+        (live, "answer_kept", "lost"),
+    ):
+        of = cell_values(table, name).rename({"value": column})
+        how: Literal["left", "inner"] = "left" if column == "lost" else "inner"
+        kept = kept.join(of, on=on, how=how, nulls_equal=True, maintain_order="left")
+    return kept.select("trace", "policy", "asked", "error", "kl", lost=1 - pl.col("lost"))
+
+
+def fit(of: pl.DataFrame) -> Curve:
+    """Fit the curve on `points`.
+
+    Raises PolicyError for fewer than `PROMPTS` prompts or `POLICIES` policies: the interval is that
+    of prompts and policies that were left out of the fit.
+    """
+    of = of.filter(pl.col("error") > 0)
+    n_prompts, n_policies = (of[name].n_unique() for name in ("trace", "policy"))
+    if n_prompts < PROMPTS or n_policies < POLICIES:
+        raise PolicyError(
+            f"{n_prompts} prompts and {n_policies} policies with layer_error and response_kl; "
+            f"expected at least {PROMPTS} and {POLICIES}, for the interval is that of new ones: "
+            "run more of them"
+        )
+    errors, kl = of["error"].to_numpy(), np.maximum(of["kl"].to_numpy(), FLOOR)
+    x, y = np.log(errors), np.log(kl)
+    residual = np.full(len(x), np.nan)
+    for tested, fitted in _folds(of):
+        residual[tested] = y[tested] - np.interp(x[tested], *_isotonic(x[fitted], y[fitted]))
+    below, above = _conformal(residual[~np.isnan(residual)], n_policies)
+    knots, heights = _isotonic(x, y)
+    return Curve(
+        errors=tuple(np.exp(knots).tolist()),
+        kl=tuple(np.exp(heights).tolist()),
+        below=float(np.exp(below)),
+        above=float(np.exp(above)),
+        lowest=float(errors.min()),
+        highest=float(errors.max()),
+        risk=tuple(_risks(of)),
+    )
+
+
+def predict(replayed: pl.DataFrame, calibration: Calibration) -> pl.DataFrame:
+    """Estimate the live KL of each cell of the Table of a replay, from its `layer_error`.
+
+    Returns:
+        A row per policy, params, asked (the budget), interval and prefill: `error`, mean over
+        `traces`; `kl`, `low`, `high` in nats and `risk`, `risk_low`, `risk_high`, means over them;
+        `outside`: null, or why there is no estimate: a trace whose layer error is outside. Means of
+        the ends cover the mean of the values at least as often as each covers its own.
+    """
+    rows = []
+    of = cell_values(replayed, "layer_error")
+    for cell, group in of.group_by(CELL, maintain_order=True):
+        errors = group["value"].to_list()
+        row: dict[str, Any] = dict(zip(CELL, cell, strict=True))
+        rows.append(row | {"error": float(np.mean(errors)), "traces": len(errors)})
+        try:
+            estimates = [
+                calibration.curve.estimate(error) if error else Estimate(0.0, 0.0, 0.0)
+                for error in errors
+            ]
+        except PolicyError as refused:
+            rows[-1]["outside"] = str(refused)
+            continue
+        for name in _ESTIMATES:
+            present = [x for each in estimates if (x := getattr(each, name)) is not None]
+            rows[-1][name] = float(np.mean(present)) if present else None
+    return pl.DataFrame(rows, schema=_PREDICTIONS)
+
+
+_ESTIMATES = tuple(each.name for each in fields(Estimate))
+_PREDICTIONS: dict[str, Any] = {
+    **dict.fromkeys(CELL, pl.String),
+    "interval": pl.Int64,
+    "prefill": pl.Boolean,
+    "error": pl.Float64,
+    "traces": pl.Int64,
+    "outside": pl.String,
+    **dict.fromkeys(_ESTIMATES, pl.Float64),
+}
+
+
+def _interpolate(errors: Floats, curve: Curve) -> Floats:
+    knots, heights = (np.log(x) for x in (curve.errors, curve.kl))
+    return np.interp(np.log(errors), knots, heights)
+
+
+def _folds(of: pl.DataFrame) -> Iterator[tuple[Bools, Bools]]:
+    """Which rows are tested and which are fitted: other prompts and other policies."""
+    prompt = (of["trace"].rank("dense") - 1).to_numpy() % FOLDS
+    policy = of["policy"].to_numpy()
+    for number in range(FOLDS):
+        for name in np.unique(policy):
+            tested = (prompt == number) & (policy == name)
+            if tested.any():
+                yield tested, (prompt != number) & (policy != name)
+
+
+def _isotonic(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Knots of the curve."""
+    order = np.argsort(x, kind="stable")
+    groups = np.array_split(order, min(BINS, max(1, len(x) // LEAST)))
+    knots = np.array([x[group].mean() for group in groups])
+    means = np.array([y[group].mean() for group in groups])
+    return knots, isotonic_regression(means, weights=[len(group) for group in groups]).x
+
+
+def _conformal(residual: Floats, groups: int) -> tuple[float, float]:
+    """Quantiles of the residuals of so many groups that cover `LEVEL` of a new one."""
+    level = min(1.0, LEVEL * (groups + 1) / groups)
+    low, high = np.quantile(residual, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
+    """Shares of lost answers in groups by layer error, with 95 % intervals over prompts."""
+    known = of.drop_nulls("lost").sort("error")
+    if known["trace"].n_unique() < PROMPTS:
+        return
+    rng = np.random.default_rng(0)
+    for places in np.array_split(np.arange(known.height), RISKS):
+        group = known[places]
+        sums = group.group_by("trace", maintain_order=True).agg(pl.col("lost").sum(), n=pl.len())
+        lost, n = sums["lost"].to_numpy(), sums["n"].to_numpy()
+        drawn = rng.multinomial(len(n), np.full(len(n), 1 / len(n)), RESAMPLES)
+        low, high = np.quantile((drawn @ lost) / (drawn @ n), [0.025, 0.975])
+        yield float(group["error"][-1]), float(lost.sum() / n.sum()), float(low), float(high)
+
+
+def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace]) -> Calibration:
+    """Fit a curve on both loops of traces of one model. Raises as `fit`, and for several models."""
+    of = points(replayed, live)
+    names, configs = zip(*(_model(trace) for trace in traces), strict=True)
+    if len(set(configs)) > 1:
+        raise PolicyError(
+            f"traces of {len(set(configs))} models; expected those of one: a curve is of one model"
+        )
+    schedules = live.filter(pl.col("policy").is_not_null()).select("interval", "prefill").unique()
+    interval, prefill = schedules.row(0) if schedules.height == 1 else (None, None)
+    sizes = [trace.n_pos for trace in traces]
+    return Calibration(
+        model=names[0],
+        config=configs[0],
+        prompts=of["trace"].n_unique(),
+        policies=tuple(of["policy"].unique(maintain_order=True)),
+        budgets=tuple(of["asked"].unique(maintain_order=True)),
+        tokens=(min(sizes), max(sizes)),
+        interval=interval,
+        prefill=prefill,
+        curve=fit(of),
+    )
+
+
+def calibration_of(traces: Sequence[Trace], path: str | Path | None = None) -> Calibration:
+    """Return the calibration of the model of traces: of a file, or one that ships with kvsim.
+
+    Raises NeedsError where there is none of their model: a curve says nothing of other models.
+    """
+    models = {config: name for name, config in map(_model, traces)}
+    if len(models) > 1:
+        raise NeedsError(
+            f"traces of {' and '.join(models.values())}; expected those of one model: predict them "
+            "one by one"
+        )
+    ((config, name),) = models.items()
+    calibrations = read_calibrations(_SHIPPED if path is None else Path(path))
+    if config not in calibrations:
+        others = ", ".join(each.model for each in calibrations.values())
+        raise NeedsError(
+            f"no calibration is of {name}, those there are of {others}; a curve of one model says "
+            "nothing of another: make one of your own with kvsim fidelity --calibration FILE"
+        )
+    return calibrations[config]
+
+
+@cache
+def read_calibrations(path: Path) -> dict[str, Calibration]:
+    """Read calibrations by the digest of their model's configuration.
+
+    Raises NeedsError for what is no file of calibrations.
+    """
+    try:
+        return {each["config"]: _calibration(each) for each in json.loads(path.read_text("utf-8"))}
+    except FileNotFoundError:
+        raise NeedsError(f"there is no file {path}; expected what kvsim fidelity wrote") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise NeedsError(
+            f"{path} is no calibration ({type(error).__name__}); expected what kvsim fidelity "
+            "--calibration wrote"
+        ) from error
+
+
+def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
+    """Write calibrations of several models as one JSON file."""
+    text = json.dumps([each.document() for each in calibrations], indent=1, allow_nan=False)
+    write_file(path, f"{text}\n", overwrite=True)
+
+
+def _calibration(document: dict[str, Any]) -> Calibration:
+    curve = Curve(**{name: _tuple(x) for name, x in document["curve"].items()})
+    rest = {name: _tuple(x) for name, x in document.items() if name != "curve"}
+    return Calibration(**rest, curve=curve)
+
+
+def _tuple(x: Any) -> Any:
+    return tuple(map(_tuple, x)) if isinstance(x, list) else x
+
+
+def _model(trace: Trace) -> tuple[str, str]:
+    model = trace.meta.get("model") or {}
+    return str(model.get("name", "an unknown model")), config_digest(model)
+
+
+def config_digest(model: Mapping[str, Any]) -> str:
+    """Return the digest of a model's configuration, of what `meta["model"]` of a trace says of it.
+
+    The precision is left out. The digest in the trace itself may be of an earlier version of kvsim.
+    """
+    config = model.get("config") or {}
+    compared = {name: x for name, x in config.items() if name not in ("architectures", "dtype")}
+    return document_digest(compared)

@@ -1,0 +1,227 @@
+"""The curve from layer error to live KL: what it estimates, covers and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import polars as pl
+import pytest
+
+from kvsim.analysis.prediction import (
+    FLOOR,
+    LEVEL,
+    Calibration,
+    calibrate,
+    calibration_of,
+    fit,
+    points,
+    predict,
+    read_calibrations,
+    write_calibrations,
+)
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.table import in_order
+from kvsim.errors import NeedsError, PolicyError
+
+POLICIES = ("tova", "knorm", "h2o", "keydiff", "snapkv", "random")
+
+
+def planted(prompts=20, seed=0, spread=0.2, policies=POLICIES):
+    """Points on KL = 0.02 error ** 1.5, with factors of chance by prompt, policy and cell."""
+    rng = np.random.default_rng(seed)
+    of_policy = {name: rng.normal(0, spread) for name in policies}
+    rows = []
+    for prompt in range(prompts):
+        of_prompt = rng.normal(0, spread)
+        for policy, budget in itertools.product(policies, (16, 32, 64)):
+            error = float(np.exp(rng.uniform(0, 4)))
+            factor = np.exp(of_prompt + of_policy[policy] + rng.normal(0, spread))
+            kl = 0.02 * error**1.5 * factor
+            lost = float(error > 20) if prompt % 2 else None
+            rows.append(
+                {"trace": f"p{prompt:02}", "policy": policy, "asked": str(budget)}
+                | {"error": error, "kl": kl, "lost": lost}
+            )
+    return pl.DataFrame(rows, schema_overrides={"lost": pl.Float64})
+
+
+def test_the_curve_is_the_planted_one():
+    """Without chance, the estimate is the planted power law, and the interval is narrow."""
+    curve = fit(planted(prompts=40, spread=0.0))
+    for error in (3.0, 10.0, 30.0):
+        estimate = curve.estimate(error)
+
+        assert estimate.kl == pytest.approx(0.02 * error**1.5, rel=0.1)
+        assert estimate.low <= estimate.kl <= estimate.high
+        assert estimate.high / estimate.low < 1.6
+
+
+def test_the_curve_never_falls_and_small_kl_is_counted_as_the_floor():
+    """Knots ascend in both; a KL of 1e-9 is one of `FLOOR`, whose interval begins at 0."""
+    of = planted().with_columns(kl=pl.when(pl.col("error") < 3).then(1e-9).otherwise(pl.col("kl")))
+    curve = fit(of)
+    least = curve.estimate(curve.lowest)
+
+    assert np.all(np.diff(curve.errors) > 0)
+    assert np.all(np.diff(curve.kl) >= 0)
+    assert least.kl == pytest.approx(FLOOR)
+    assert least.low == 0
+
+
+def test_intervals_cover_new_prompts_and_policies():
+    """Of prompts and policies of another draw, the share that intervals claim is inside, or more.
+
+    With 20 policies they hold 0.9 * 21 / 20 of the residuals.
+    """
+    inside, policies = [], [f"p{number}" for number in range(20)]
+    for seed in range(5):
+        curve = fit(planted(prompts=10, seed=seed, policies=policies))
+        for row in planted(prompts=10, seed=100 + seed, policies=policies).to_dicts():
+            if curve.covers(row["error"]):
+                estimate = curve.estimate(row["error"])
+                kl = max(row["kl"], FLOOR)
+                inside.append(estimate.low <= kl <= estimate.high)
+
+    assert LEVEL < np.mean(inside) < LEVEL * 21 / 20 + 0.03
+
+
+def test_the_interval_is_that_of_policies_left_out():
+    """Policies with curves of their own widen it, which residuals of the fit would not show."""
+    curves = [fit(planted(prompts=30, spread=spread)) for spread in (0.05, 0.4)]
+    widths = [curve.above / curve.below for curve in curves]
+
+    assert widths[1] > 3 * widths[0]
+    residuals = []
+    of = planted(prompts=30, spread=0.4)
+    for name in POLICIES:  # a plain loop over what was left out, without the folds of prompts
+        others = fit(of.filter(pl.col("policy") != name))
+        for row in of.filter(policy=name).to_dicts():
+            if others.covers(row["error"]):
+                at = others.estimate(row["error"]).kl
+                residuals.append(np.log(max(row["kl"], FLOOR) / at))
+    expected = np.exp(max(residuals) - min(residuals))  # 0.9 * 7 / 6 is more than all
+
+    assert widths[1] == pytest.approx(expected, rel=0.25)
+
+
+def test_the_risk_of_a_lost_answer():
+    """Of prompts that say what is right: 0 below the planted limit, 1 above it, with intervals."""
+    curve = fit(planted())
+
+    assert curve.estimate(2.0).risk == 0
+    assert curve.estimate(50.0).risk == 1
+    assert len(curve.risk) == 8
+    assert fit(planted().with_columns(lost=pl.lit(None, pl.Float64))).risk == ()
+    for upto, share, low, high in curve.risk:
+        assert low <= share <= high
+        assert curve.lowest <= upto <= curve.highest
+
+
+def test_nothing_is_extrapolated():
+    """Layer errors outside the fit have no estimate, and too little to fit on is refused."""
+    curve = fit(planted())
+
+    for error in (curve.lowest / 2, curve.highest * 2):
+        with pytest.raises(PolicyError, match="nothing is extrapolated"):
+            curve.estimate(error)
+    with pytest.raises(PolicyError, match="4 prompts and 6 policies"):
+        fit(planted(prompts=4))
+    with pytest.raises(PolicyError, match="20 prompts and 3 policies"):
+        fit(planted(policies=POLICIES[:3]))
+
+
+def tables(of):
+    """The Tables of both loops that have these points."""
+    rows = [
+        row | {"params": "{}", "interval": 8, "prefill": True, "budget": int(row["asked"])}
+        for row in of.to_dicts()
+    ]
+
+    def table(metrics, fidelity):
+        return in_order(
+            [
+                pl.DataFrame(rows)
+                .with_columns(value=value, fidelity=pl.lit(fidelity), layer=pl.lit(0))
+                .with_columns(metric=pl.lit(name), variant=pl.lit(METRICS[name].main))
+                .with_columns(unit=pl.lit(METRICS[name].unit))
+                .drop("asked", "error", "kl", "lost")
+                for name, value in metrics.items()
+            ]
+        )
+
+    error = pl.col("error")
+    replayed = table({"layer_error": error, "output_error": error / 100}, "open")
+    return replayed, table(
+        {"response_kl": pl.col("kl"), "answer_kept": 1 - pl.col("lost")}, "closed"
+    )
+
+
+@dataclasses.dataclass
+class Traced:
+    """What a calibration reads of a trace."""
+
+    config: str = "1"
+    n_pos: int = 100
+
+    @property
+    def meta(self):
+        """Where a trace says which model it is of."""
+        return {"model": {"name": f"model {self.config}", "config": {"size": self.config}}}
+
+
+def test_a_calibration_is_fitted_stored_and_read(tmp_path):
+    """From the Tables of both loops to a file and back; it predicts the cells of a replay."""
+    of = planted()
+    replayed, live = tables(of)
+    calibration = calibrate(replayed, live, [Traced(n_pos=90), Traced(n_pos=120)])
+    write_calibrations(tmp_path / "one.json", [calibration])
+    again = calibration_of([Traced()], tmp_path / "one.json")
+    estimates = predict(replayed, again)
+    row = estimates.filter(policy="tova", asked="32").row(0, named=True)
+    single = [
+        calibration.curve.estimate(error) for error in of.filter(policy="tova", asked="32")["error"]
+    ]
+
+    assert points(replayed, live).sort(pl.all()).equals(of.sort(pl.all()))
+    assert isinstance(again, Calibration)
+    assert again == calibration
+    assert (again.prompts, again.tokens, again.interval) == (20, (90, 120), 8)
+    assert again.budgets == ("16", "32", "64")
+    assert row["kl"] == pytest.approx(np.mean([each.kl for each in single]))
+    assert row["high"] == pytest.approx(np.mean([each.high for each in single]))
+    assert row["traces"] == 20
+
+
+def test_estimates_outside_are_left_out():
+    """Cells outside say why; cells that evict nothing have no divergence."""
+    of = planted()
+    replayed, live = tables(of)
+    calibration = calibrate(replayed, live, [Traced()])
+    far = replayed.with_columns(value=pl.when(pl.col("policy") == "tova").then(1e6).otherwise(0.0))
+    rows = {row["policy"]: row for row in predict(far, calibration).to_dicts()}
+
+    assert rows["tova"]["kl"] is None
+    assert "nothing is extrapolated" in rows["tova"]["outside"]
+    assert (rows["knorm"]["kl"], rows["knorm"]["high"]) == (0, 0)
+
+
+def test_other_models_and_files_are_refused(tmp_path):
+    """One line says whose calibration there is, and how to make one."""
+    replayed, live = tables(planted())
+    path = tmp_path / "one.json"
+    write_calibrations(path, [calibrate(replayed, live, [Traced()])])
+    (tmp_path / "bad.json").write_text("[{}]")
+
+    with pytest.raises(
+        NeedsError, match="no calibration is of model 2, those there are of model 1"
+    ):
+        calibration_of([Traced("2")], path)
+    with pytest.raises(NeedsError, match="traces of model 1 and model 2; expected those of one"):
+        calibration_of([Traced(), Traced("2")], path)
+    with pytest.raises(PolicyError, match="traces of 2 models"):
+        calibrate(replayed, live, [Traced(), Traced("2")])
+    for name in ("bad.json", "none.json"):
+        with pytest.raises(NeedsError, match="expected what kvsim fidelity"):
+            read_calibrations(tmp_path / name)
