@@ -34,7 +34,7 @@ def measure_prompt(number: int, study: Study, folder: Path) -> pl.DataFrame:
     What was measured before is read from `folder/measured`.
     """
     torch.set_num_threads(1)
-    stored = folder / "measured" / f"{_key(number, study)}.parquet"
+    stored = stored_prompt(number, study, folder)
     if not stored.exists():
         stored.parent.mkdir(parents=True, exist_ok=True)
         table = _measure(number, study, folder)
@@ -42,6 +42,11 @@ def measure_prompt(number: int, study: Study, folder: Path) -> pl.DataFrame:
         table.write_parquet(part)
         part.rename(stored)
     return pl.read_parquet(stored)
+
+
+def stored_prompt(number: int, study: Study, folder: Path) -> Path:
+    """Where the measurements of a prompt are, or will be."""
+    return folder / "measured" / f"{_key(number, study)}.parquet"
 
 
 def _key(number: int, study: Study) -> str:

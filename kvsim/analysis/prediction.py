@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 from scipy.optimize import isotonic_regression
+from scipy.stats import beta
 
 from kvsim.analysis.arrays import Bools, Floats
-from kvsim.analysis.summaries import RESAMPLES
 from kvsim.analysis.validity import CELL, cell_values, evicting
 from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
@@ -245,18 +245,20 @@ def _conformal(residual: Floats, groups: int) -> tuple[float, float]:
 
 
 def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
-    """Shares of lost answers in groups by layer error, with 95 % intervals over prompts."""
+    """Shares of lost answers in groups by layer error, with 95 % intervals.
+
+    Those of Jeffreys (Brown, Cai and DasGupta 2001, Stat. Sci. 16:101), of as many draws as the
+    group has prompts, for values of one prompt are alike.
+    """
     known = of.drop_nulls("lost").sort("error")
     if known["trace"].n_unique() < PROMPTS:
         return
-    rng = np.random.default_rng(0)
     for places in np.array_split(np.arange(known.height), RISKS):
         group = known[places]
-        sums = group.group_by("trace", maintain_order=True).agg(pl.col("lost").sum(), n=pl.len())
-        lost, n = sums["lost"].to_numpy(), sums["n"].to_numpy()
-        drawn = rng.multinomial(len(n), np.full(len(n), 1 / len(n)), RESAMPLES)
-        low, high = np.quantile((drawn @ lost) / (drawn @ n), [0.025, 0.975])
-        yield float(group["error"][-1]), float(lost.sum() / n.sum()), float(low), float(high)
+        share, n = float(group["lost"].to_numpy().mean()), group["trace"].n_unique()
+        shape = share * n + 0.5, (1 - share) * n + 0.5
+        low, high = (float(beta.ppf(end, *shape)) for end in (0.025, 0.975))
+        yield float(group["error"][-1]), share, min(low, share), max(high, share)
 
 
 def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace]) -> Calibration:

@@ -116,7 +116,7 @@ def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int])
         out.append(f"the calibration is of events after {after}, and these are others")
     if min(tokens) < fitted.tokens[0] or max(tokens) > fitted.tokens[1]:
         out.append(
-            f"traces of {min(tokens)} to {max(tokens)} tokens, other lengths than those of the "
-            "calibration"
+            f"traces of {' to '.join(map(str, sorted({min(tokens), max(tokens)})))} tokens, other "
+            "lengths than those of the calibration"
         )
     return out

@@ -25,7 +25,8 @@ prompts, [95 % interval over prompts]; within: over the cells of each prompt, me
 #: In the place of a correlation that could not be computed.
 _NONE = dict.fromkeys(("between", "between_low", "between_high", "within"))
 _LAYERS = """\
-Errors of both loops by layer. Above 1, the live run has errors that the replay leaves out."""
+Errors of both loops by layer. Above 1, errors of earlier layers, which the replay leaves out, add
+up; below 1 they cancel."""
 _KEPT = """\
 Kept sets of both loops: |A and B| / |A or B|, mean over cells, events and heads, after the first
 and after the last event, lowest mean of a head; chance: of random sets of these sizes."""

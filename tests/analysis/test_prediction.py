@@ -116,6 +116,7 @@ def test_the_risk_of_a_lost_answer():
     assert fit(planted().with_columns(lost=pl.lit(None, pl.Float64))).risk == ()
     for upto, share, low, high in curve.risk:
         assert low <= share <= high
+        assert 0.1 < high - low < 0.7  # ten prompts, also where all answers are lost
         assert curve.lowest <= upto <= curve.highest
 
 
