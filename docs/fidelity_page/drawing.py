@@ -35,7 +35,7 @@ def figure(measured: Sequence[Loops], path: Path) -> None:
             axis.set(xscale="log", yscale="log", xlabel=label)
             axis.grid(color="#e6e6e6", linewidth=0.5)
             axis.set_axisbelow(True)
-        row[0].set_ylabel(f"{loops.study.prompts.model}: live KL, nats per token, at least {FLOOR}")
+        row[0].set_ylabel(f"{loops.study.prompts.model}: live KL (nats; at least {FLOOR})")
     image.legend(policies, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     image.tight_layout(rect=(0, 0.05, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
