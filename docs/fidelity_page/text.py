@@ -397,18 +397,18 @@ def _limits() -> str:
 * **For two policies that are close.** Correlations are over cells that differ by orders of magnitude in KL; neighbours swap places. The *within* column says how often that happens on a single prompt.
 * **For single answers.** Whether an answer survives depends on a few entries and a few rows. A correlation with pass@1 below that with KL is no accident, and many cells have pass@1 0 or 1.
 * **By wipe-out or the overlap of sets alone.** They say what a policy does to the cache, not what it does to the model.
-* **With relative errors across layers.** A mean of relative errors counts heads that add nothing. Compare `layer_error`, of traces with the output projections (`kvsim capture --o-proj`).
+* **With relative errors across layers.** A mean of relative errors counts heads that add nothing. Compare `layer_error`, which traces with output projections have.
 * **For another model, other lengths, another schedule.** All numbers here are of two small models and texts of a few hundred tokens. `kvsim fidelity` measures the same on yours."""
 
 
 def _yours() -> str:
     return """## On your own traces
 
-`kvsim fidelity` replays policies over traces, runs them on the model, and prints these tables; `kvsim predict` needs no model. Layer error takes the output projections, which `--o-proj` records:
+`kvsim fidelity` replays policies over traces, runs them on the model, and prints these tables; `kvsim predict` needs no model. Layer error takes the output projections, which `kvsim capture` stores by default:
 
 ```bash exec
 kvsim prompts --task walk --level 1 --n 1 > prompt.jsonl
-kvsim capture --model tiny --prompts prompt.jsonl --o-proj --out traces/walk.zarr
+kvsim capture --model tiny --prompts prompt.jsonl --out traces/walk.zarr
 kvsim fidelity traces/walk.zarr --model tiny --policy h2o,snapkv,knorm --budget 128 --interval 16 --no-prefill
 kvsim predict traces/walk.zarr --policy h2o,snapkv,knorm --budget 128 --interval 16 --no-prefill
 ```

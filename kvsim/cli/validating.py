@@ -106,27 +106,20 @@ def fidelity(
     try:
         decoder, tokenizer = load(model, recorded, device, trust_remote_code)
         with show.bar("cells run") as report:
-            live = run_live(
-                decoder,
-                recorded,
-                policies,
-                budget,
-                tokenizer=tokenizer,
-                max_new_tokens=max_new_tokens,
-                out=out,
-                resume=resume,
-                progress=report,
-                **terms,
+            live = _whole(
+                run_live(
+                    *(decoder, recorded, policies, budget),
+                    tokenizer=tokenizer,
+                    max_new_tokens=max_new_tokens,
+                    out=out,
+                    resume=resume,
+                    progress=report,
+                    **terms,
+                )
             )
         with show.bar("cells replayed") as report:
-            metrics = available(OFFLINE, recorded)
-            replayed = sweep(
-                *(recorded, policies, budget),
-                metrics=metrics,
-                regret=True,
-                progress=report,
-                **terms,
-            )
+            options = {"metrics": available(OFFLINE, recorded), "regret": True, **terms}
+            replayed = _whole(sweep(recorded, policies, budget, progress=report, **options))
     except KeyboardInterrupt:
         raise Stop(f"interrupted, {left(out)}", 130) from None
     if live.records and replayed.records:
@@ -136,6 +129,13 @@ def fidelity(
     total = len(recorded) * len(policies) * len(budget)
     finish(replayed, total, None)
     finish(live, total, out)
+
+
+def _whole(run: Run) -> Run:
+    """Return a run that was not interrupted; KeyboardInterrupt otherwise."""
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return run
 
 
 def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import kvsim
+from kvsim.sweeps import closed_loop
 from kvsim.tiny.tasks import prompts
 
 COMMAND = ("fidelity", "sample", "--model=tiny", "--policy=tova,knorm", "--budget=32,96")
@@ -30,6 +31,26 @@ def test_fidelity_prints_three_tables(run, tmp_path):
     assert [row["layer"] for row in tables["layers"]] == [0, 1, 2]
     assert tables["kept"][0]["mean"] > tables["kept"][0]["chance"]
     assert {path.name for path in out.iterdir()} >= {"run.json", "results.parquet"}
+
+
+def test_an_interrupted_run_compares_nothing(run, monkeypatch, tmp_path):
+    """After Ctrl-C in the live run there are no tables, and the message says how to continue."""
+    real = closed_loop.live
+
+    def stops(*arguments, progress, **options):
+        def report(done, total, label):
+            if done == 1:
+                raise KeyboardInterrupt
+            progress(done, total, label)
+
+        return real(*arguments, progress=report, **options)
+
+    monkeypatch.setattr(closed_loop, "live", stops)
+    status, out, err = run(*COMMAND, "--interval=100", f"--out={tmp_path / 'run'}")
+
+    assert (status, out) == (130, "")
+    assert err.startswith("interrupted, what is done is kept in")
+    assert "--resume" in err
 
 
 def test_fidelity_needs_a_folder_to_resume(run):
