@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import polars as pl
 import pytest
+from scipy.stats import beta
 
 from kvsim.analysis.prediction import (
     FLOOR,
@@ -109,7 +110,12 @@ def test_the_interval_is_that_of_policies_left_out():
 def test_the_risk_of_a_lost_answer():
     """Of prompts that say what is right: 0 below the planted limit, 1 above it, with intervals."""
     curve = fit(planted())
+    lowest = planted().drop_nulls("lost").sort("error").head(23)  # of 180 values in 8 groups
+    prompts = lowest["trace"].n_unique()
 
+    assert prompts < 11
+    assert curve.risk[0][0] == lowest["error"][-1]
+    assert curve.risk[0][3] == pytest.approx(beta.ppf(0.975, 0.5, prompts + 0.5))
     assert curve.estimate(2.0).risk == 0
     assert curve.estimate(50.0).risk == 1
     assert len(curve.risk) == 8
