@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 from matplotlib.figure import Figure
 
+from drawing import small
 from fidelity_page.loops import Loops
 from kvsim.analysis.prediction import FLOOR
 
@@ -39,4 +40,5 @@ def figure(measured: Sequence[Loops], path: Path) -> None:
     image.legend(policies, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     image.tight_layout(rect=(0, 0.05, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    image.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    image.savefig(path, metadata={"Software": None})
+    small(path, path)

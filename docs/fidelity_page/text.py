@@ -204,7 +204,7 @@ Coverage below is that of values on which neither the curve nor its interval was
 
 {chr(10).join(lines)}
 
-The aim was {COVERED:.0%} of unseen values: {"reached" if reached else "missed"}, with {shares}, where prompts and policies were both left out. Coverage is an average: a policy unlike all others can have much less, as *lowest* shows. **The curve does not carry over to another model**: neither the absolute layer error nor that relative to the residual stream has the same meaning in both, so `kvsim predict` refuses traces of a model that it has no curve of. `kvsim fidelity --calibration FILE` fits one on your own live runs.
+The aim was {COVERED:.0%} of unseen values: {"reached" if reached else "missed"}, with {shares}, where prompts and policies were both left out. Intervals cover more than they claim: with {len(KINDS)} policies the correction is large, and it is for a policy unlike the others, whose coverage *lowest* shows. **The curve does not carry over to another model**: neither the absolute layer error nor that relative to the residual stream has the same meaning in both, so `kvsim predict` refuses traces of a model that it has no curve of. `kvsim fidelity --calibration FILE` fits one on your own live runs.
 
 What ships with kvsim:
 
