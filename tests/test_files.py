@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
 
 
 def test_every_command_that_writes_is_tried_on_a_full_disk():
-    """`full_disk.py` has each command with an output; two have tests of their own."""
+    """`full_disk.py` has each command with an output; others have tests of their own."""
     path = Path(__file__).with_name("benchmarks") / "full_disk.py"
     spec = importlib.util.spec_from_file_location("benchmark_full_disk", path)
     script = importlib.util.module_from_spec(spec)
@@ -144,7 +144,8 @@ def test_every_command_that_writes_is_tried_on_a_full_disk():
             elif {"--out", "--figures"} & {flag for each in command.params for flag in each.opts}:
                 yield name
 
-    elsewhere = {"replay", "recover"}  # tests/sweeps and tests/store/test_recovery.py
+    # tests/sweeps, for the folder of a run in parts is one mechanism, and tests/store
+    elsewhere = {"replay", "live", "fidelity", "recover"}
     assert {*writing(typer.main.get_command(app))} == {*script.COMMANDS} | elsewhere
 
 
