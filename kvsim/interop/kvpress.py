@@ -115,7 +115,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
             # the model runs for it, while forwards are not yet the press's
             self._running.sketch(self.policy, 1, 1, None, "probe")
         base, running = model.base_model, self._running
-        forward, before = base.forward, dict(vars(base))
+        forward, before = base.forward, vars(base).get("forward")  # another library's, or none
         signature = inspect.signature(forward)
 
         @functools.wraps(forward)
@@ -128,7 +128,8 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
             yield
         finally:
             del base.forward
-            vars(base).update({name: before[name] for name in ("forward",) if name in before})
+            if before is not None:
+                vars(base)["forward"] = before
 
     @contextmanager
     def _evicting(self, running: RunningModel, given: Mapping[str, Any]) -> Iterator[None]:
