@@ -170,7 +170,8 @@ def test_imports_are_declared():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     core = requirements(project["dependencies"])
-    optional = [line for name in ("capture", "gguf", "remote", "xarray") for line in extras[name]]
+    names = ("capture", "gguf", "kvpress", "remote", "xarray")
+    optional = [line for name in names for line in extras[name]]
     declared = core | requirements(optional)
     imported = set()
     for path in SOURCES:

@@ -291,6 +291,11 @@ class LiveLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Add entries [1, H, w, d] of new rows; returns all entries, with pads, [1, H, n, d]."""
+        if self.source.room < 1:
+            raise CaptureError(
+                "rows are added to a cache that a policy evicts from outside of its Decoding or "
+                "press, which counts and masks them; go on in its `with` block"
+            )
         keys, values = self.source.extend(self.index, key_states[0], value_states[0])
         return keys[None], values[None]
 

@@ -196,6 +196,19 @@ class Decoding:
                 self._end()
         return torch.cat(parts)
 
+    @contextmanager
+    def receiving(self, ids: Sequence[int]) -> Iterator[None]:
+        """Take over the rows that a forward of the caller adds to `cache` in the block.
+
+        All of `ids` go through the model at once: events that fall within them fire after the last,
+        as one. Not for a policy that rotates keys to their slots or drops rows of the prompt.
+        """
+        with self._adding(len(ids)):
+            self._make_room(len(self.tokens))
+            yield
+            self.tokens += ids
+            self._end()
+
     def _descend(self, decoder: Decoder, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
         down = prefill_in_depth(decoder, self.sketch, self.policy, self._settings()[0], prompt)
@@ -231,6 +244,8 @@ class Decoding:
         self._busy = True
         yield
         self._busy = False
+        for _, source in self._blocks:
+            source.room = 0
 
     def _back(self, start: int) -> int:
         """Return how far row `start` is behind its position; keys may rotate to their slot."""
@@ -257,8 +272,10 @@ class Decoding:
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         if row >= prompt_len:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
-        if self._events and row == self._events[0]:
+        left = len(self._events)
+        while self._events and self._events[0] <= row:
             self._events.popleft()
+        if len(self._events) < left:
             self._fire(row)
         if row >= prompt_len - 1:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)

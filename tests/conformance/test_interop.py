@@ -1,0 +1,252 @@
+"""Policies of kvsim as presses of kvpress, and scores of presses as scorers of kvsim."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvsim
+from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.runner.decoding import Decoding, RunningModel
+
+pytestmark = pytest.mark.peers
+
+PROMPT, LENGTH, BUDGET, INTERVAL = 80, 120, 48, 8
+#: even and ragged heads, uneven layers, one budget of all layers, carried scores, a bounded window
+POLICIES = (
+    "tova",
+    "snapkv",
+    "h2o",
+    "gkv",
+    "streaming_llm",
+    "ams+tova",
+    "adakv+snapkv",
+    "pyramidkv",
+    "global+tova",
+    "full",
+)
+SCORERS = {
+    "KnormPress": ("knorm", {}, {}),
+    "KeyDiffPress": ("keydiff", {}, {}),
+    "StreamingLLMPress": ("streaming_llm", {}, {}),
+    "TOVAPress": ("tova@kvpress", {}, {}),
+    "SnapKVPress": (
+        "snapkv@kvpress",
+        {"window_size": 8, "kernel_size": 5},
+        {"window": 8, "pool_kernel": 5},
+    ),
+    "LagKVPress": ("lagkv", {"lag_size": 16}, {"lag": 16}),
+    "ObservedAttentionPress": ("observed_attention", {}, {}),
+}
+
+
+@pytest.fixture
+def interop(kvpress):
+    """The module, which imports kvpress."""
+    from kvsim.interop import kvpress as module
+
+    return module
+
+
+@pytest.fixture
+def model(random_model):
+    """A small random model of the family."""
+    return random_model(7)
+
+
+def decoded(model, policy, tokens, **schedule):
+    """The Record of a live run over given tokens, and the logits of its rows after the prompt."""
+    sizes = {"prompt_len": PROMPT, "n_pos": len(tokens)}
+    decoding = Decoding(RunningModel(model), policy, BUDGET, **sizes, **schedule)
+    with decoding:
+        rows = [decoding.feed(tokens[:PROMPT])[-1]]
+        rows += [decoding.feed([token])[-1] for token in tokens[PROMPT:]]
+    return decoding.record(), torch.stack(rows)
+
+
+def pressed(model, press, tokens, cache=None):
+    """Logits of a plain loop over given tokens under a press, from the end of the prompt on."""
+    cache = DynamicCache() if cache is None else cache
+    rows, pieces = [], [tokens[:PROMPT], *([token] for token in tokens[PROMPT:])]
+    with torch.no_grad(), press(model):
+        start = 0
+        for piece in pieces:
+            at = torch.arange(start, start + len(piece))[None]
+            options = {"past_key_values": cache, "position_ids": at}
+            rows.append(model(torch.tensor([piece]), **options).logits[0, -1])
+            start += len(piece)
+    return torch.stack(rows)
+
+
+def decoding_trace(recorded):
+    """A trace of 100 tokens of a prompt and 50 after it."""
+    whole = recorded("llama", 150)[2]
+    sizes = {"prompt_len": 100, "rope": whole.rope, "scale": whole.scale}
+    return kvsim.Trace.from_arrays(whole.q, whole.k, whole.v, **sizes)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_as_a_press_is_the_live_run(interop, model, prompt, name):
+    """Kept sets and logits of a loop under the press are those of kvsim's own decoding."""
+    policy, tokens = kvsim.policy(name), prompt(LENGTH, 1)
+    schedule = {"interval": INTERVAL, "prefill": True}
+    record, expected = decoded(model, policy, tokens, **schedule)
+    press = interop.press(policy, BUDGET, **schedule)
+
+    logits = pressed(model, press, tokens)
+
+    assert np.array_equal(press.record().evicted_at, record.evicted_at[..., : len(tokens)])
+    gap = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(gap.max()) < 1e-5
+    assert (len(record.events) > 3) == (name != "full")
+
+
+def test_generate_under_a_press_is_the_live_run(interop, model, prompt):
+    """`model.generate` counts positions on from the rows that have run, not from those held."""
+    tokens, policy = prompt(PROMPT, 1), kvsim.policy("adakv+snapkv")
+    press = interop.press(policy, BUDGET, interval=INTERVAL)
+    ids = torch.tensor([tokens])
+    greedy = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 30}
+
+    with press(model):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0].tolist()
+
+    record, logits = decoded(model, policy, out[:-1], interval=INTERVAL)
+    assert logits.argmax(-1).tolist() == out[PROMPT:]
+    assert np.array_equal(press.record().evicted_at, record.evicted_at)
+
+
+def test_a_forward_of_several_rows_is_one_step(interop, model, prompt):
+    """Events that fall within a question fire together after its last row, the next one on time."""
+    schedule = {"interval": INTERVAL, "prefill": False}
+    tokens, press = prompt(LENGTH, 1), interop.press(kvsim.policy("knorm"), BUDGET, **schedule)
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        for start, stop in ((0, PROMPT), (PROMPT, 100), (100, 104)):
+            model(torch.tensor([tokens[start:stop]]), past_key_values=cache)
+
+    left = press.record().evicted_at
+    assert set(np.unique(left[left < LENGTH])) <= {99, 103}
+    assert (press.record().retained(103).sum(-1) == BUDGET).all()
+    assert cache.get_seq_length() == 104
+
+
+def test_the_press_refuses_what_it_cannot_follow(interop, model, prompt):
+    """Batches, padding, other caches, going back, and policies without a place in a press."""
+    press = interop.press(kvsim.policy("knorm"), BUDGET, interval=8, new_tokens=4)
+    ids = torch.tensor([prompt(PROMPT, 1)])
+    cache = DynamicCache()
+    with torch.no_grad():
+        filled = model(ids, use_cache=True).past_key_values
+        with press(model):
+            with pytest.raises(CaptureError, match="one sequence at a time"):
+                model(ids.repeat(2, 1), past_key_values=DynamicCache())
+            with pytest.raises(CaptureError, match="expected a DynamicCache"):
+                model(ids)
+            with pytest.raises(CaptureError, match="80 rows that the press has not seen"):
+                model(ids[:, :1], past_key_values=filled)
+            mask = torch.ones_like(ids)
+            mask[0, 0] = 0
+            with pytest.raises(CaptureError, match="without padding"):
+                model(ids, past_key_values=DynamicCache(), attention_mask=mask)
+            model(ids, past_key_values=cache)
+            at = torch.tensor([[PROMPT - 1]])
+            with pytest.raises(CaptureError, match="given position 79; expected 80"):
+                model(ids[:, :1], past_key_values=cache, position_ids=at)
+            with pytest.raises(CaptureError, match="larger new_tokens"):
+                model(ids[:, :5], past_key_values=cache)
+        with pytest.raises(CaptureError, match="outside of its Decoding or press"):
+            model(ids[:, :1], past_key_values=cache)
+    for name in ("streaming_llm@original", "fastkv"):
+        with pytest.raises(PolicyError, match="for which a press has no place"):
+            interop.press(kvsim.policy(name), BUDGET)
+    assert "forward" not in vars(model.model)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_the_score_of_a_press_is_a_scorer(kvpress, interop, recorded, name):
+    """At the prompt's end and in decoding the sets are those of kvsim's policy of that name."""
+    preset, arguments, params = SCORERS[name]
+    trace = decoding_trace(recorded)
+    press = getattr(kvpress, name)(**arguments)
+    policy = kvsim.Policy(name, interop.scorer(press))
+    schedule = {"interval": 10, "prefill": True}
+
+    record = kvsim.replay(trace, policy, 60, **schedule)
+
+    expected = kvsim.replay(trace, kvsim.policy(preset, **params), 60, **schedule)
+    assert len(record.events) == 6
+    assert np.array_equal(record.evicted_at, expected.evicted_at)
+    assert press.compression_ratio == 0.0
+    assert record.params["press"] == repr(press)
+
+
+def test_a_press_that_reads_more_than_a_trace_holds_is_refused(kvpress, interop, recorded):
+    """Hidden states, the attention module and its arguments are in no trace; one line says so."""
+
+    class Reading(kvpress.ScorerPress):
+        """A press of a user's own."""
+
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            """What `read` makes of the arguments that no trace holds."""
+            return self.read((module, hidden_states, kwargs))
+
+    reads = {
+        "hidden states": lambda given: torch.cat([given[1]]),
+        "the attention module's q_proj": lambda given: given[0].q_proj,
+        "position_embeddings": lambda given: given[2]["position_embeddings"],
+    }
+    presses = [("hidden states", kvpress.ExpectedAttentionPress())]
+    for what, read in reads.items():
+        presses.append((what, Reading()))
+        presses[-1][1].read = read
+    for what, press in presses:
+        with pytest.raises(NeedsError, match=f"reads {what}, which no trace holds") as caught:
+            kvsim.replay(decoding_trace(recorded), kvsim.Policy("p", interop.scorer(press)), 60)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_press_of_more_than_a_score_is_refused(kvpress, interop, recorded):
+    """Budgets of layers, shared budgets, and heads that hold different numbers of entries."""
+    for press in (kvpress.PyramidKVPress(), kvpress.AdaKVPress(kvpress.KnormPress())):
+        with pytest.raises(PolicyError, match="does not compress by its score alone"):
+            interop.scorer(press)
+    allocator = kvsim.policy("adakv+knorm").allocator
+    ragged = kvsim.Policy("p", interop.scorer(kvpress.KnormPress()), allocator)
+    with pytest.raises(PolicyError, match="heads hold different numbers"):
+        kvsim.replay(decoding_trace(recorded), ragged, 60, interval=10, prefill=True)
+    wide = kvsim.Policy("p", interop.scorer(kvpress.SnapKVPress(window_size=128)))
+    with pytest.raises(PolicyError, match=r"SnapKVPress.*should be greater than the window"):
+        kvsim.replay(decoding_trace(recorded), wide, 60, prefill=True)
+
+
+def test_sinks_that_kvpress_loses_stay_with_the_same_score(kvpress, interop, model, prompt):
+    """The slots of kvpress's decoding are in the order of top-k, those of kvsim in the text's."""
+    tokens, score = prompt(LENGTH, 1), kvpress.StreamingLLMPress()
+    theirs = kvpress.DecodingPress(score, compression_interval=INTERVAL, target_size=BUDGET)
+    ours = interop.press(kvsim.Policy("p", interop.scorer(score)), BUDGET, interval=INTERVAL)
+    policy = interop.press(kvsim.policy("streaming_llm"), BUDGET, interval=INTERVAL)
+    cache, full = DynamicCache(), DynamicCache()
+    pressed(model, theirs, tokens, cache)
+    pressed(model, ours, tokens)
+    pressed(model, policy, tokens)
+    with torch.no_grad():
+        model(torch.tensor([tokens]), past_key_values=full)
+
+    sinks = full.layers[0].keys[0, :, :4]  # of the first layer, which depends on no eviction
+    gone = torch.cdist(sinks, cache.layers[0].keys[0]).amin(-1) > 1e-4
+    assert gone.any()
+    assert ours.record().retained(LENGTH - 1)[..., :4].all()
+    assert np.array_equal(ours.record().evicted_at, policy.record().evicted_at)
+
+
+def test_without_kvpress_one_line_says_how_to_install_it(kvpress, monkeypatch):
+    """The import of the module fails with the command that helps."""
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    monkeypatch.delitem(sys.modules, "kvsim.interop.kvpress", raising=False)
+    with pytest.raises(ImportError, match=r"kvpress is not installed; `pip install 'kvsim\[kvpr"):
+        import kvsim.interop.kvpress  # noqa: F401 - fails
