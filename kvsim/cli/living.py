@@ -24,13 +24,7 @@ def live(
         list[str] | None,
         typer.Argument(metavar="[TRACE]...", help="Recorded prompts and responses."),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
-            "GGUF file, or a hub id."
-        ),
-    ],
+    model: values.RecordedModel,
     prompts: Annotated[
         Path | None,
         values.path_option(
@@ -77,25 +71,11 @@ def live(
             "model.",
         ),
     ] = None,
-    events: Annotated[
-        bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+    events: values.Events = False,
+    device: values.ModelDevice = "cpu",
     trust_remote_code: values.TrustRemoteCode = False,
-    out: Annotated[
-        Path | None,
-        values.path_option(
-            "DIR",
-            "Write run.json, records.zarr and results.parquet to a new folder; what is done is "
-            "there at once.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue the run in --out, if there is one that is not done."
-        ),
-    ] = False,
+    out: values.RunFolder = None,
+    resume: values.Resume = False,
     as_json: values.Json = False,
 ) -> None:
     """Run policies on the model itself, its cache compressed.
@@ -108,10 +88,7 @@ def live(
         raise OptionError("expected recorded traces, or --prompts FILE.jsonl, one of them")
     if record_to is not None and prompts is None:
         raise OptionError("--record-to says where --prompts are recorded; give --prompts as well")
-    if resume and out is None:
-        raise OptionError("--resume continues the run in --out; give --out DIR as well")
-    if events and out is None:
-        raise OptionError("--events is about the results in --out; give --out DIR as well")
+    values.check_run_options(out, resume=resume, events=events)
 
     from kvsim.analysis.live.table import choose_live
     from kvsim.core.policy import Protection

@@ -27,15 +27,9 @@ def recompute(
     ],
     policy: values.PolicyNames,
     budget: values.Budgets,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
-            "GGUF file, or a hub id."
-        ),
-    ],
+    model: values.RecordedModel,
     settings: values.Settings = None,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+    device: values.ModelDevice = "cpu",
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
     ] = None,

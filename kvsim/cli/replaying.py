@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show, values
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli.values import Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -74,23 +74,9 @@ def replay(
         ),
     ] = None,
     device: values.Device = "cpu",
-    events: Annotated[
-        bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        values.path_option(
-            "DIR",
-            "Write run.json, records.zarr and results.parquet to a new folder; what is done is "
-            "there at once.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue the run in --out, if there is one that is not done."
-        ),
-    ] = False,
+    events: values.Events = False,
+    out: values.RunFolder = None,
+    resume: values.Resume = False,
     as_json: values.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
@@ -99,10 +85,7 @@ def replay(
     moved. With --out, whatever ends the command keeps the cells that are done, and --resume
     continues.
     """
-    if resume and out is None:
-        raise OptionError("--resume continues the run in --out; give --out DIR as well")
-    if events and out is None:
-        raise OptionError("--events is about the results in --out; give --out DIR as well")
+    values.check_run_options(out, resume=resume, events=events)
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, "regret"]))
     limit = None if memory is None else values.parse_memory(memory)

@@ -38,13 +38,7 @@ model, nor about other models or much longer prompts."""
 
 def fidelity(
     traces: values.TracePaths,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
-            "GGUF file, or a hub id."
-        ),
-    ],
+    model: values.RecordedModel,
     policy: values.PolicyNames,
     budget: values.Budgets,
     interval: values.Interval = None,
@@ -57,7 +51,7 @@ def fidelity(
             min=0, help="Tokens of the response that the model writes under each policy, 0: none."
         ),
     ] = 0,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu or cuda.")] = "cpu",
+    device: values.ModelDevice = "cpu",
     trust_remote_code: values.TrustRemoteCode = False,
     out: Annotated[
         Path | None,

@@ -101,6 +101,30 @@ Compress = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+RecordedModel = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
+        "GGUF file, or a hub id.",
+    ),
+]
+ModelDevice = Annotated[str, typer.Option("--device", help="Where the model runs: cpu or cuda.")]
+RunFolder = Annotated[
+    Path | None,
+    path_option(
+        "DIR",
+        "Write run.json, records.zarr and results.parquet to a new folder; what is done is there "
+        "at once.",
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue the run in --out, if there is one that is not done."),
+]
+Events = Annotated[
+    bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
@@ -124,6 +148,14 @@ class Stop(Exception):  # noqa: N818  the end of a command, not an error of the 
 
 class OptionError(KvsimError, ValueError):
     """An option with a bad value."""
+
+
+def check_run_options(out: Path | None, *, resume: bool, events: bool) -> None:
+    """Raise OptionError where an option is about a run folder and there is none."""
+    if resume and out is None:
+        raise OptionError("--resume continues the run in --out; give --out DIR as well")
+    if events and out is None:
+        raise OptionError("--events is about the results in --out; give --out DIR as well")
 
 
 def locate(trace: str) -> Path | str:
