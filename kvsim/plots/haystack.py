@@ -1,6 +1,8 @@
-"""The figure of needles in haystacks: what policies keep of a needle, by its depth and length."""
+"""The figure of needles in haystacks: what is kept of them, or answered, by depth and length."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
@@ -23,27 +25,39 @@ from kvsim.plots.style import (
 #: From red over pale to blue, which colour-blind readers distinguish.
 _COLOURS = "RdYlBu"
 _LABELS = ("length", "depth")
+#: What a cell shows, and the bar beside the panels, by metric.
+_SHOWN = {
+    "needle_recall": ("Entries of the needle kept", "share of the needle kept"),
+    "answer_right": ("Right answers", "share of right answers"),
+}
 
 
-def needle(table: pl.DataFrame) -> Figure:
+def needle(table: pl.DataFrame, metrics: Sequence[str] = ("needle_recall",)) -> Figure:
     """Recall of the needle by its depth and the length of the prompt; a panel per policy, budget.
 
     The grid of Kamradt's needle in a haystack (github.com/gkamradt/LLMTest_NeedleInAHaystack), of
-    the kept entries instead of answers. A cell has the mean over layers, heads and prompts in
-    percent, and is empty where no prompt has its length and depth.
+    the kept entries; of the answers of a live run, as there, with the metric `answer_right`. A cell
+    has the mean over layers, heads and prompts in percent, and is empty where no prompt has its
+    length and depth.
 
-    table: with the metric `needle_recall`. PolicyError unless it has values by length and depth.
+    table: with the metric. PolicyError unless it has values by length and depth, and for other
+    metrics or several.
     """
-    labelled = all(name in table for name in _LABELS)
+    (name, *more) = metrics
+    if more or name not in _SHOWN:
+        raise PolicyError(
+            f"metrics are {', '.join(metrics)}; expected one of {', '.join(_SHOWN)} for needles"
+        )
+    labelled = all(label in table for label in _LABELS)
     known = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if labelled else pl.lit(value=False)
-    values = table.filter(known, pl.col("metric") == "needle_recall")
+    values = table.filter(known, pl.col("metric") == name)
     means = averages(values, _LABELS) if values.height else values
     if not means.height:
         raise PolicyError(
-            "the table has no needle_recall by length and depth; it takes prompts with a needle "
+            f"the table has no {name} by length and depth; it takes prompts with a needle "
             "and both labels, as `kvsim prompts --model smollm2 --task needle` writes them"
         )
-    lengths, depths = (means[name].unique().sort().to_list() for name in _LABELS)
+    lengths, depths = (means[label].unique().sort().to_list() for label in _LABELS)
     policies = means["policy"].unique(maintain_order=True).to_list()
     budgets = asked_order(means["asked"].to_list())
     columns = len(budgets) if len(budgets) > 1 else 4
@@ -74,7 +88,7 @@ def needle(table: pl.DataFrame) -> Figure:
         title = f"{short_text(policy, 28)}\nbudget {asked}"
         axis.set_title(title, fontsize=8, parse_math=False)
     panels.label("length of the prompt (tokens)", "depth of the needle")
-    colour_bar(panels.figure, colours, panels.axes, "share of the needle kept", shrink=0.8)
-    what = f"Entries of the needle kept (%), mean over {counted(means['n'])}"
+    colour_bar(panels.figure, colours, panels.axes, _SHOWN[name][1], shrink=0.8)
+    what = f"{_SHOWN[name][0]} (%), mean over {counted(means['n'])}"
     caption(panels.figure, what.removesuffix(", with 95 % interval"), means["fidelity"])
     return panels.figure

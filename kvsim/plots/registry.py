@@ -141,8 +141,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
     ),
     "needle": Figure(
         "haystack",
-        "Share kept of a needle, by its depth and the length of the prompt.",
+        "Share kept of a needle, or right answers of a live run, by depth and length.",
         ("table",),
+        ("metrics",),
         metrics=("needle_recall",),
         requires="prompts with a needle, length and depth",
     ),

@@ -96,3 +96,17 @@ def test_a_table_without_needles_is_refused(table):
     """One line, with the command that writes such prompts."""
     with pytest.raises(PolicyError, match=r"no needle_recall by length and depth; .*kvsim prompts"):
         plots.needle(table)
+
+
+def test_answers_of_a_live_run_are_drawn_too():
+    """The same grid of another metric; any other is refused."""
+    table = made().with_columns(metric=pl.lit("answer_right"))
+
+    figure = plots.needle(table, ["answer_right"])
+
+    assert {text.get_text() for text in figure.axes[0].texts}
+    assert "Right answers (%)" in "".join(text.get_text() for text in figure.texts)
+    with pytest.raises(PolicyError, match="no needle_recall by length and depth"):
+        plots.needle(table)
+    with pytest.raises(PolicyError, match="expected one of needle_recall, answer_right"):
+        plots.needle(table, ["wipeout"])
