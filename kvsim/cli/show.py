@@ -35,6 +35,12 @@ _COLUMNS = {
     "missing_mass": ("missing\nmass", ".1%"),
     "error_distance": ("error\ndistance", ".2f"),
     "regret": ("regret", "+.1%"),
+    "response_kl": ("KL\n(nats)", ".3f"),
+    "nll_increase": ("NLL\nincrease", "+.3f"),
+    "top_agreement": ("same\ntop", ".1%"),
+    "answer_right": ("answer\nright", ".0%"),
+    "answer_kept": ("answer\nkept", ".0%"),
+    "peak_share": ("peak\nbytes", ".0%"),
     "exact": ("exact", ".0%"),
 }
 #: Columns of a summary that identify the cell of a row.
@@ -125,6 +131,7 @@ def echo_results(
     import polars as pl
 
     free = set(unbounded)
+    shown = [name for name in summary.columns if name not in _KEYS and summary[name].count()]
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
     rows = []
     for row in summary.filter(~repeated).to_dicts():
@@ -136,7 +143,7 @@ def echo_results(
             "budget": budget_text(row["budget"], row["share"]) if bounded else "-",
             "evicts after": after if bounded else "never",
         }
-        for name in (name for name in row if name not in _KEYS):
+        for name in shown:
             header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
             line[header] = number(row[name], form)
         rows.append(line | more(row))
