@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves = [calibration(each) for each in measured]
     text = page(measured, curves, image.relative_to(given.out.parent).as_posix())
     given.out.write_text(text, "utf-8")
-    own = given.out.resolve().parent == ROOT / "docs"
-    write_calibrations(CALIBRATIONS if own else given.out.with_suffix(".json"), curves)
+    committed = given.out.resolve().parent == ROOT / "docs"
+    write_calibrations(CALIBRATIONS if committed else given.out.with_suffix(".json"), curves)
     print(f"{given.out} written after {time.perf_counter() - start:.0f} s")
 
 

@@ -175,7 +175,7 @@ def _prediction(measured: Sequence[Loops], curves: Sequence[Calibration]) -> str
         "| fitted on | tested on | values | covered | lowest | cells covered | typical factor |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    found = {}
+    covered = {}
     for of in measured:
         points = of.points().with_columns(fold=pl.col("trace").rank("dense") % FOLDS)
         for title, by in (
@@ -184,14 +184,14 @@ def _prediction(measured: Sequence[Loops], curves: Sequence[Calibration]) -> str
             ("other prompts and policies", ["fold", "policy"]),
             ("other budgets", ["asked"]),
         ):
-            result = found[of.study.prompts.model, title] = coverage(points, *by)
+            result = covered[of.study.prompts.model, title] = coverage(points, *by)
             lines.append(_coverage_row(_name(of), f"{_name(of)}, {title}", result))
     for metric in ("layer_error", "layer_error_relative"):
         for of, other in _pairs(measured):
             curve = fit(of.points(metric))
             result = summary(judged(curve, other.points(metric)), "policy")
             lines.append(_coverage_row(f"{_name(of)}, `{metric}`", _name(other), result))
-    unseen = [found[of.study.prompts.model, "other prompts and policies"] for of in measured]
+    unseen = [covered[of.study.prompts.model, "other prompts and policies"] for of in measured]
     reached = all(each.covered >= COVERED for each in unseen)
     shares = " and ".join(
         f"{each.covered:.1%} on {_name(of)}" for each, of in zip(unseen, measured, strict=True)

@@ -250,11 +250,11 @@ def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
     Those of Jeffreys (Brown, Cai and DasGupta 2001, Stat. Sci. 16:101), of as many draws as the
     group has prompts, for values of one prompt are alike.
     """
-    known = of.drop_nulls("lost").sort("error")
-    if known["trace"].n_unique() < PROMPTS:
+    judged = of.drop_nulls("lost").sort("error")
+    if judged["trace"].n_unique() < PROMPTS:
         return
-    for places in np.array_split(np.arange(known.height), RISKS):
-        group = known[places]
+    for places in np.array_split(np.arange(judged.height), RISKS):
+        group = judged[places]
         share, n = float(group["lost"].to_numpy().mean()), group["trace"].n_unique()
         shape = share * n + 0.5, (1 - share) * n + 0.5
         low, high = (float(beta.ppf(end, *shape)) for end in (0.025, 0.975))

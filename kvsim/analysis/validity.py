@@ -200,8 +200,8 @@ def _correlation(x: Floats, y: Floats, sign: int) -> dict[str, float | int | Non
     resampled = resampled[~np.isnan(resampled)]
     if n > 1 and len(resampled):
         numbers["between_low"], numbers["between_high"] = np.quantile(resampled, [0.025, 0.975])
-    known = {name: None if np.isnan(x) else float(x) for name, x in numbers.items()}
-    return known | {"cells": x.shape[1], "prompts": n, "varied": within.n}
+    filled = {name: None if np.isnan(x) else float(x) for name, x in numbers.items()}
+    return filled | {"cells": x.shape[1], "prompts": n, "varied": within.n}
 
 
 def _means(values: Floats, drawn: Floats | Ints | None = None) -> Floats:

@@ -181,7 +181,7 @@ class ClosedLoop:
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
         forced = Forced(
             **_compared(logits, expected, response),
-            residual_error=_moved_streams(rows, full_inputs, n_rows),
+            stream_error=_moved_streams(rows, full_inputs, n_rows),
             output=self._moved_outputs(rows, full_outputs, decoding.layers),
         )
         return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
@@ -228,11 +228,8 @@ class ClosedLoop:
                     break
                 logits = decoding.feed(tokens[-1:])[-1]
             seconds = time.perf_counter() - start
-        ended = "eos" if tokens and tokens[-1] in stop else "length"
         generated = Generated(
             tokens=tuple(tokens),
-            text=self._text(tokens),
-            ended=ended,
             right=self._right(tokens),
             answered=self._answered(tokens),
             full_right=(self.trace.meta.get("answer_check") or {}).get("right"),

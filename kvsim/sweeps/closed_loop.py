@@ -54,8 +54,7 @@ def live(
     made of the model: the cache is compressed, and memory freed. The recorded response is fed to
     the model (teacher-forced), so that records and values stand beside those of `sweep`; with
     max_new_tokens the model also writes a response of its own to each prompt, which is compared
-    with the right answer. Values have fidelity `closed`; records too, unless one layer alone
-    evicts, whose replay they equal.
+    with the right answer. Values have fidelity `closed`.
 
     model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes. layers: those
     that evict, by number; all that see the whole text by default. temperature, seed: of the tokens
@@ -83,6 +82,7 @@ def live(
         model, tokenizer = load_model(model)
     for trace in traces:
         check_recorded(trace, model)
+    running = RunningModel(model)
     parameters: dict[str, Any] = {
         "loop": "closed",
         "policies": {policy.name: policy.params for policy in policies},
@@ -97,11 +97,10 @@ def live(
         "metrics": None if metrics is None else list(metrics),
         "events": events,
         "memory": None,
-        "device": "cpu",
+        "device": str(running.device),
         "regret": False,
     }
     writing = Writing(new_tokens, temperature, seed) if new_tokens else None
-    running = RunningModel(model)
     report = progress or (lambda *_: None)
 
     def work(parts: Parts | None = None) -> Run:

@@ -26,7 +26,7 @@ def outcome():
         full_nll=np.full(3, 0.5),
         kl=np.array([0.1, 0.2, 0.3]),
         agreement=np.array([1.0, 0.0, 1.0]),
-        residual_error=np.array([[0.0, 0.0, 0.0], [0.2, 0.3, 0.4]]),
+        stream_error=np.array([[0.0, 0.0, 0.0], [0.2, 0.3, 0.4]]),
         output=OutputError(
             np.full(shape, 0.25, np.float32),
             np.full(shape, np.nan, np.float32),
@@ -35,8 +35,6 @@ def outcome():
     )
     generated = Generated(
         tokens=(5, 6, 7, 8),
-        text="it is 42 .",
-        ended="eos",
         right=True,
         answered=2,
         full_right=True,

@@ -38,9 +38,9 @@ def _generated(value: Callable[[Generated], float | None]) -> Values:
 
 def _residual(subject: LiveSubject) -> Iterator[Cells]:
     forced = subject.outcome.forced
-    if forced is None or not forced.residual_error.shape[1]:
+    if forced is None or not forced.stream_error.shape[1]:
         return
-    for layer, rows in enumerate(forced.residual_error):
+    for layer, rows in enumerate(forced.stream_error):
         yield Cells(layer, np.array([rows.mean()]))
 
 

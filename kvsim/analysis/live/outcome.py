@@ -17,7 +17,7 @@ class Forced:
     Of R tokens of the response, each predicted by the row before it: nll, full_nll [R], their
     negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
     cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
-    residual_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
+    stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
     the prompt. output: the error of the attention output of the record's layers, all rows.
     """
 
@@ -25,7 +25,7 @@ class Forced:
     full_nll: Floats
     kl: Floats
     agreement: Floats
-    residual_error: Floats
+    stream_error: Floats
     output: OutputError
 
 
@@ -39,8 +39,6 @@ class Generated:
     """
 
     tokens: tuple[int, ...]
-    text: str | None
-    ended: str | None
     right: bool | None
     answered: int | None
     full_right: bool | None
