@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvsim.store import open_trace, save_trace
     from kvsim.store.labelled import to_xarray
     from kvsim.sweeps.closed_loop import live
+    from kvsim.sweeps.driver import sweep
     from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "replay",
     "sample_trace",
     "save_trace",
+    "sweep",
     "to_xarray",
 ]
 
@@ -69,6 +71,7 @@ _HOME = {
     "replay": "engine",
     "sample_trace": "tiny.sample",
     "save_trace": "store",
+    "sweep": "sweeps.driver",
     "to_xarray": "store.labelled",
 }
 

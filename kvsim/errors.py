@@ -12,6 +12,8 @@ KvsimError
 ├── TextError (ValueError)             a prompt on real text that cannot be written
 ├── GoldError (ValueError)             gold tokens that a prompt does not have
 ├── ScoreError (FloatingPointError)    a scorer returned NaN for a live entry
+├── ConfigError (ValueError)           a configuration of a sweep that cannot be read
+├── ClusterError (ConnectionError)     a cluster that cannot be reached, or whose versions differ
 ├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
 └── OutputError (FileExistsError)      an output path that exists or cannot be written
 """
@@ -70,6 +72,14 @@ class GoldError(KvsimError, ValueError):
 
 class ScoreError(KvsimError, FloatingPointError):
     """A scorer returned NaN for a live entry."""
+
+
+class ConfigError(KvsimError, ValueError):
+    """A configuration of a sweep with an unknown key, or a value of another kind."""
+
+
+class ClusterError(KvsimError, ConnectionError):
+    """A cluster cannot be reached, or its versions are other ones."""
 
 
 class MemoryLimitError(KvsimError, MemoryError):

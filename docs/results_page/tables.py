@@ -92,7 +92,7 @@ def _key(number: int, plan: Plan, calibration: Path) -> str:
     ]
     prompt = samples(plan)[number]
     decides = [
-        plan,
+        replace(plan, prompts=0, lengths=()),
         prompt,
         kvsim.__version__,
         _METRICS,

@@ -40,10 +40,10 @@ def weights(plan: Plan) -> str:
 def labels(plan: Plan, number: int) -> dict[str, Any]:
     """Labels of a prompt, the groups of a table; number 0 is the prompt for calibration."""
     if plan.lengths:
+        if not number:
+            return {"length": max(plan.lengths), "task": "text"}
         at = number - 1
-        turn = len(plan.lengths)
-        task = REAL[at // turn % len(REAL)] if number else "text"
-        return {"length": plan.lengths[at % turn], "task": task}
+        return {"length": plan.lengths[at % len(plan.lengths)], "task": REAL[at % len(REAL)]}
     domains = list(DOMAINS)
     return {"domain": domains[number % len(domains)], "task": VERBS[number % len(VERBS)]}
 

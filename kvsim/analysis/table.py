@@ -254,12 +254,20 @@ def subjects_of(
 
 
 #: The columns about a record, null for what belongs to the trace.
-_OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
+OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 #: The columns in which the rows of a block differ.
 _OF_ROW = ("value", "chance", "head", "qhead", "event")
 
 #: The columns that rows share, and those `_OF_ROW`, arrays [n]; -1 where a row has no such index.
 Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
+
+
+def columns_of(record: Record) -> dict[str, Any]:
+    """The columns of a Table that say which record of a trace a row is about."""
+    params = dict(record.params)
+    if record.compress != "prompt":  # another result, as with another parameter
+        params["compress"] = record.compress
+    return {name: getattr(record, name) for name in OF_RECORD} | {"params": json.dumps(params)}
 
 
 def blocks_of(
@@ -270,11 +278,7 @@ def blocks_of(
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
-        shared |= {column: getattr(record, column) for column in _OF_RECORD}
-        params = dict(record.params)
-        if record.compress != "prompt":  # another result, as with another parameter
-            params["compress"] = record.compress
-        shared["params"] = json.dumps(params)
+        shared |= columns_of(record)
     # an entry of kind "trace" reads an Analysis, "live" a LiveSubject, the others a Subject
     compute = cast("Callable[[Analysis | Subject | LiveSubject], Iterable[Cells]]", entry.cells)
     blocks: list[Block] = []

@@ -5,7 +5,8 @@
 
 Commands import what they need when they run, so that `--help` loads none of the large libraries.
 Results go to standard output, everything else to standard error. Exit status: 0 done, 1 an
-unexpected error or some cells of a sweep failed, 2 bad input, 130 interrupted.
+unexpected error or some cells of a sweep failed, 2 bad input, 3 a cluster that cannot be reached,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from kvsim.cli import (
     recording,
     replaying,
     reporting,
+    sweeping,
     tracing,
     validating,
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
-from kvsim.errors import KvsimError
+from kvsim.errors import ClusterError, KvsimError
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -60,6 +62,7 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "verify": inspecting.verify,
     "traces": inspecting.traces,
     "replay": replaying.replay,
+    "sweep": sweeping.sweep,
     "live": living.live,
     "fidelity": validating.fidelity,
     "predict": predicting.predict,
@@ -116,7 +119,7 @@ def _status(argv: list[str]) -> int:
         return _end(str(stop), stop.status)
     except (KvsimError, _UsageError) as error:
         message = str(error) if isinstance(error, KvsimError) else _usage(error)
-        return _end(f"error: {one_line(message)}", 2)
+        return _end(f"error: {one_line(message)}", 3 if isinstance(error, ClusterError) else 2)
     except (KeyboardInterrupt, typer.Abort):
         done = 130
     except OSError as error:

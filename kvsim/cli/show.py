@@ -134,12 +134,13 @@ def echo_results(
     shown = [name for name in summary.columns if name not in _KEYS and summary[name].count()]
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
     rows = []
+    settings = _settings(summary)
     for row in summary.filter(~repeated).to_dicts():
         bounded = row["policy"] not in free
         compress = json.loads(row["params"]).get("compress", "prompt")
         after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
         line = {
-            "policy": row["policy"],
+            "policy": f"{row['policy']} {settings[row['policy'], row['params']]}".rstrip(),
             "budget": budget_text(row["budget"], row["share"]) if bounded else "-",
             "evicts after": after if bounded else "never",
         }
@@ -154,6 +155,22 @@ def echo_results(
         for row in rows:
             del row["evicts after"]
     echo_table(list(rows[0]), [list(row.values()) for row in rows], right=right)
+
+
+def _settings(summary: pl.DataFrame) -> dict[tuple[str, str], str]:
+    """For each policy and its parameters, those in which the policies of one name differ."""
+    of_name: dict[str, list[str]] = {}
+    for name, params in summary.select("policy", "params").unique(maintain_order=True).rows():
+        of_name.setdefault(name, []).append(params)
+    out: dict[tuple[str, str], str] = {}
+    for name, several in of_name.items():
+        read = [json.loads(params) for params in several]
+        keys = dict.fromkeys(key for each in read for key in each)
+        differ = [key for key in keys if len({json.dumps(each.get(key)) for each in read}) > 1]
+        for params, each in zip(several, read, strict=True):
+            told = (f"{key.replace('scorer__', 'scorer.')}={each.get(key)}" for key in differ)
+            out[name, params] = " ".join(told) if len(several) > 1 else ""
+    return out
 
 
 def budget_text(budget: int, share: str | None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvsim.errors import KvsimError, PolicyError, suggest
-from kvsim.schema import is_url
+from kvsim.schema import is_url, size_in_bytes
 from kvsim.tiny.sample import SAMPLES, sample_trace
 
 if TYPE_CHECKING:
@@ -193,17 +193,12 @@ def parse_set(text: str) -> tuple[str, Value]:
     return key, value
 
 
-_UNITS = {"": 1, **{f"{p}B": 1000**n for n, p in enumerate(("", "K", "M", "G", "T"))}}
-_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate(("K", "M", "G", "T"), start=1)}
-
-
 def parse_memory(text: str) -> int:
     """Parse a size: 500MB, 2GB, 1GiB, or a number of bytes."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = None if size is None else _UNITS.get(size[2].upper())
-    if size is None or unit is None or not float(size[1]):
+    size = size_in_bytes(text)
+    if size is None:
         raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
-    return int(float(size[1]) * unit)
+    return size
 
 
 def quiet_transformers() -> None:

@@ -44,17 +44,61 @@ class Memory:
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
         array = self.arrays[name]
-        if _version(array) != self._versions[name]:
-            raise TraceError(
-                f"{name} was changed in place after the trace was built, expected the arrays that "
-                "it was built from; build it again"
-            )
-        if AXES[name][0] != "layer":
-            return array[pos]
-        if "pos" not in AXES[name]:
-            return array[layers]
-        axis = AXES[name].index("pos")
-        return array[(layers, *[_ALL] * (axis - 1), pos)]
+        _check_unwritten(name, array, self._versions[name])
+        return _part(name, array, layers, pos)
+
+
+class Loaded:
+    """Another source of which some layers are read once and held in memory; `read` returns views.
+
+    Args:
+        base: the other source.
+        layers: the layers that are held, each array as soon as it is read; others are read anew,
+            and so is attention with an axis for rows, which is much larger.
+        dtype: the dtype in which they are held.
+
+    Raises TraceError as `Memory` does.
+    """
+
+    def __init__(self, base: Source, layers: slice, dtype: torch.dtype) -> None:
+        self.base, self.shapes, self.positions = base, base.shapes, base.positions
+        self._layers = range(*layers.indices(base.shapes["q"][0]))
+        self._dtype = dtype
+        self._arrays: dict[str, tuple[Tensor, int]] = {}
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array."""
+        wanted = range(*layers.indices(self.shapes["q"][0]))
+        held = self._layers
+        inside = wanted and held and held[0] <= wanted[0] and wanted[-1] <= held[-1]
+        if AXES[name][0] != "layer" or "row" in AXES[name] or not inside:
+            return self.base.read(name, layers, pos)
+        if name not in self._arrays:
+            with torch.inference_mode(mode=False):  # so that it has a version
+                array = self.base.read(name, slice(held.start, held.stop), _ALL).to(self._dtype)
+            self._arrays[name] = array, _version(array)
+        array, version = self._arrays[name]
+        _check_unwritten(name, array, version)
+        return _part(name, array, slice(wanted[0] - held[0], wanted[-1] + 1 - held[0]), pos)
+
+
+def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:
+    """A view of part of an array; `layers` or `pos` is ignored without such an axis."""
+    if AXES[name][0] != "layer":
+        return array[pos]
+    if "pos" not in AXES[name]:
+        return array[layers]
+    axis = AXES[name].index("pos")
+    return array[(layers, *[_ALL] * (axis - 1), pos)]
+
+
+def _check_unwritten(name: str, array: Tensor, version: int) -> None:
+    """Raise TraceError for an array that was written to since it had this version."""
+    if _version(array) != version:
+        raise TraceError(
+            f"{name} was changed in place after the trace was built, expected the arrays that "
+            "it was built from; build it again"
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -35,7 +35,7 @@ from kvsim.core.digest import array_digest
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.parameters import integer
-from kvsim.core.sources import Memory, PerQueryHead, SelectedRows, Source
+from kvsim.core.sources import Loaded, Memory, PerQueryHead, SelectedRows, Source
 from kvsim.errors import NeedsError, PositionError, TraceError
 
 if TYPE_CHECKING:
@@ -219,6 +219,24 @@ class Trace:
             path=self.path,
             base=self,
         )
+
+    def loaded(self, layers: slice = _ALL) -> Trace:
+        """Return the trace with some layers held in memory, each array as soon as it is read.
+
+        For whoever reads them many times: what is stored is read and converted once, and what is
+        computed of full attention is kept.
+        """
+        source = Loaded(self.source, layers, self.dtype)
+        same = Trace(
+            source,
+            self.header,
+            dtype=self.dtype,
+            token_text=self.token_text,
+            digest=self.digest,
+            path=self.path,
+        )
+        same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
+        return same
 
     def only(self, prompt_rows: Tensor) -> Trace:
         """Return the trace of layers to which only some rows of the prompt are propagated.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.table import COLUMNS, available, in_order, measure
+from kvsim.analysis.table import (
+    COLUMNS,
+    OF_RECORD,
+    available,
+    columns_of,
+    in_order,
+    measure,
+)
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -32,13 +39,19 @@ TOGETHER = 32
 
 
 class Cell(NamedTuple):
-    """A policy at a budget on a trace; share: the budget as a share, if it was given as one."""
+    """A policy at a budget on a trace, and the schedule of its events.
+
+    share: the budget as a share, if it was given as one. layers: those that are replayed, all if
+    None.
+    """
 
     number: int
     trace: Trace
     policy: Policy
     budget: int
     share: str | None
+    schedule: Schedule
+    layers: tuple[int, ...] | None = None
 
 
 class Cells:
@@ -63,7 +76,7 @@ class Cells:
         self._failures: list[Failure] = []
         self._unmeasurable: set[int] = set()
         self._interrupted = False
-        self._release(self._measured)
+        self._release(self.measured)
 
     @property
     def _together(self) -> int:
@@ -71,8 +84,13 @@ class Cells:
         return TOGETHER
 
     @property
-    def _measured(self) -> set[int]:
+    def measured(self) -> set[int]:
+        """Numbers of the cells that are measured."""
         return {number for rows in self._rows for number in rows.cells}
+
+    def record(self, number: int) -> Record:
+        """The record of a cell that is measured."""
+        return self._replayed[number].record
 
     def run(self) -> Run:
         """Compute what is not done yet."""
@@ -83,7 +101,7 @@ class Cells:
                 self._interrupted = True
             if self._interrupted:
                 break
-        done = self._measured | self._unmeasurable
+        done = self.measured | self._unmeasurable
         return Run(
             tuple(self._replayed[number].record for number in sorted(done)),
             self._table(),
@@ -97,7 +115,7 @@ class Cells:
         """Replay the cells of a trace and measure them."""
         bound = functools.cache(functools.partial(replay, cells[0].trace, **self._limits))
         together = len(cells) if self._parts is None else self._together
-        measured = self._measured
+        measured = self.measured
         missing = [cell for cell in cells if cell.number not in measured]
         pending: list[Cell] = []
         try:
@@ -120,32 +138,34 @@ class Cells:
         self._measure([cell for cell in replayed if cell.number not in self._whole], store=False)
         self._release({cell.number for cell in cells} & set(self._replayed))
 
-    def _replay(self, cell: Cell, bound: Callable[[Policy, int], Record]) -> None:
+    def _replay(self, cell: Cell, bound: Callable[..., Record]) -> None:
         """Replay a cell, and the oracle on the same terms; `bound` replays equal oracles once."""
         policy, budget = cell.policy, cell.budget
-        terms = {
-            name: self._parameters[name] for name in ("interval", "prefill", "compress")
-        } | self._limits
         internals = self._notes & policy.allocator.notes
         try:
-            record = replace(self._record(cell, internals, terms), share=cell.share)
+            record = replace(self._record(cell, internals), share=cell.share)
             self._replayed[cell.number] = Replayed(record, None)
             if self._parameters["regret"] and policy.bounded:
-                oracle = bound(_oracle(policy, record), budget)
+                oracle = bound(_oracle(policy, record), budget, layers=cell.layers)
                 self._replayed[cell.number] = Replayed(record, oracle)
         except KvsimError as error:
-            self._failures.append(Failure(cell.trace.name, policy.name, budget, str(error)))
+            self._failures.append(failure(cell, str(error)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
-            where = cell.trace.name, policy.name, budget
-            self._failures.append(Failure(*where, _unexpected(error), unexpected=True))
+            self._failures.append(failure(cell, _unexpected(error), unexpected=True))
         else:
             self._whole.add(cell.number)
             if self._parts is not None:
                 self._parts.add_cell(cell.number, self._replayed[cell.number])
 
-    def _record(self, cell: Cell, internals: frozenset[str], terms: Mapping[str, Any]) -> Record:
+    def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
         """What the cache of a cell would have kept."""
-        return replay(cell.trace, cell.policy, cell.budget, internals=internals, **terms)
+        options: dict[str, Any] = {**vars(cell.schedule), **self._limits}
+        return replay(
+            *(cell.trace, cell.policy, cell.budget),
+            layers=cell.layers,
+            internals=internals,
+            **options,
+        )
 
     def _values(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
         """The values of cells of a trace."""
@@ -168,10 +188,7 @@ class Cells:
             table = self._values(cells, names)
         except KvsimError as error:
             if len(cells) == 1:
-                failed = Failure(
-                    trace.name, cells[0].policy.name, cells[0].budget, f"measuring: {error}"
-                )
-                self._failures.append(failed)
+                self._failures.append(failure(cells[0], f"measuring: {error}"))
                 self._unmeasurable.add(number)
             else:
                 for cell in cells:  # whichever can be measured
@@ -192,28 +209,42 @@ class Cells:
             self._replayed[number] = Replayed(replace(record, internals=()), None)
 
     def _table(self) -> pl.DataFrame:
-        """Return the rows of all cells, in the order of cells and metrics.
+        """Return the rows of all cells, in the order of cells and metrics."""
+        records = (self.record(number) for number in sorted(self.measured))
+        cells = [(record.trace, columns_of(record)) for record in records]
+        return in_cell_order([rows.table for rows in self._rows], cells, self._metrics)
 
-        Rows of the trace alone stand with its first cell, whatever was measured first.
-        """
-        table = in_order(rows.table for rows in self._rows)
-        measured = self._measured
-        keys = [
-            (cell.trace.name, *names, cell.number)
-            for cell in self._cells
-            if cell.number in measured
-            for names in ((None, None, None), (cell.policy.name, cell.budget, cell.share))
-        ]
-        on = ["trace", "policy", "budget", "share"]
-        schema = {name: COLUMNS[name] for name in on} | {"cell": pl.Int64}
-        order = pl.DataFrame(keys, schema, orient="row").unique(on, keep="first")
-        place = {name: number for number, name in enumerate(self._metrics)}
-        return (
-            table.join(order, on=on, how="left", nulls_equal=True, maintain_order="left")
-            .with_columns(place=pl.col("metric").replace_strict(place, return_dtype=pl.Int64))
-            .sort("cell", "place", maintain_order=True)
-            .select(table.columns)
+
+def in_cell_order(
+    tables: Sequence[pl.DataFrame],
+    cells: Iterable[tuple[str, Mapping[str, Any]]],
+    metrics: Iterable[str],
+) -> pl.DataFrame:
+    """Return the rows of some cells in the order of cells, metrics and layers.
+
+    cells: the trace of each, and its columns (`OF_RECORD`). Rows of a trace alone stand before
+    those of its first cell, whatever was measured first.
+    """
+    table = in_order(tables)
+    keys = [
+        {"trace": trace, "cell": number, **columns}
+        for number, (trace, of_record) in enumerate(cells)
+        for columns in ({}, of_record)
+    ]
+    on = ["trace", *OF_RECORD]
+    schema = {name: COLUMNS[name] for name in on} | {"cell": pl.Int64}
+    order = pl.DataFrame(keys, schema).unique(on, keep="first")
+    place = {name: number for number, name in enumerate(metrics)}
+    of_trace = pl.col("policy").is_null()  # in the order in which its metrics give them
+    return (
+        table.join(order, on=on, how="inner", nulls_equal=True, maintain_order="left")
+        .with_columns(
+            place=pl.col("metric").replace_strict(place, return_dtype=pl.Int64),
+            depth=pl.when(of_trace).then(-1).otherwise(pl.col("layer").fill_null(-1)),
         )
+        .sort("cell", "place", "depth", maintain_order=True)
+        .select(table.columns)
+    )
 
 
 def _oracle(policy: Policy, record: Record) -> Policy:
@@ -225,6 +256,12 @@ def _oracle(policy: Policy, record: Record) -> Policy:
         protect=policy.protection(record.budget),
         per_query_head=policy.per_query_head,
     )
+
+
+def failure(cell: Cell, error: str, *, unexpected: bool = False) -> Failure:
+    """Return the failure of a cell."""
+    where = cell.trace.name, cell.policy.name, cell.budget
+    return Failure(*where, error, unexpected=unexpected, cell=cell.number)
 
 
 def _unexpected(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -73,11 +73,10 @@ def live(
     if new_tokens is None or new_tokens < 0:
         raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
     chosen = choose_live(metrics)
-    cells = cells_of(traces, policies, budgets)
+    cells = cells_of(traces, policies, budgets, [(interval, prefill, compress)])
     for cell in cells:
         check_live(cell.policy)
-        terms = cell.policy.schedule.override(interval, prefill, compress)
-        check_cell(cell.trace, cell.policy, cell.budget, None, terms)
+        check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)
     if isinstance(model, str | Path):
         model, tokenizer = load_model(model)
     for trace in traces:
@@ -154,10 +153,8 @@ class _LiveCells(Cells):
         """One: outcomes are not stored, only what is measured of them."""
         return 1
 
-    def _record(self, cell: Cell, internals: frozenset[str], terms: Mapping[str, Any]) -> Record:
-        names = ("interval", "prefill", "compress")
-        schedule = cell.policy.schedule.override(*(terms[name] for name in names))
-        record, self._outcomes[cell.number] = self._loops.run(cell, schedule)
+    def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
+        record, self._outcomes[cell.number] = self._loops.run(cell, cell.schedule)
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
 
@@ -165,7 +162,7 @@ class _LiveCells(Cells):
         subjects = []
         for cell in cells:
             if cell.number not in self._outcomes:  # a kill came between its record and its values
-                self._record(cell, frozenset(), self._parameters)
+                self._record(cell, frozenset())
             record = self._replayed[cell.number].record
             subjects.append(LiveSubject(cell.trace, record, self._outcomes.pop(cell.number)))
         return measure_live(subjects, names, events=self._parameters["events"])

@@ -41,8 +41,9 @@ class Saved:
 def write_run(
     folder: Path, description: Mapping[str, Any], records: Sequence[Record], table: pl.DataFrame
 ) -> None:
-    """Write the files of a run into a folder that has none of them."""
-    write_records(folder / RECORDS, records)
+    """Write the files of a run into a folder that has none of them; without records, no file."""
+    if records:
+        write_records(folder / RECORDS, records)
     (folder / RESULTS).write_bytes(encode_table(table))  # the errors of a full disk are Python's
     bind(folder, description)
 
@@ -50,7 +51,8 @@ def write_run(
 def bind(folder: Path, description: Mapping[str, Any]) -> None:
     """Write `run.json` with the digests of the other files; older digests are replaced."""
     content = {name: x for name, x in description.items() if name not in ("digest", "files")}
-    files = digests(folder, RESULTS, f"{RECORDS}/zarr.json")
+    names = [name for name in (RESULTS, f"{RECORDS}/zarr.json") if (folder / name).exists()]
+    files = digests(folder, *names)
     text = json.dumps(sealed({**content, "files": files}), indent=2)
     (folder / RUN).write_bytes(text.encode("ascii") + b"\n")
 

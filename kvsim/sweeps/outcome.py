@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvsim.sweeps.parts import check_output
 class Failure:
     """A cell of a sweep that went wrong; the others are kept.
 
-    unexpected: no error of kvsim, but one of a policy's own code.
+    unexpected: no error of kvsim, but one of a policy's own code. cell: its number in the sweep.
     """
 
     trace: str
@@ -31,6 +32,7 @@ class Failure:
     budget: int
     error: str
     unexpected: bool = False
+    cell: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Run:
     """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
 
     interrupted: Ctrl-C ended the sweep; records and Table hold what was measured until then.
-    unmeasured: cells that were replayed by then and are not among the records.
+    unmeasured: cells that were replayed by then and are not among the records. digests, notes: of
+    each trace, and remarks, where records are not kept.
     """
 
     records: tuple[Record, ...]
@@ -47,12 +50,14 @@ class Run:
     parameters: dict[str, Any]
     interrupted: bool = False
     unmeasured: int = 0
+    digests: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def remarks(self) -> list[str]:
         """Remarks on the results, each once."""
         layers = uneven({record.trace: record.layers for record in self.records})
-        remarks = (*(record.remark for record in self.records), layers)
+        remarks = (*(record.remark for record in self.records), *self.notes, layers)
         return list(dict.fromkeys(filter(None, remarks)))
 
     def save(self, out: str | Path) -> Path:
@@ -73,14 +78,21 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """Parameters, traces with their digests, versions and failures, ready for JSON."""
-        traces = {record.trace: record.digest for record in self.records}
+        traces = {record.trace: record.digest for record in self.records} | dict(self.digests)
         return {
             **self.parameters,
             "traces": traces,
             "failures": [vars(failure) for failure in self.failures],
             "remarks": self.remarks,
             "interrupted": self.interrupted,
-            "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
-            | {"python": platform.python_version()},
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            **provenance(),
         }
+
+
+def provenance() -> dict[str, Any]:
+    """Versions of what computes, and the time, ready for JSON."""
+    return {
+        "versions": {name: version(name) for name in ("kvsim", "torch", "zarr", "polars")}
+        | {"python": platform.python_version()},
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

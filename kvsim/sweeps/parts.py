@@ -90,7 +90,7 @@ def plan(
     return {
         **parameters,
         "schedules": schedules,
-        "code": {name: code for policy in policies for name, code in _code(policy)},
+        "code": {name: code for policy in policies for name, code in code_of(policy)},
         "traces": {trace.name: trace.digest for trace in traces},
         "versions": {name: version(name) for name in ("kvsim", "torch")},
     }
@@ -114,7 +114,7 @@ def is_complete(folder: Path) -> bool:
     return (folder / RUN).is_file() and not (folder / SWEEP).exists()
 
 
-def _code(piece: object) -> Iterator[tuple[str, str]]:
+def code_of(piece: object) -> Iterator[tuple[str, str]]:
     """Yield the modules of a policy's pieces that kvsim has not, with the SHA-256 of each."""
     name = type(piece).__module__
     path = getattr(sys.modules.get(name), "__file__", None)
@@ -123,7 +123,7 @@ def _code(piece: object) -> Iterator[tuple[str, str]]:
     if name.partition(".")[0] != "kvsim" and path is not None:
         yield name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
     for each in fields(piece):
-        yield from _code(getattr(piece, each.name))
+        yield from code_of(getattr(piece, each.name))
 
 
 def _exists(path: Path) -> str:
@@ -223,7 +223,7 @@ class Parts:
         """Store a replayed cell."""
         arrays: Arrays = {}
         documents = [
-            None if record is None else _packed(record, f"{place}/", arrays)
+            None if record is None else packed(record, f"{place}/", arrays)
             for place, record in enumerate(replayed)
         ]
         self._put(f"cell-{cell:06}.part", documents, arrays)
@@ -239,7 +239,7 @@ class Parts:
 
         def build(documents: Sequence[dict[str, Any] | None], arrays: Arrays) -> Replayed | None:
             record, oracle = (
-                None if document is None else _unpacked(document, f"{place}/", arrays)
+                None if document is None else unpacked(document, f"{place}/", arrays)
                 for place, document in enumerate(documents)
             )
             return None if record is None else Replayed(record, oracle)
@@ -276,7 +276,7 @@ class Parts:
                 checksum, body = data[:32], data[32:]
                 if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
                     continue
-                arrays = _arrays(body[32:])
+                arrays = arrays_of(body[32:])
                 content = build(json.loads(arrays.pop("meta").tobytes()), arrays)
             except (OutputError, *_DAMAGED):
                 continue
@@ -324,7 +324,7 @@ class Parts:
             ) from error
 
 
-def _arrays(data: bytes) -> Arrays:
+def arrays_of(data: bytes) -> Arrays:
     """Return the arrays of a part. Raises one of `_DAMAGED` for what `_put` does not write."""
     with zipfile.ZipFile(io.BytesIO(data)) as members:
         if sum(member.file_size for member in members.infolist()) > _LARGEST:
@@ -340,7 +340,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
+def packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
     """Return the JSON form of a record and its decisions; put their arrays into `arrays`."""
     arrays[f"{prefix}evicted_at"] = record.evicted_at
     plans = []
@@ -353,8 +353,8 @@ def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
     return record_document(record) | {"internals": plans}
 
 
-def _unpacked(document: dict[str, Any], prefix: str, arrays: Arrays) -> Record:
-    """Return the record that `_packed` stored."""
+def unpacked(document: dict[str, Any], prefix: str, arrays: Arrays) -> Record:
+    """Return the record that `packed` stored."""
     plans = []
     for number, plan in enumerate(document.pop("internals")):
         place = f"{prefix}{number}/"

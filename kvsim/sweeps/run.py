@@ -107,10 +107,9 @@ def sweep(
     if metrics is not None:
         for trace in traces:
             check_arrays(trace, chosen)
-    cells = cells_of(traces, policies, budgets)
+    cells = cells_of(traces, policies, budgets, [(interval, prefill, compress)])
     for cell in cells:
-        terms = cell.policy.schedule.override(interval, prefill, compress)
-        check_cell(cell.trace, cell.policy, cell.budget, memory, terms)
+        check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
     parameters: dict[str, Any] = {
         "policies": {policy.name: policy.params for policy in policies},
         "budgets": [str(budget) for budget in budgets],
@@ -147,16 +146,25 @@ def finished(folder: Path, parameters: dict[str, Any]) -> Run:
     return Run(tuple(read_records(folder / RECORDS)), saved.table, (), parameters)
 
 
+#: What replaces the schedules of policies: interval, prefill and compress, each None where a
+#: policy's own stays.
+Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None]
+
+
 def cells_of(
-    traces: Sequence[Trace], policies: Sequence[Policy], budgets: Sequence[int | str]
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    budgets: Sequence[int | str],
+    schedules: Sequence[Terms],
 ) -> list[Cell]:
-    """Return every cell, with its budget in entries."""
+    """Return every cell, with its budget in entries and its schedule."""
     cells: list[Cell] = []
-    for trace, policy, budget in itertools.product(traces, policies, budgets):
+    for trace, policy, budget, terms in itertools.product(traces, policies, budgets, schedules):
         size = str(budget).strip()
         share = size if size.endswith("%") else None
         entries = resolve_budget(budget, trace.n_pos)
-        cells.append(Cell(len(cells), trace, policy, entries, share))
+        schedule = policy.schedule.override(*terms)
+        cells.append(Cell(len(cells), trace, policy, entries, share, schedule))
     return cells
 
 

@@ -1,0 +1,404 @@
+"""`kvsim sweep`: a grid of policies, parameters, budgets and intervals over many traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.cli.values import OptionError, Stop
+from kvsim.schema import plural
+
+if TYPE_CHECKING:
+    from kvsim.sweeps.driver import Progress, Standing
+    from kvsim.sweeps.grid import Grid
+    from kvsim.sweeps.outcome import Run
+    from kvsim.sweeps.planning import Plan
+    from kvsim.sweeps.shards import Kept
+
+#: Most lines of the table that is printed; the others are in the results.
+_LINES = 60
+
+
+def sweep(
+    source: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml | TRACE...]",
+            help="A configuration, or recorded traces and the options below. Without either, what "
+            "the sweep in --out was begun with.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", callback=values.split, metavar="NAME[,NAME...]", help="Policies."),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budget", callback=values.split, metavar="N|P%[,...]", help="Entries, or shares."
+        ),
+    ] = None,
+    interval: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--interval",
+            callback=values.split,
+            metavar="N|own[,...]",
+            help="Rows between events; own: each policy's own schedule.  [default: own]",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="[POLICY.]KEY=VALUE[,VALUE...]",
+            help="Values of a parameter, each of which is tried: of one policy, or of all that "
+            "have it.",
+        ),
+    ] = None,
+    prefill: values.Prefill = None,
+    compress: values.Compress = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="RANGES", help="Layers of the traces, such as 0,4-7.  [default: all]"),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,NAME...]",
+            help="What to measure, as `kvsim metrics` lists it; default: the main metrics.",
+        ),
+    ] = None,
+    records: Annotated[
+        bool, typer.Option("--records", help="Keep what each cell would have kept, too.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of each process for a block of layers."),
+    ] = None,
+    device: values.Device = "cpu",
+    out: Annotated[
+        Path | None,
+        values.path_option(
+            "DIR",
+            "Folder for the results. The same command goes on with what is there; any number of "
+            "processes may work on one folder.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes here, with one thread each.  [default: chosen]"),
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Compute every N-th task, from the I-th on.")
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS|FILE.json", help="Compute on the workers of a dask cluster."),
+    ] = None,
+    slurm: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Submit N shards as jobs of Slurm.")
+    ] = None,
+    slurm_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="An option of submitit, such as slurm_partition=long."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what there is to do, and do nothing.")
+    ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Say how far the sweep in --out is.")
+    ] = False,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Write the results of what is done by now.")
+    ] = False,
+    as_json: values.Json = False,
+) -> None:
+    """Replay a grid of policies, parameters, budgets and intervals over traces, and compare.
+
+    Results go to --out as they are finished, one file per task. Whatever ends the command, the same
+    command goes on; nothing finished is computed again, and more policies or budgets add to it.
+    """
+    from kvsim.sweeps.driver import publish, work
+    from kvsim.sweeps.planning import Plan
+    from kvsim.sweeps.shards import Kept, Shards
+
+    given = {
+        "policies": policy,
+        "budgets": budget,
+        "intervals": interval,
+        "set": settings,
+        "prefill": prefill,
+        "compress": compress,
+        "layers": layers,
+        "metrics": metric,
+        "records": records or None,
+        "memory": memory,
+        "device": None if device == "cpu" else device,
+    }
+    _check(out, shard=shard, slurm=slurm, scheduler=scheduler, folder_only=status or collect)
+    part = None if shard is None else _shard(shard)
+    kept = Kept() if out is None else Shards(out)
+    grid = _grid(source or [], given, kept)
+    values.parse_device(grid.device)
+    plan = Plan.of(grid)
+    if status or dry_run:
+        kept.scan()
+        (_status if status else _dry_run)(plan, kept, as_json=as_json)
+        return
+    if collect and isinstance(kept, Shards):
+        kept.scan()
+        run = plan.run(kept)
+        publish(run, kept)
+        _show(run, plan, out, as_json=as_json)
+        return
+    if isinstance(kept, Shards):
+        kept.begin(plan.document())
+    if slurm is not None and out is not None:
+        _submit(out, slurm, slurm_set or [], as_json=as_json)
+        return
+    with _bar() as report:
+        done = work(plan, kept, jobs=jobs, shard=part, scheduler=scheduler, progress=report)
+    run = plan.run(kept, interrupted=not done)
+    if isinstance(kept, Shards) and part is None and done:
+        publish(run, kept)
+    _show(run, plan, out, shard=part, as_json=as_json)
+
+
+def _check(
+    out: Path | None,
+    *,
+    shard: str | None,
+    slurm: int | None,
+    scheduler: str | None,
+    folder_only: bool,
+) -> None:
+    """Raise OptionError for options that need a folder, or that exclude each other."""
+    if out is None and (shard or slurm or folder_only):
+        option = "--shard" if shard else "--slurm" if slurm else "--status and --collect"
+        raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
+    ways = {"--shard": shard, "--slurm": slurm, "--scheduler": scheduler}
+    chosen = [name for name, value in ways.items() if value is not None]
+    if len(chosen) > 1:
+        raise OptionError(f"{' and '.join(chosen)} exclude each other; give one of them")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, slash, count = text.partition("/")
+    if not slash or not number.isdecimal() or not count.isdecimal():
+        raise OptionError(f"--shard is {text!r}; expected I/N, such as 0/4")
+    return int(number), int(count)
+
+
+def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
+    """Return the grid of a configuration, of options, or of the folder."""
+    from kvsim.sweeps.grid import grid_of, read_grid
+    from kvsim.sweeps.shards import Shards
+
+    options = [name for name, value in given.items() if value is not None]
+    configured = len(source) == 1 and source[0].endswith((".yaml", ".yml"))
+    if configured or not source:
+        if options:
+            raise OptionError(
+                f"a configuration has its own {', '.join(options)}; change the file, or give traces"
+            )
+        if configured:
+            return read_grid(source[0])
+        if isinstance(kept, Shards):
+            return kept.grid()
+        raise OptionError("nothing to sweep; give CONFIG.yaml, or traces, --policy and --budget")
+    for name in ("policies", "budgets"):
+        if not given[name]:
+            option = {"policies": "--policy", "budgets": "--budget"}[name]
+            raise OptionError(f"{option} is missing; give one, or several between commas")
+    numbers = None if given["layers"] is None else values.parse_layers(given["layers"])
+    document = {name: value for name, value in given.items() if value is not None}
+    document |= {"layers": numbers, "traces": [str(values.locate(path)) for path in source]}
+    document["policies"] = _policies(given["policies"], document.pop("set", None) or [])
+    document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ["own"]]
+    return grid_of(document, Path(), where="the options")
+
+
+def _policies(names: Sequence[str], settings: Sequence[str]) -> list[dict[str, Any]]:
+    """Return policies with their settings. Raises OptionError for a setting that goes nowhere."""
+    from kvsim.policies import has_parameter
+
+    out: list[dict[str, Any]] = [{name: {}} for name in names]
+    for text in settings:
+        key, equals, value = text.partition("=")
+        owner = next((name for name in names if key.startswith(f"{name}.")), None)
+        bare = key if owner is None else key[len(owner) + 1 :]
+        read = [values.parse_set(f"{bare}={one}") for one in value.split(",")] if equals else []
+        if not read:
+            raise OptionError(f"--set is {text!r}; expected KEY=VALUE, such as ams.window=16,32")
+        spelt = read[0][0]
+        takes = [
+            name
+            for name in names
+            if owner in (None, name) and (":" in name or has_parameter(name, spelt))
+        ]
+        if not takes:
+            raise OptionError(f"--set {key}: none of {', '.join(names)} has this parameter")
+        for one in out:
+            (name,) = one
+            if name in takes:
+                one[name][spelt] = [each for _, each in read]
+    return out
+
+
+# ------------------------------------------------------------------------------------- the output
+
+
+@contextmanager
+def _bar() -> Iterator[Progress | None]:
+    """A bar of cells, traces, bytes, rate and time left, on a terminal only."""
+    import sys
+
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells, {task.fields[more]}"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, more="")
+
+        def report(now: Standing) -> None:
+            done, total = now.cells
+            seconds = bar.tasks[0].elapsed or 0.0
+            rate = f", {done / seconds:.1f}/s" if seconds and done else ""
+            more = f"{now.traces[0]}/{now.traces[1]} traces, {decimal(now.read)} read{rate}"
+            bar.update(task, completed=done, total=total, description=now.label, more=more)
+
+        yield report
+
+
+def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
+    from rich.filesize import decimal
+
+    from kvsim.sweeps.driver import default_jobs, estimate
+
+    left = [task for task in plan.tasks if task.without(kept.done) is not None]
+    size, seconds = sum(map(plan.bytes_of, left)), estimate(plan, kept)
+    counts = {
+        "cells": len(plan.cells),
+        "traces": len(plan.traces),
+        "tasks": len(plan.tasks),
+        "tasks_left": len(left),
+        "bytes_to_read": size,
+        "cpu_seconds": round(seconds, 1),
+        "jobs": default_jobs(plan),
+    }
+    if as_json:
+        show.echo_json(counts)
+        return
+    show.echo_fields(
+        {
+            "cells": f"{len(plan.cells)} on {plural(len(plan.traces), 'trace')}",
+            "tasks": f"{len(left)} of {len(plan.tasks)} left",
+            "to read": decimal(size),
+            "time": f"about {_time(seconds)} of one processor, {plural(default_jobs(plan), 'job')}",
+        }
+    )
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
+    """Print how far a sweep is."""
+    run = plan.run(kept)
+    done = kept.done
+    left = [task for task in (each.without(done) for each in plan.tasks) if task is not None]
+    running = sum(kept.claimed(task) for task in left)
+    counts = {
+        "cells": len(plan.cells),
+        "done": run.parameters["done"],
+        "failed": len({failure.cell for failure in run.failures}),
+        "tasks": len(plan.tasks),
+        "tasks_left": len(left),
+        "tasks_running": running,
+    }
+    if as_json:
+        show.echo_json(counts)
+        return
+    show.echo_text(
+        f"{counts['done']} of {plural(counts['cells'], 'cell')} are done, {counts['failed']} "
+        f"failed; {len(left)} of {plural(len(plan.tasks), 'task')} left, {running} being computed."
+    )
+
+
+def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> None:
+    from kvsim.sweeps.slurm import submit
+
+    numbers = submit(out, jobs, dict(map(values.parse_set, options)))
+    if as_json:
+        show.echo_json({"jobs": numbers, "out": str(out)})
+        return
+    show.echo_text(
+        f"Submitted {plural(len(numbers), 'job')}: {', '.join(numbers)}. `kvsim sweep --out {out} "
+        "--status` says how far they are, --collect writes the results."
+    )
+
+
+def _show(
+    run: Run,
+    plan: Plan,
+    out: Path | None,
+    *,
+    as_json: bool,
+    shard: tuple[int, int] | None = None,
+) -> None:
+    """Print the results, or what of them is there, and end with the right status."""
+    from kvsim.cli.replaying import fidelity_line, means, unbounded
+    from kvsim.sweeps.run import summarise
+
+    done, total = run.parameters["done"], len(plan.cells)
+    metrics = [name for name in run.parameters["metrics"] if name in set(run.table["metric"])]
+    summary = summarise(run.table, metrics)
+    if as_json:
+        cells = show.cells(summary) if summary.height else []
+        show.echo_json(
+            {**run.describe(), "results": cells, "out": None if out is None else str(out)}
+        )
+    elif shard is None:
+        if summary.height:
+            show.echo_results(summary.head(_LINES), unbounded(plan.grid.built()))
+            hidden = summary.height - _LINES
+            show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
+            show.echo_text(means(metrics, len(plan.traces)))
+            show.echo_text(fidelity_line(run.table, metrics))
+        for remark in run.remarks:
+            show.echo_text(f"Note: {remark}.")
+    if out is not None and not as_json:
+        more = "" if shard is None else "; --collect writes the results"
+        show.echo_text(f"{done} of {plural(total, 'cell')} are done in {out}{more}.")
+    for failure in run.failures:
+        cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
+        show.echo_text(f"failed: {cell}: {failure.error}", err=True)
+    again = "" if out is None else "; the same command goes on"
+    if run.interrupted:
+        raise Stop(f"interrupted, {done} of {total} cells are done{again}", 130)
+    if run.failures:
+        failed = len({failure.cell for failure in run.failures})
+        raise Stop(f"error: {failed} of {total} cells failed, the others are done", 1)

@@ -1,0 +1,283 @@
+"""`kvsim.sweep`: a grid computed by any number of processes into one Table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvsim.errors import OutputError, local_path
+from kvsim.files import hidden, lock, sync_tree
+from kvsim.sweeps.cluster import on_a_cluster
+from kvsim.sweeps.folder import RUN
+from kvsim.sweeps.grid import Grid
+from kvsim.sweeps.outcome import Run
+from kvsim.sweeps.planning import Plan, grid_from
+from kvsim.sweeps.shards import Kept, Shards
+from kvsim.sweeps.tasks import Outcome, Task, compute
+from kvsim.sweeps.workers import Lost, in_processes, in_this_process
+
+#: Floating-point operations of the attention of a sweep that one process is done with before a
+#: second one has imported what it needs.
+_SMALL = 2e11
+#: Tokens of a trace below which a second thread makes nothing faster.
+_SHORT = 4096
+#: Seconds between looks at what other processes have finished.
+_LOOK = 1.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a sweep is: cells and traces that are done, of how many, and bytes read by now."""
+
+    cells: tuple[int, int]
+    traces: tuple[int, int]
+    read: int
+    label: str
+
+
+Progress = Callable[[Standing], None]
+
+
+def sweep(
+    config: str | Path | Mapping[str, Any] | Grid | None = None,
+    /,
+    *,
+    out: str | Path | None = None,
+    jobs: int | None = 1,
+    shard: tuple[int, int] | None = None,
+    scheduler: str | None = None,
+    progress: Progress | None = None,
+    **grid: Any,
+) -> Run:
+    """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
+
+    config: a YAML file (docs/sweeps.md), or the same keys as a mapping or as keywords; traces and
+    policies may also be Trace and Policy objects. out: a folder that any number of processes may
+    compute at the same time, each of them what no other one has done; the same call goes on with
+    what is there. jobs: processes on this machine, each with one thread; None chooses. With
+    several, a script needs `if __name__ == "__main__":`, as for any use of multiprocessing.
+    shard: (i, n), every n-th task, from the i-th on. scheduler: computes on the workers of a dask
+    cluster, by its address or the file that it writes.
+
+    The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
+    the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept.
+
+    Raises ConfigError for what is no grid, PolicyError for an unknown policy, parameter or metric,
+    TraceError for a trace that cannot be opened, OutputError for a folder that cannot be written,
+    ClusterError for a cluster that cannot be reached.
+    """
+    plan = Plan.of(grid_from(config, **grid))
+    if out is None:
+        kept: Kept = Kept()
+    else:
+        kept = Shards(local_path(out, OutputError))
+        kept.begin(plan.document())
+    interrupted = not work(
+        plan, kept, jobs=jobs, shard=shard, scheduler=scheduler, progress=progress
+    )
+    run = plan.run(kept, interrupted=interrupted)
+    if isinstance(kept, Shards) and shard is None and not interrupted:
+        publish(run, kept)
+    return run
+
+
+# --------------------------------------------------------------------------------- the work itself
+
+
+def work(
+    plan: Plan,
+    kept: Kept,
+    *,
+    jobs: int | None = 1,
+    shard: tuple[int, int] | None = None,
+    scheduler: str | None = None,
+    progress: Progress | None = None,
+) -> bool:
+    """Compute what is not finished yet; False if Ctrl-C ended it."""
+    mine = plan.share(shard)
+    kept.scan()
+    todo = _Todo(mine, kept)
+    show = _Shown(plan, kept, progress)
+    count = default_jobs(plan) if jobs is None else jobs
+    try:
+        while True:
+            if scheduler is not None:
+                results = on_a_cluster(compute, todo, scheduler)
+            elif count > 1:
+                results = in_processes(compute, todo, min(count, len(mine) or 1))
+            else:
+                results = in_this_process(compute, todo)
+            with contextlib.closing(results), _threads(plan):
+                for task, result in results:
+                    outcome = _outcome(task, result)
+                    kept.add(task, outcome)
+                    show(task)
+                    if outcome.interrupted:
+                        return False
+            if shard is not None or not todo.elsewhere():
+                return True
+            time.sleep(_LOOK)
+            kept.scan()
+    except KeyboardInterrupt:
+        return False
+    finally:
+        kept.close()
+
+
+def _outcome(task: Task, result: Outcome | Lost) -> Outcome:
+    if isinstance(result, Lost):
+        return Outcome.lost(task, result.reason, unexpected=result.unexpected)
+    return result
+
+
+class _Todo:
+    """The tasks that nobody has finished or computes; iterating claims them."""
+
+    def __init__(self, tasks: Sequence[Task], kept: Kept) -> None:
+        self._tasks, self._kept = tasks, kept
+        self._tried: set[str] = set()
+        self._before = {part.key for part in kept.parts}  # what failed then is tried again
+
+    def __iter__(self) -> Iterator[Task]:
+        for task in self._left():
+            if self._kept.claim(task):
+                if self._seen(task):  # finished before it was claimed
+                    self._kept.release(task)
+                    continue
+                self._tried.add(task.key)
+                yield task
+
+    def elsewhere(self) -> bool:
+        """Whether tasks are left, which other processes compute."""
+        return any(True for _ in self._left())
+
+    def _left(self) -> Iterator[Task]:
+        done = self._kept.done
+        for task in self._tasks:
+            left = task.without(done)
+            if left is not None and left.key not in self._tried and not self._seen(left):
+                yield left
+
+    def _seen(self, task: Task) -> bool:
+        return task.key not in self._before and self._kept.look(task.key)
+
+
+class _Shown:
+    """Calls `progress` with what is done."""
+
+    def __init__(self, plan: Plan, kept: Kept, progress: Progress | None) -> None:
+        self._plan, self._progress = plan, progress
+        done = kept.done
+        self._left = {number: len(set(keys) - done) for number, keys in plan.keys.items()}
+        self._of_trace: dict[str, int] = {}
+        for cell in plan.cells:
+            name = cell.trace.name
+            self._of_trace[name] = self._of_trace.get(name, 0) + (self._left[cell.number] > 0)
+        self._names = {cell.number: cell.trace.name for cell in plan.cells}
+        self._read = 0
+        self._show("")
+
+    def __call__(self, task: Task) -> None:
+        self._read += self._plan.bytes_of(task)
+        for cell in task.cells:
+            self._left[cell.number] -= 1
+            self._of_trace[self._names[cell.number]] -= not self._left[cell.number]
+        self._show(self._names[task.cells[0].number] if task.cells else "")
+
+    def _show(self, label: str) -> None:
+        if self._progress is None:
+            return
+        left = sum(count > 0 for number, count in self._left.items() if number >= 0)
+        cells, traces = len(self._plan.cells), len(self._of_trace)
+        open_traces = sum(count > 0 for count in self._of_trace.values())
+        self._progress(
+            Standing((cells - left, cells), (traces - open_traces, traces), self._read, label)
+        )
+
+
+def default_jobs(plan: Plan) -> int:
+    """Processes for a sweep on this machine: one where more would take longer to start."""
+    if plan.flops < _SMALL:
+        return 1
+    return max(1, min(len(os.sched_getaffinity(0)), len(plan.tasks)))
+
+
+@contextlib.contextmanager
+def _threads(plan: Plan) -> Iterator[None]:
+    """One thread in this process where the traces are short: a second one only waits, and spins."""
+    before = torch.get_num_threads()
+    if all(trace.n_pos < _SHORT for trace in plan.traces):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def publish(run: Run, shards: Shards) -> None:
+    """Write the whole next to the parts: run.json, results.parquet, failures.json, and records."""
+    folder = shards.folder
+    with shards.writing():
+        draft = hidden(folder / "run", "tmp")
+        draft.mkdir()
+        try:
+            with (folder / "lock").open("ab") as locked:
+                lock(locked, wait=True)
+                run.write(draft)
+                failures = [vars(failure) for failure in run.failures]
+                (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
+                sync_tree(draft)
+                (folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
+                for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN):
+                    target = folder / path.name
+                    if target.is_dir():
+                        shutil.rmtree(target)
+                    path.replace(target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+#: Seconds that an estimate may take.
+_SAMPLE = 5.0
+
+
+def estimate(plan: Plan, kept: Kept) -> float:
+    """Seconds of one processor that is left to do, about.
+
+    By what is finished; where nothing is, by one layer of the first trace: each policy at its
+    first budget, until some seconds are over.
+    """
+    work_of = plan.flops_of
+    done = kept.done
+    left = sum(work_of(task) for task in plan.tasks if task.without(done) is not None)
+    finished = {part.key: part.seconds for part in kept.parts}
+    measured = [task for task in plan.tasks if task.key in finished and task.cells]
+    if measured:
+        rate = sum(finished[task.key] for task in measured) / sum(map(work_of, measured))
+        return rate * left
+    first = next((task for task in plan.tasks if task.cells), None)
+    return 0.0 if first is None else _sampled(first, work_of) * left
+
+
+def _sampled(task: Task, work_of: Callable[[Task], float]) -> float:
+    """Seconds of a floating-point operation, by some cells of a task."""
+    began, seconds, sampled = time.perf_counter(), 0.0, 0.0
+    policies = set()
+    for cell, key in zip(task.cells, task.keys, strict=True):
+        if cell.policy.name in policies or time.perf_counter() - began > _SAMPLE:
+            continue
+        policies.add(cell.policy.name)
+        layers = task.layers[:1] if cell.policy.propagation is None else task.layers
+        one = replace(task, cells=(cell._replace(layers=layers),), keys=(key,), layers=layers)
+        seconds += compute(one).seconds
+        sampled += work_of(one)
+    return seconds / sampled

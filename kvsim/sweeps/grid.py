@@ -1,0 +1,328 @@
+"""The grid of a sweep: traces, policies with their parameters, budgets, schedules and layers."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from kvsim.analysis.results import check_distinct
+from kvsim.analysis.table import available, check_arrays, choose
+from kvsim.core.checks import check_device
+from kvsim.core.parameters import integer
+from kvsim.core.policy import Policy, Protection
+from kvsim.core.trace import Trace
+from kvsim.engine.layers import replayed
+from kvsim.errors import ConfigError, KvsimError, local_path, suggest
+from kvsim.policies import policy as build
+from kvsim.schema import is_url, size_in_bytes
+from kvsim.store import open_trace
+from kvsim.sweeps.cells import Cell
+from kvsim.sweeps.run import SUMMARY, Terms, cells_of, shared_prefill
+from kvsim.tiny.sample import SAMPLES, sample_trace
+
+#: Most bytes of a configuration, and most cells of a sweep.
+_DOCUMENT = 4 << 20
+_CELLS = 1_000_000
+
+Compress = Literal["prompt", "context", "both"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every policy at every budget and interval over every trace.
+
+    traces: paths, URLs, and names of traces that ship. policies: names, each alone or with
+    settings, of which a list of values stands for as many policies. budgets: entries, or shares
+    (`25%`). intervals: rows between events; None for each policy's own schedule. layers: numbers of
+    layers in the trace, all by default. metrics: names; by default the main ones that the traces
+    have the arrays for. protect: what every policy protects. records: keep them too. The others are
+    those of `kvsim.replay` and `kvsim.measure`.
+
+    Raises ConfigError for a value of another kind.
+    """
+
+    traces: tuple[str | Trace, ...]
+    policies: tuple[tuple[str | Policy, Mapping[str, Any]], ...]
+    budgets: tuple[str, ...]
+    intervals: tuple[int | None, ...] = (None,)
+    prefill: bool | None = None
+    compress: Compress | None = None
+    layers: tuple[int, ...] | None = None
+    metrics: tuple[str, ...] | None = None
+    protect: Protection = field(default_factory=Protection)
+    regret: bool = False
+    events: bool = False
+    records: bool = False
+    memory: int | None = None
+    device: str = "cpu"
+
+    def built(self) -> list[Policy]:
+        """The policies, one for each combination of settings."""
+        policies: list[Policy] = []
+        for name, settings in self.policies:
+            if isinstance(name, Policy):
+                policies.append(name)
+                continue
+            if ":" in name and str(Path.cwd()) not in sys.path:
+                sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
+            lists = [_listed(value) for value in settings.values()]
+            policies += [
+                build(name, **dict(zip(settings, values, strict=True)))
+                for values in itertools.product(*lists)
+            ]
+        return [replace(each, protect=each.protect | self.protect) for each in policies]
+
+    def opened(self) -> list[Trace]:
+        """The traces, of which nothing but their metadata is read."""
+        traces = [each if isinstance(each, Trace) else open_trace(each) for each in self.traces]
+        check_distinct(traces)
+        return traces
+
+    def chosen(self, traces: Sequence[Trace]) -> list[str]:
+        """The metrics by name, checked against the arrays of the traces."""
+        wanted = list(available(SUMMARY, traces) if self.metrics is None else self.metrics)
+        if self.regret:
+            wanted = list(dict.fromkeys([*wanted, "regret"]))
+        names = choose(wanted, oracles=self.regret)
+        for trace in traces:
+            check_arrays(trace, names)
+        return list(names)
+
+    def cells(self, traces: Sequence[Trace]) -> list[Cell]:
+        """Every cell, numbered: trace by trace, policy by policy, budget by budget."""
+        policies: list[Policy] = []
+        for each in self.built():
+            policies += [each] * (each not in policies)
+        count = len(traces) * len(policies) * len(self.budgets) * len(self.intervals)
+        if count > _CELLS:
+            raise ConfigError(f"the grid has {count} cells, expected at most {_CELLS}; split it")
+        schedules: list[Terms] = [
+            (interval, shared_prefill(interval, self.prefill), self.compress)
+            for interval in self.intervals
+        ]
+        cells = cells_of(traces, policies, self.budgets, schedules)
+        if self.layers is None:
+            return cells
+        return [cell._replace(layers=replayed(cell.trace, self.layers)) for cell in cells]
+
+    def document(self) -> dict[str, Any]:
+        """The grid as a configuration, ready for YAML.
+
+        Raises ConfigError for traces in memory and for policies that are no names: a file cannot
+        hold them.
+        """
+        for each in (*self.traces, *(name for name, _ in self.policies)):
+            if not isinstance(each, str):
+                kind = "a trace in memory" if isinstance(each, Trace) else "a Policy object"
+                raise ConfigError(
+                    f"{each!r:.80} is {kind}; expected a path or a name, which other processes "
+                    "can read"
+                )
+        own = {"traces", "policies", "protect"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        return {
+            "traces": list(self.traces),
+            "policies": [{name: dict(given)} if given else name for name, given in self.policies],
+            **{x: list(y) if isinstance(y, tuple) else y for x, y in plain.items()},
+            "protect": dict(vars(self.protect)),
+        }
+
+
+def read_grid(path: str | Path) -> Grid:
+    """Return the grid of a YAML file (docs/sweeps.md).
+
+    Paths of traces are those seen from the folder of the file, and may have wildcards.
+
+    Raises ConfigError for what is no configuration.
+    """
+    file = local_path(path, ConfigError)
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_DOCUMENT + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from error
+    if len(data) > _DOCUMENT:
+        raise ConfigError(f"{path} has more than {_DOCUMENT} bytes; expected a configuration")
+    try:
+        document = yaml.safe_load(data)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path} is no YAML: {reason}") from error
+    return grid_of(document, file.parent, where=str(path))
+
+
+def grid_of(document: object, folder: Path, *, where: str) -> Grid:
+    """Return the grid of a configuration; relative paths of traces are seen from `folder`.
+
+    Raises ConfigError, which begins with `where`, for an unknown key or another kind of value.
+    """
+    try:
+        return _grid(document, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+#: Keys of a configuration that are written by kvsim for its readers, and read by nobody.
+_NOTES = ("resolved",)
+
+
+def _grid(document: object, folder: Path) -> Grid:
+    if not isinstance(document, dict):
+        raise ConfigError(f"it holds {_kind(document)}; expected keys such as traces and policies")
+    names = [f.name for f in fields(Grid)]
+    for key in document:
+        if key not in (*names, *_NOTES):
+            close = suggest(str(key), names)
+            raise ConfigError(f"unknown key {key!r}{close}; known: {', '.join(names)}")
+    for key in ("traces", "policies", "budgets"):
+        if not document.get(key):
+            raise ConfigError(f"{key} is missing; expected one or a list")
+    given = {key: value for key, value in document.items() if key in names and value is not None}
+    given["traces"] = tuple(_traces(_listed(given["traces"]), folder))
+    readers = ((key, _READERS[key], value) for key, value in given.items() if key in _READERS)
+    return Grid(**given | {key: read(value) for key, read, value in readers})
+
+
+def _kind(value: object) -> str:
+    return {dict: "keys", list: "a list", str: "text", type(None): "nothing"}.get(
+        type(value), repr(value)[:80]
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _whole(key: str, value: object) -> int:
+    number = integer(value)
+    if number is None:
+        raise ConfigError(f"{key} is {value!r}; expected a whole number")
+    return number
+
+
+def _size(value: object) -> int:
+    number = size_in_bytes(str(value))
+    if number is None or isinstance(value, bool):
+        raise ConfigError(f"memory is {value!r}; expected a size such as 500MB, 2GB or 1GiB")
+    return number
+
+
+def _interval(value: object) -> int | None:
+    """Rows between events; `own` or nothing for the policy's own schedule."""
+    if value in (None, "own"):
+        return None
+    number = _whole("intervals", value)
+    if number < 1:
+        raise ConfigError(f"intervals has {value!r}; expected rows, at least 1, or own")
+    return number
+
+
+def _budget(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"budgets has {value!r}; expected entries (128) or a share (25%)")
+    return str(value)
+
+
+def _traces(given: Iterable[object], folder: Path) -> Iterator[str | Trace]:
+    """Yield the paths of traces, those with wildcards in alphabetical order."""
+    for one in given:
+        if isinstance(one, Trace):
+            yield one
+            continue
+        if not isinstance(one, str | Path):
+            raise ConfigError(f"traces has {one!r}; expected paths or URLs")
+        each = str(one)
+        if is_url(each):
+            yield each
+            continue
+        path = folder / each
+        if each in SAMPLES and not path.exists():
+            yield str(sample_trace(SAMPLES[each]))
+        elif glob.has_magic(each):
+            there = sorted(glob.glob(str(path)))  # noqa: PTH207  the folder may have wildcards too
+            if not there:
+                raise ConfigError(f"traces has {each!r}, and no path is like that")
+            yield from (str(Path(path).absolute()) for path in there)
+        else:
+            yield str(path.absolute())
+
+
+def _policies(given: object) -> Iterator[tuple[str | Policy, dict[str, Any]]]:
+    """Yield names and settings: a name, `NAME: {parameter: value}`, or a list of either."""
+    for each in _listed(given):
+        if isinstance(each, Policy):
+            yield each, {}
+            continue
+        pairs = each.items() if isinstance(each, dict) else [(each, None)]
+        for name, settings in pairs:
+            if not isinstance(name, str) or not isinstance(settings or {}, dict):
+                raise ConfigError(
+                    f"policies has {each!r}; expected names, or NAME: {{parameter: value}}"
+                )
+            yield name, _settings(name, settings or {})
+
+
+def _settings(name: str, given: Mapping[Any, Any]) -> dict[str, Any]:
+    """Settings of a policy, `scorer.window` as Python spells it."""
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        plain = (int, float, bool, str, type(None))
+        values = _listed(value)
+        if not isinstance(key, str) or not values or not all(isinstance(x, plain) for x in values):
+            raise ConfigError(f"{name} has {key!r}: {value!r}; expected values, or a list of them")
+        out[key.replace("scorer.", "scorer__")] = value
+    return out
+
+
+def _protection(given: object) -> Protection:
+    if isinstance(given, Protection):
+        return given
+    known = [f.name for f in fields(Protection)]
+    if not isinstance(given, dict) or not set(given) <= set(known):
+        raise ConfigError(f"protect is {given!r}; expected {', '.join(known)}")
+    try:
+        return Protection(**given)
+    except KvsimError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _flag(key: str) -> Callable[[Any], bool]:
+    def read(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; expected true or false")
+        return value
+
+    return read
+
+
+def _compress(value: object) -> object:
+    if value not in get_args(Compress):
+        raise ConfigError(f"compress is {value!r}; expected prompt, context or both")
+    return value
+
+
+def _device(value: Any) -> object:
+    check_device(value)
+    return value
+
+
+#: What reads the value of a key.
+_READERS: Mapping[str, Callable[[Any], object]] = {
+    "policies": lambda given: tuple(_policies(given)),
+    "budgets": lambda given: tuple(map(_budget, _listed(given))),
+    "intervals": lambda given: tuple(map(_interval, _listed(given))),
+    "layers": lambda given: tuple(_whole("layers", each) for each in _listed(given)),
+    "metrics": lambda given: tuple(map(str, _listed(given))),
+    "compress": _compress,
+    "protect": _protection,
+    "memory": _size,
+    "device": _device,
+    **{key: _flag(key) for key in ("prefill", "regret", "events", "records")},
+}

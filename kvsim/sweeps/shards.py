@@ -1,0 +1,289 @@
+"""The folder of a sweep that several processes compute: the file system is the queue.
+
+    config.resolved.yaml   the grid, with what it was resolved to: parameters, digests, versions
+    parts/KEY.parquet      the Table of a finished task
+    parts/KEY.json         what the task has finished and what failed, with the SHA-256 of the Table
+    parts/KEY.records      records of its cells, where the grid asks for them
+    parts/KEY.claim        locked by the process that computes the task
+    run.json, results.parquet, records.zarr, failures.json     the whole, once it is collected
+
+A part appears with its KEY.json, by a rename. One that is damaged is ignored and computed again.
+Cells are named by all that their values depend on, so what a grid shares with an earlier one in the
+folder is not computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import yaml
+
+from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
+from kvsim.core.record import Record
+from kvsim.errors import OutputError
+from kvsim.files import check_writable, lock, replace_file, unbroken
+from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
+from kvsim.sweeps.grid import Grid, read_grid
+from kvsim.sweeps.outcome import Failure
+from kvsim.sweeps.parts import PARTS, arrays_of, packed, unpacked
+from kvsim.sweeps.tables import decode_table, encode_table
+from kvsim.sweeps.tasks import Outcome, Task
+
+CONFIG = "config.resolved.yaml"
+
+#: Most bytes of a Table or the records of a part.
+_LARGEST = 8 << 30
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished task: for each of its cells the columns that say which rows are its."""
+
+    key: str
+    done: Mapping[str, Mapping[str, Any]]
+    failed: Mapping[str, Failure]
+    remarks: tuple[str, ...]
+    seconds: float
+
+
+class Kept:
+    """What tasks computed, in memory; `Shards` keeps it in a folder."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Part] = {}
+        self._outcomes: dict[str, Outcome] = {}
+
+    def scan(self) -> None:
+        """Look for what other processes have finished."""
+
+    def look(self, key: str) -> bool:
+        """Whether a task has been finished, by this process or another one."""
+        return key in self._parts
+
+    @property
+    def done(self) -> set[str]:
+        """Keys of the cells that are finished, as far as `scan` has seen."""
+        return {key for part in self._parts.values() for key in part.done}
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The finished tasks."""
+        return list(self._parts.values())
+
+    def claim(self, task: Task) -> bool:
+        """Claim a task; False if another process computes it. A dead process has no claims."""
+        return True
+
+    def release(self, task: Task) -> None:
+        """Give up the claim to a task."""
+
+    def claimed(self, task: Task) -> bool:
+        """Whether a process computes a task now."""
+        return False
+
+    def close(self) -> None:
+        """Give up all claims."""
+
+    def add(self, task: Task, outcome: Outcome) -> None:
+        """Keep what a task computed, and give up the claim to it."""
+        self._outcomes[task.key] = outcome
+        given = outcome.done, outcome.failed, outcome.remarks, outcome.seconds
+        self._parts[task.key] = Part(task.key, *given)
+
+    def tables(self, keys: Sequence[str]) -> list[pl.DataFrame]:
+        """The rows of some finished cells, each once, those of a key before those of later ones."""
+        owners = {key: part for part in self._parts.values() for key in part.done}
+        by_part: dict[str, list[str]] = {}
+        for key in keys:
+            if key in owners:
+                by_part.setdefault(owners[key].key, []).append(key)
+        return [
+            _rows(self._table(part), [self._parts[part].done[key] for key in of_part])
+            for part, of_part in by_part.items()
+        ]
+
+    def records(self, keys: Sequence[str]) -> dict[str, Record]:
+        """The records of some finished cells by their keys, as far as they are kept."""
+        wanted = set(keys)
+        out: dict[str, Record] = {}
+        for part in self._parts.values():
+            if not wanted.isdisjoint(part.done):
+                out |= dict(zip(part.done, self._records(part.key), strict=True))
+        return out
+
+    def _table(self, key: str) -> pl.DataFrame:
+        return self._outcomes[key].table
+
+    def _records(self, key: str) -> Sequence[Record]:
+        return self._outcomes[key].records
+
+
+class Shards(Kept):
+    """The folder of a sweep. Raises OutputError where something else is there or nothing can be."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._claims: dict[str, Any] = {}
+
+    def begin(self, configuration: Mapping[str, Any]) -> None:
+        """Make the folder, or go on with one, and write what is computed."""
+        new = not (self.folder / CONFIG).exists()
+        if new and self.folder.exists() and any(self.folder.iterdir()):
+            raise OutputError(
+                f"{self.folder} exists and is not the folder of a sweep; give another --out or "
+                "move it away, nothing was changed"
+            )
+        check_writable(self.folder)
+        text = yaml.safe_dump(dict(configuration), sort_keys=False, allow_unicode=True)
+        with self.writing():
+            (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
+            replace_file(self.folder / CONFIG, text.encode())
+
+    def grid(self) -> Grid:
+        """The grid that the folder was begun with."""
+        if not (self.folder / CONFIG).exists():
+            raise OutputError(
+                f"{self.folder} is no folder of a sweep; expected what `kvsim sweep ... --out` made"
+            )
+        return read_grid(self.folder / CONFIG)
+
+    # --- what is done ---
+
+    def scan(self) -> None:
+        """Read what has been finished since the last time."""
+        for path in sorted((self.folder / PARTS).glob("*.json")):
+            self.look(path.stem)
+
+    def look(self, key: str) -> bool:
+        """Whether a task has been finished, by this process or another one."""
+        if key in self._parts:
+            return True
+        path = self.folder / PARTS / f"{key}.json"
+        try:
+            document = unsealed(read_document(path), path)
+            for name, expected in document["files"].items():
+                read_file(path.with_name(name), _LARGEST, expected)
+            self._parts[key] = Part(
+                key,
+                {str(key): dict(cell) for key, cell in document["done"].items()},
+                {str(key): Failure(**each) for key, each in document["failed"].items()},
+                tuple(map(str, document["remarks"])),
+                float(document["seconds"]),
+            )
+        except (OutputError, OSError, KeyError, TypeError, ValueError, AttributeError):
+            return False
+        return True
+
+    def add(self, task: Task, outcome: Outcome) -> None:
+        """Store what a task computed, and give up the claim to it."""
+        folder, stem = self.folder / PARTS, task.key
+        names = [f"{stem}.parquet"]
+        with self.writing():
+            replace_file(folder / names[0], encode_table(in_order([outcome.table])))
+            if outcome.records:
+                names.append(f"{stem}.records")
+                replace_file(folder / names[1], _encoded(outcome.records))
+            document = {
+                "done": outcome.done,
+                "failed": {key: vars(failure) for key, failure in outcome.failed.items()},
+                "remarks": outcome.remarks,
+                "seconds": outcome.seconds,
+                "files": digests(folder, *names),
+            }
+            text = json.dumps(sealed(document))
+            replace_file(folder / f"{stem}.json", text.encode())
+        self._parts.pop(stem, None)
+        self.look(stem)
+        self.release(task)
+
+    # --- who computes what ---
+
+    def claim(self, task: Task) -> bool:
+        """Claim a task; False if another process computes it. A dead process has no claims."""
+        path = self.folder / PARTS / f"{task.key}.claim"
+        with self.writing():
+            file = path.open("ab")
+        if lock(file, wait=False):
+            self._claims[task.key] = file
+            return True
+        file.close()
+        return False
+
+    def claimed(self, task: Task) -> bool:
+        """Whether a process computes a task now."""
+        path = self.folder / PARTS / f"{task.key}.claim"
+        try:
+            with path.open("rb") as file:
+                return not lock(file, wait=False)
+        except FileNotFoundError:
+            return False
+
+    def release(self, task: Task) -> None:
+        """Give up the claim to a task."""
+        self._release(task.key)
+
+    def _release(self, key: str) -> None:
+        file = self._claims.pop(key, None)
+        if file is not None:
+            with contextlib.suppress(OSError):
+                (self.folder / PARTS / f"{key}.claim").unlink(missing_ok=True)
+            file.close()
+
+    # --- reading it again ---
+
+    def _table(self, key: str) -> pl.DataFrame:
+        path = self.folder / PARTS / f"{key}.parquet"
+        return decode_table(read_file(path, _LARGEST))
+
+    def _records(self, key: str) -> Sequence[Record]:
+        return _decoded(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
+
+    def close(self) -> None:
+        """Give up all claims."""
+        for key in list(self._claims):
+            self._release(key)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raise OutputError where the system refuses; an interrupt waits for the end."""
+        try:
+            with unbroken():
+                yield
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"{self.folder} cannot be written ({error.strerror or error}), what is finished is "
+                "kept; make room or change the permissions, and run the same command again"
+            ) from error
+
+
+def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
+    """The rows of some cells; one without columns has the rows of the trace alone."""
+    schema = {name: COLUMNS[name] for name in OF_RECORD}
+    own = pl.DataFrame([dict(cell) for cell in cells], schema)
+    return table.join(own, on=list(OF_RECORD), how="semi", nulls_equal=True)
+
+
+def _encoded(records: Sequence[Record]) -> bytes:
+    arrays: dict[str, Any] = {}
+    documents = [packed(record, f"{place}/", arrays) for place, record in enumerate(records)]
+    meta = np.frombuffer(json.dumps(documents).encode(), np.uint8)
+    data = io.BytesIO()
+    np.savez_compressed(data, meta=meta, **arrays)
+    return data.getvalue()
+
+
+def _decoded(data: bytes) -> list[Record]:
+    arrays = arrays_of(data)
+    documents = json.loads(arrays.pop("meta").tobytes())
+    return [unpacked(each, f"{place}/", arrays) for place, each in enumerate(documents)]

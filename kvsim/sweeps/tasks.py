@@ -1,0 +1,254 @@
+"""Tasks of a sweep: what one process computes at a time, cells of some layers of one trace.
+
+What a task reads of its trace is read once and held in memory for all its cells, and what they
+share is computed once. Tasks depend on the grid alone, so that every process cuts a sweep alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.subject import Analysis
+from kvsim.analysis.table import columns_of, measure
+from kvsim.core.policy import Policy
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.engine.layers import replayed
+from kvsim.errors import KvsimError, TraceError
+from kvsim.store import open_trace
+from kvsim.sweeps.cells import Cell, Cells
+from kvsim.sweeps.grid import Grid
+from kvsim.sweeps.outcome import Failure
+from kvsim.sweeps.parts import code_of
+
+#: Bytes of the arrays of a task as they are held in memory. More layers share more work, fewer are
+#: done sooner and keep more processes busy.
+_BLOCK = 64 << 20
+#: Most cells of a task; whoever is killed loses one task.
+_TOGETHER = 64
+
+#: Called with (cells done, cells, what is being done).
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Cells of some layers of one trace.
+
+    key: names the task by what it computes. trace: its path, or the trace itself if it is in
+    memory. name, digest: the trace's when the sweep was planned. keys: of each cell, what it
+    depends on. Without cells it measures the trace alone.
+    """
+
+    key: str
+    trace: str | Trace
+    name: str
+    digest: str
+    layers: tuple[int, ...]
+    cells: tuple[Cell, ...]  # without their trace
+    keys: tuple[str, ...]
+    metrics: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    def without(self, done: Iterable[str]) -> Task | None:
+        """The task of the cells that are not done yet; None if there are none."""
+        finished = set(done)
+        if finished.isdisjoint(self.keys):
+            return self
+        left = [
+            (cell, key)
+            for cell, key in zip(self.cells, self.keys, strict=False)
+            if key not in finished
+        ]
+        if not left:
+            return None
+        cells, keys = zip(*left, strict=True)
+        return replace(self, key=_digest(keys), cells=cells, keys=keys)
+
+
+class Outcome(NamedTuple):
+    """What a task computed.
+
+    done: for each measured cell its key, and the columns of a Table that say which rows are its.
+    failed: what went wrong, by the keys of cells. records: those of `done`, or none. remarks: on
+    the results, each once. seconds: of processor time.
+    """
+
+    table: pl.DataFrame
+    records: tuple[Record, ...] = ()
+    done: Mapping[str, Mapping[str, Any]] = {}
+    failed: Mapping[str, Failure] = {}
+    remarks: tuple[str, ...] = ()
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @staticmethod
+    def lost(task: Task, reason: str, *, unexpected: bool = False) -> Outcome:
+        """The outcome of a task of which nothing came, for one reason."""
+        of_cells = [(cell.policy.name, cell.budget, cell.number) for cell in task.cells]
+        failures = (
+            Failure(task.name, policy, budget, reason, unexpected=unexpected, cell=number)
+            for policy, budget, number in of_cells or [("", 0, -1)]
+        )
+        return Outcome(pl.DataFrame(), failed=dict(zip(task.keys, failures, strict=True)))
+
+
+def tasks_of(grid: Grid, traces: Sequence[Trace], cells: Sequence[Cell]) -> list[Task]:
+    """Cut a grid into tasks, in the order of its cells."""
+    metrics = grid.chosen(traces)
+    of_trace = [name for name in metrics if METRICS[name].kind == "trace"]
+    of_records = [name for name in metrics if METRICS[name].kind != "trace"]
+    return [
+        task
+        for trace, (_, group) in zip(
+            traces, itertools.groupby(cells, lambda cell: cell.trace.name), strict=True
+        )
+        for task in _of_one(grid, trace, list(group), of_records, of_trace)
+    ]
+
+
+def _of_one(
+    grid: Grid,
+    trace: Trace,
+    cells: Sequence[Cell],
+    of_records: Sequence[str],
+    names_of_trace: Sequence[str],
+) -> Iterator[Task]:
+    """Yield the tasks of one trace."""
+    options = {name: getattr(grid, name) for name in ("regret", "events", "memory", "device")}
+    options["records"] = grid.records
+    layers = replayed(trace, grid.layers)
+    path = trace if trace.path is None else str(trace.path)
+
+    def task(part: Sequence[Cell], of_task: tuple[int, ...], names: Sequence[str]) -> Task:
+        keys = tuple(_key(cell, of_task, names, options, trace) for cell in part)
+        bare = tuple(cell._replace(trace=None, layers=of_task) for cell in part)  # type: ignore[arg-type]
+        if not part:
+            keys = (_key(None, of_task, names, options, trace),)
+        return Task(
+            _digest(keys),
+            path,
+            trace.name,
+            trace.digest,
+            of_task,
+            bare,
+            keys,
+            tuple(names),
+            options,
+        )
+
+    if names_of_trace:
+        yield task([], layers, names_of_trace)
+    whole = [cell for cell in cells if _across_layers(cell.policy)]
+    single = [cell for cell in cells if not _across_layers(cell.policy)]
+    for part, blocks in ((single, _blocks(trace, layers, grid.memory)), (whole, [layers])):
+        for block in blocks:
+            for start in range(0, len(part), _TOGETHER):
+                yield task(part[start : start + _TOGETHER], block, of_records)
+
+
+def _across_layers(policy: Policy) -> bool:
+    """Whether what a policy does in one layer depends on what it sees in others."""
+    return policy.layer_budgets.across_layers or policy.propagation is not None
+
+
+def _blocks(trace: Trace, layers: Sequence[int], memory: int | None) -> list[tuple[int, ...]]:
+    """Layers that follow each other, as many as may be held, in blocks of about equal size."""
+    item = 8 if "64" in str(trace.dtype) else 4
+    size = 2 * (trace.n_qheads + trace.n_heads) * trace.n_pos * trace.dim * item
+    limit = _BLOCK if memory is None else min(_BLOCK, memory // 4)
+    count = -(-len(layers) // max(1, limit // size))
+    ends = [len(layers) * number // count for number in range(count + 1)]
+    return [tuple(layers[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def _key(
+    cell: Cell | None,
+    layers: tuple[int, ...],
+    metrics: Sequence[str],
+    options: Mapping[str, Any],
+    trace: Trace,
+) -> str:
+    """A name for all that the values of a cell in some layers depend on."""
+    content: dict[str, Any] = {
+        "trace": [trace.name, trace.digest],
+        "layers": layers,
+        "metrics": metrics,
+        "options": {name: options[name] for name in ("regret", "events", "records", "device")},
+        "versions": {name: version(name) for name in ("kvsim", "torch")},
+    }
+    if cell is not None:
+        policy = cell.policy
+        content |= {
+            "policy": [policy.name, policy.params, vars(policy.schedule)],
+            "code": dict(code_of(policy)),
+            "budget": [cell.budget, cell.share],
+            "schedule": vars(cell.schedule),
+        }
+    return _digest([json.dumps(content, sort_keys=True)])
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+# ------------------------------------------------------------------------------ computing a task
+
+
+def compute(task: Task, report: Progress | None = None) -> Outcome:
+    """Replay and measure the cells of a task; what goes wrong is among its failures."""
+    began = time.process_time()
+    try:
+        trace = _loaded(task)
+        outcome = _of_cells(task, trace, report) if task.cells else _of_trace(task, trace)
+    except KvsimError as error:
+        outcome = Outcome.lost(task, str(error))
+    return outcome._replace(seconds=time.process_time() - began)
+
+
+def _of_cells(task: Task, trace: Trace, report: Progress | None) -> Outcome:
+    """Replay and measure the cells of a task."""
+    cells = [cell._replace(trace=trace) for cell in task.cells]
+    metrics = {name: METRICS[name] for name in task.metrics}
+    work = Cells(cells, metrics, dict(task.options), report or (lambda *_: None))
+    run = work.run()
+    keys = {cell.number: key for cell, key in zip(task.cells, task.keys, strict=True)}
+    failed = {keys[failure.cell]: failure for failure in run.failures}
+    done = [number for number in sorted(work.measured) if keys[number] not in failed]
+    records = tuple(map(work.record, done))
+    return Outcome(
+        run.table,
+        records if task.options["records"] else (),
+        {keys[at]: columns_of(record) for at, record in zip(done, records, strict=True)},
+        failed,
+        tuple(dict.fromkeys(record.remark for record in records if record.remark)),
+        interrupted=run.interrupted,
+    )
+
+
+def _of_trace(task: Task, trace: Trace) -> Outcome:
+    """Measure a trace alone."""
+    analysis = Analysis(trace, device=task.options["device"], only=task.layers)
+    table = measure(analysis, metrics=task.metrics, events=task.options["events"])
+    return Outcome(table, done={task.keys[0]: {}})
+
+
+def _loaded(task: Task) -> Trace:
+    """Return the trace of a task, with its layers held in memory. Raises TraceError."""
+    trace = task.trace if isinstance(task.trace, Trace) else open_trace(task.trace)
+    if trace.digest != task.digest:
+        raise TraceError(
+            f"{task.trace} is another trace than when the sweep began, expected digest "
+            f"{task.digest[:12]}; start the sweep again"
+        )
+    return trace.loaded(slice(task.layers[0], task.layers[-1] + 1))

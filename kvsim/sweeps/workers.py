@@ -1,0 +1,155 @@
+"""Processes that work on tasks: this one, a pool on this machine, or the workers of a cluster.
+
+Nothing here knows what a task is. A process that dies takes no other task with it: those that were
+under way are tried again, one at a time, and given up after three attempts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any, NamedTuple, TypeVar
+
+from kvsim.errors import error_line
+
+Task = TypeVar("Task")
+
+#: How often a task is tried that was under way when a process died.
+_ATTEMPTS = 3
+#: Tasks that wait for each process, so that none is idle.
+_AHEAD = 2
+#: Variables by which libraries take one thread, before they are imported.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
+
+
+class Lost(NamedTuple):
+    """Why a task has no result; unexpected: for an error that the task itself raised, or worse."""
+
+    reason: str
+    unexpected: bool = True
+
+
+def in_this_process(
+    function: Callable[[Task], Any], tasks: Iterable[Task]
+) -> Generator[tuple[Task, Any], None, None]:
+    """Yield each task and its result, or `Lost`."""
+    for task in tasks:
+        try:
+            result = function(task)
+        except Exception as error:  # noqa: BLE001  what a task raises is anybody's
+            result = _raised(error)
+        yield task, result
+
+
+def in_processes(
+    function: Callable[[Task], Any], tasks: Iterable[Task], jobs: int
+) -> Generator[tuple[Task, Any], None, None]:
+    """Yield each task and its result or `Lost`, in any order, from processes with one thread each.
+
+    tasks: are taken as processes become free. Whoever stops before the end stops the processes.
+    """
+    todo = iter(tasks)
+    while suspects := (yield from _until_broken(function, todo, jobs)):
+        yield from _one_at_a_time(function, suspects)
+
+
+def _until_broken(
+    function: Callable[[Task], Any], tasks: Iterator[Task], jobs: int
+) -> Generator[tuple[Task, Any], None, list[Task]]:
+    """Yield results until no task is left, or a process dies; return the tasks under way then."""
+    with _pool(jobs) as pool:
+        under_way: dict[Future[Any], Task] = {}
+        while True:
+            for task in islice(tasks, jobs * _AHEAD - len(under_way)):
+                try:
+                    under_way[_submitted(pool, function, task)] = task
+                except BrokenProcessPool:
+                    return [*under_way.values(), task]
+            if not under_way:
+                return []
+            finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in finished:
+                error = future.exception()
+                if not isinstance(error, BrokenProcessPool):
+                    task = under_way.pop(future)
+                    yield task, future.result() if error is None else _raised(error)
+            if any(future in under_way for future in finished):
+                return list(under_way.values())
+
+
+def _one_at_a_time(
+    function: Callable[[Task], Any], suspects: Sequence[Task]
+) -> Generator[tuple[Task, Any], None, None]:
+    """Yield results of tasks that were under way when a process died: whose it was now shows."""
+    left = [(task, 2) for task in reversed(suspects)]  # and the attempt that each is at
+    while left:
+        with _pool(1) as pool:
+            while left:
+                task, attempt = left.pop()
+                future = _submitted(pool, function, task)
+                error = future.exception()
+                if not isinstance(error, BrokenProcessPool):
+                    yield task, future.result() if error is None else _raised(error)
+                    continue
+                if attempt < _ATTEMPTS:
+                    left.append((task, attempt + 1))
+                else:
+                    yield (
+                        task,
+                        Lost(f"its process died {_ATTEMPTS} times; was it killed for memory?"),
+                    )
+                break
+
+
+def _submitted(
+    pool: ProcessPoolExecutor, function: Callable[[Task], Any], task: Task
+) -> Future[Any]:
+    """Submit a task; a process that this starts ignores Ctrl-C, which is for this one to handle."""
+    if threading.current_thread() is not threading.main_thread():
+        return pool.submit(function, task)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return pool.submit(function, task)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _raised(error: BaseException) -> Lost:
+    return Lost(f"{type(error).__name__}: {error_line(error)}")
+
+
+@contextlib.contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes that end with the block, at once if an exception ends it."""
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+    try:
+        with _one_thread():
+            yield pool
+    except BaseException:
+        for process in list((pool._processes or {}).values()):  # noqa: SLF001  public in 3.14
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let processes that are started meanwhile take one thread each."""
+    before = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,286 @@
+"""`kvsim.sweep`: the same values as one replay after another, whoever computes them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.policy import Policy, Scorer
+from kvsim.errors import ConfigError, OutputError, TraceError
+from kvsim.policies import policy
+from kvsim.sweeps import driver, tasks
+from kvsim.sweeps.folder import read_run
+from kvsim.sweeps.planning import Plan, grid_from
+from kvsim.sweeps.run import sweep as in_turn
+from kvsim.sweeps.shards import Shards
+
+METRICS = ["output_error", "wipeout", "retained_iou", "sparsity"]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Two small stored traces of four layers."""
+    folder = tmp_path_factory.mktemp("traces")
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        kvsim.Trace.from_arrays(
+            torch.randn(4, 4, 60, 8),
+            torch.randn(4, 2, 60, 8),
+            torch.randn(4, 2, 60, 8),
+            prompt_len=30,
+            rope=kvsim.Rope.default(8),
+            name=name,
+        ).save(folder / f"{name}.zarr")
+    return [str(folder / f"{name}.zarr") for name in "ab"]
+
+
+@pytest.fixture
+def grid(paths):
+    """Policies of every kind: per layer, with a budget across layers, with propagation."""
+    names = ["tova", {"snapkv": {"window": [4, 8]}}, {"cake": {"window": 4}}, "fastkv"]
+    return {
+        "traces": paths,
+        "policies": names,
+        "budgets": [12, "40%"],
+        "intervals": [8],
+        "metrics": METRICS,
+    }
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Two layers a task, and three cells."""
+    monkeypatch.setattr(tasks, "_BLOCK", 2 * 2 * (4 + 2) * 60 * 8 * 4)
+    monkeypatch.setattr(tasks, "_TOGETHER", 3)
+
+
+def parts(folder):
+    """Names of the files of finished tasks."""
+    return sorted(path.name for path in (folder / "parts").glob("*.json"))
+
+
+def test_a_sweep_is_one_replay_after_another(grid, small_blocks):
+    """Cut into blocks of layers and cells, the Table is that of `sweep` in turn, row by row."""
+    traces = [kvsim.open_trace(path) for path in grid["traces"]]
+    tables = []
+    for window in (4, 8):  # which takes one policy of a name
+        policies = [policy(name) for name in ("tova", "fastkv")]
+        policies.insert(1, policy("snapkv", window=window))
+        tables.append(in_turn(traces, policies, grid["budgets"], interval=8, metrics=METRICS).table)
+    run = kvsim.sweep(**grid | {"policies": ["tova", {"snapkv": {"window": [4, 8]}}, "fastkv"]})
+
+    assert run.failures == ()
+    assert len(Plan.of(grid_from(None, **grid)).tasks) > 8
+    for window, expected in zip((4, 8), tables, strict=True):
+        other = pl.col("params").str.contains(f'"window": {12 - window},', literal=True)
+        same = run.table.filter(~(other & (pl.col("policy") == "snapkv")).fill_null(value=False))
+        assert same.equals(expected)
+
+
+def test_a_folder_holds_the_same_and_nothing_is_computed_twice(grid, small_blocks, tmp_path):
+    """Shards, a resumed sweep and one in memory agree bit for bit; more budgets only add."""
+    expected = kvsim.sweep(**grid, records=True)
+
+    for number in range(3):
+        kvsim.sweep(**grid, records=True, out=tmp_path / "x", shard=(number, 3))
+    assert not (tmp_path / "x" / "run.json").exists()
+    before = parts(tmp_path / "x")
+    run = kvsim.sweep(**grid, records=True, out=tmp_path / "x")
+
+    assert parts(tmp_path / "x") == before
+    assert run.table.equals(expected.table)
+    assert read_run(tmp_path / "x").table.equals(expected.table)
+    for record, other in zip(run.records, expected.records, strict=True):
+        assert (record.evicted_at == other.evicted_at).all()
+        assert record.layers == other.layers == (0, 1, 2, 3)
+    more = kvsim.sweep(**grid | {"budgets": [12, "40%", 20]}, records=True, out=tmp_path / "x")
+    assert set(before) < set(parts(tmp_path / "x"))
+    kept = more.table.filter((pl.col("budget") != 20) | pl.col("budget").is_null())
+    assert kept.equals(expected.table)
+
+
+def test_processes_compute_the_same(grid, tmp_path):
+    """Two processes give the Table of one, bit for bit."""
+    run = kvsim.sweep(**grid, out=tmp_path / "x", jobs=2)
+
+    assert run.table.equals(kvsim.sweep(**grid).table)
+
+
+@pytest.mark.parametrize("damage", ["json", "parquet", "both gone"])
+def test_a_damaged_part_is_computed_again(damage, grid, tmp_path):
+    """A part that is not what was written counts for nothing, whichever of its files it is."""
+    expected = kvsim.sweep(**grid, out=tmp_path / "x")
+    name = Path(parts(tmp_path / "x")[0])
+    for suffix in ("json", "parquet"):
+        path = tmp_path / "x" / "parts" / name.with_suffix(f".{suffix}")
+        if damage == suffix:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        elif damage == "both gone":
+            path.unlink()
+
+    shards = Shards(tmp_path / "x")
+    shards.scan()
+    assert len(shards.parts) == len(parts(tmp_path / "x")) - (damage != "both gone")
+    again = kvsim.sweep(**grid, out=tmp_path / "x")
+
+    assert again.table.equals(expected.table)
+
+
+class Fails(Scorer):
+    """A scorer that raises what no policy should."""
+
+    def score(self, view):
+        """Raise."""
+        raise ZeroDivisionError("nothing to divide")
+
+
+def test_a_cell_that_fails_stops_no_other(grid, tmp_path):
+    """Its failure is reported, and it is tried again by the next sweep; the others are kept."""
+    policies = [policy("tova"), Policy("fails", Fails()), policy("knorm")]
+
+    run = kvsim.sweep(**grid | {"policies": policies, "budgets": [12, 90]})
+
+    assert {(failure.trace, failure.policy) for failure in run.failures} == {
+        (name, "fails") for name in "ab"
+    }
+    assert all("ZeroDivisionError" in failure.error for failure in run.failures)
+    assert all(failure.unexpected for failure in run.failures)
+    done = run.table.drop_nulls("policy").select("trace", "policy", "budget").unique()
+    assert len(done) == 10  # with a budget of 90 nothing is evicted, and no score is asked for
+
+
+def test_a_trace_that_is_gone_fails_and_the_others_are_done(paths, grid, tmp_path, monkeypatch):
+    """A trace removed while a sweep runs fails its own cells alone; put back, they are computed."""
+    copies = []
+    for path in paths:
+        copies.append(str(tmp_path / Path(path).name))
+        shutil.copytree(path, copies[-1])
+    compute = driver.compute
+
+    def once_removed(task, report=None):
+        shutil.rmtree(copies[1], ignore_errors=True)
+        return compute(task, report)
+
+    monkeypatch.setattr(driver, "compute", once_removed)
+    run = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
+
+    assert {failure.trace for failure in run.failures} == {"b"}
+    assert set(run.table["trace"]) == {"a"}
+    failures = json.loads((tmp_path / "x" / "failures.json").read_text())
+    assert len(failures) == len(run.failures)
+    monkeypatch.setattr(driver, "compute", compute)
+    shutil.copytree(paths[1], copies[1])
+    again = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
+    assert again.failures == ()
+    assert again.table.equals(kvsim.sweep(**grid).table)
+
+
+def test_another_trace_at_the_same_path_is_noticed(paths, grid, tmp_path, monkeypatch):
+    """A trace that is replaced while a sweep runs is not mixed with the one before."""
+    path = str(tmp_path / "a.zarr")
+    shutil.copytree(paths[0], path)
+    compute = driver.compute
+
+    def replaced(task, report=None):
+        shutil.rmtree(path)
+        shutil.copytree(paths[1], path)
+        return compute(task, report)
+
+    monkeypatch.setattr(driver, "compute", replaced)
+    run = kvsim.sweep(**grid | {"traces": [path]})
+
+    assert run.records == ()
+    assert all("another trace" in failure.error for failure in run.failures)
+
+
+def test_ctrl_c_keeps_what_is_done(grid, small_blocks, tmp_path, monkeypatch):
+    """An interrupt ends the sweep, finished tasks are in the folder, and the next one goes on."""
+    compute, calls = driver.compute, []
+
+    def interrupted(task, report=None):
+        calls.append(task)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return compute(task, report)
+
+    monkeypatch.setattr(driver, "compute", interrupted)
+    run = kvsim.sweep(**grid, out=tmp_path / "x")
+
+    assert run.interrupted
+    assert len(parts(tmp_path / "x")) == 2
+    assert not list((tmp_path / "x" / "parts").glob("*.claim"))
+    monkeypatch.setattr(driver, "compute", compute)
+    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
+
+
+def test_two_drivers_share_the_work(grid, small_blocks, tmp_path, monkeypatch):
+    """Two sweeps of one folder compute each task once, and both end with the whole."""
+    monkeypatch.setattr(driver, "_LOOK", 0.02)
+    counted = []
+    compute = driver.compute
+
+    def counting(task, report=None):
+        counted.append(task.key)
+        return compute(task, report)
+
+    monkeypatch.setattr(driver, "compute", counting)
+    runs = []
+    threads = [
+        threading.Thread(target=lambda: runs.append(kvsim.sweep(**grid, out=tmp_path / "x")))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+
+    assert len(counted) == len(set(counted)) == len(parts(tmp_path / "x"))
+    assert len(runs) == 2
+    assert runs[0].table.equals(runs[1].table)
+
+
+def test_a_killed_driver_loses_no_finished_task(grid, tmp_path):
+    """`kill -9` in the middle leaves parts that are whole, claims that are free, and a way on."""
+    script = (
+        "import os, sys, json, kvsim\n"
+        "from kvsim.sweeps import driver, tasks\n"
+        "tasks._TOGETHER = 2\n"
+        "compute, calls = driver.compute, []\n"
+        "def dying(task, report=None):\n"
+        "    calls.append(task)\n"
+        "    if len(calls) == 3: os.kill(os.getpid(), 9)\n"
+        "    return compute(task, report)\n"
+        "driver.compute = dying\n"
+        "kvsim.sweep(**json.loads(sys.argv[1]), out=sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", script, json.dumps(grid), str(tmp_path / "x")]
+    ended = subprocess.run(command, check=False, timeout=120, env=os.environ)
+
+    assert ended.returncode == -9
+    assert len(parts(tmp_path / "x")) == 2
+    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
+
+
+def test_what_cannot_be_a_sweep_is_refused_before_any_work(grid, tmp_path):
+    """Bad shards, folders of something else, configurations and keywords at once."""
+    with pytest.raises(ConfigError, match="i from 0 to N - 1"):
+        kvsim.sweep(**grid, shard=(3, 3))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(OutputError, match="not the folder of a sweep"):
+        kvsim.sweep(**grid, out=tmp_path / "full")
+    with pytest.raises(ConfigError, match="a mapping, or keywords"):
+        kvsim.sweep("grid.yaml", budgets=[3])
+    with pytest.raises(TraceError):
+        kvsim.sweep(**grid | {"traces": [str(tmp_path / "none.zarr")]})
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]

@@ -1,0 +1,95 @@
+"""Grids: configurations, lists of parameters, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+import kvsim
+from kvsim.errors import ConfigError, PolicyError
+from kvsim.sweeps.grid import Grid, grid_of, read_grid
+
+LEAST = {"traces": "sample", "policies": "tova", "budgets": 64}
+
+
+def test_a_configuration_crosses_lists_of_parameters(tmp_path):
+    """A list of values stands for as many policies, and wildcards for as many traces."""
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.zarr").mkdir()
+    (tmp_path / "grid.yaml").write_text(
+        "traces: ['*.zarr']\n"
+        "policies: [tova, {snapkv: {window: [8, 16], pool_kernel: [5, 7]}}]\n"
+        "budgets: [64, 25%]\nintervals: [32, own]\nmemory: 1GiB\nprotect: {sink: 4}\n"
+    )
+
+    grid = read_grid(tmp_path / "grid.yaml")
+
+    assert grid.traces == (str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr"))
+    assert grid.budgets == ("64", "25%")
+    assert grid.intervals == (32, None)
+    assert grid.memory == 1 << 30
+    built = grid.built()
+    assert [(p.name, p.params.get("window"), p.params.get("pool_kernel")) for p in built] == [
+        ("tova", None, None),
+        *(("snapkv", window, pool) for window in (8, 16) for pool in (5, 7)),
+    ]
+    assert all(policy.protect.sink == 4 for policy in built)
+
+
+def test_a_grid_is_written_and_read_again():
+    """What is resolved is a configuration of the same grid, whatever else it says."""
+    grid = grid_of({**LEAST, "intervals": ["own", 8], "layers": [0, 2]}, Path(), where="test")
+
+    document = grid.document() | {"resolved": {"cells": 3}}
+
+    assert grid_of(document, Path(), where="test") == grid
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"polices": "tova"}, "unknown key 'polices'; did you mean 'policies'"),
+        ({"traces": None}, "traces is missing"),
+        ({"traces": "no/*.zarr"}, "no path is like that"),
+        ({"traces": 3}, "traces has 3"),
+        ({"budgets": [True]}, "budgets has True"),
+        ({"budgets": []}, "budgets is missing"),
+        ({"policies": [["tova"]]}, "policies has"),
+        ({"policies": {"snapkv": {"window": {}}}}, "snapkv has 'window'"),
+        ({"intervals": [0]}, "intervals has 0"),
+        ({"intervals": "often"}, "intervals is 'often'"),
+        ({"memory": "lots"}, "memory is 'lots'"),
+        ({"regret": "yes"}, "regret is 'yes'"),
+        ({"compress": "all"}, "compress is 'all'"),
+        ({"protect": {"sinks": 4}}, "protect is"),
+        ({"protect": {"sink": -1}}, "sink is -1"),
+        ({"device": "tpu"}, "tpu"),
+    ],
+)
+def test_what_is_no_grid_is_refused_in_one_line(more, message, tmp_path):
+    """The message names the key, what was given and what is expected."""
+    with pytest.raises((ConfigError, PolicyError), match=message) as error:
+        grid_of(LEAST | more, tmp_path, where="grid.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["traces: [", "- 1\n- 2", "\x00", "a: &a [*a]"])
+def test_a_file_that_is_no_configuration_is_refused(text, tmp_path):
+    """Broken YAML and other documents are a ConfigError, whatever the parser raises."""
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"grid\.yaml"):
+        read_grid(tmp_path / "grid.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_grid(tmp_path / "none.yaml")
+
+
+def test_objects_are_taken_and_not_written():
+    """Traces and policies as objects serve Python; a file cannot hold them."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    grid = grid_of(
+        {"traces": [trace], "policies": [kvsim.policy("tova")], "budgets": [64]}, Path(), where="it"
+    )
+
+    assert isinstance(grid, Grid)
+    assert [cell.budget for cell in grid.cells(grid.opened())] == [64]
+    with pytest.raises(ConfigError, match="expected a path or a name"):
+        grid.document()
