@@ -199,7 +199,7 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def no_layout():
-    """Draw figures where their parts are, without the search for places that takes most time.
+    """Draw figures where their parts are, without the search for a layout that takes most time.
 
     For tests whose subject is not the figure: tests/plots and tests/docs lay each of them out.
     """
