@@ -911,7 +911,7 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         np.testing.assert_allclose(found.distance[known], expected.distance[known], **close)
 
 
-@settings(QUIET, max_examples=examples(120))
+@settings(QUIET, max_examples=examples(60))
 @given(measured())
 def test_output_error_equals_the_naive_one(drawn):
     """Rows of small traces, whose events are close together."""
@@ -919,7 +919,7 @@ def test_output_error_equals_the_naive_one(drawn):
     check_outputs(case, record)
 
 
-@settings(QUIET, max_examples=examples(80))
+@settings(QUIET, max_examples=examples(40))
 @given(measured(dtypes=(np.float64, np.float32), min_n=24), st.integers(1, 5))
 def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
     """Rows in blocks of a few, so that the path without a mask and the merge are taken."""
@@ -929,7 +929,7 @@ def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
         check_outputs(case, record)
 
 
-@settings(QUIET, max_examples=examples(60))
+@settings(QUIET, max_examples=examples(40))
 @given(
     strategies.cases(kinds=("normal", "sharp", "sink")),
     st.integers(0, 2**16),
@@ -968,7 +968,7 @@ def test_records_measured_together_equal_records_measured_alone():
         np.testing.assert_array_equal(found.missing, alone.missing)
 
 
-@settings(QUIET, max_examples=examples(150))
+@settings(QUIET, max_examples=examples(80))
 @given(
     measured(names=SIMPLE[1:], min_n=20),
     st.sampled_from((2, 3, 5, 8)),
