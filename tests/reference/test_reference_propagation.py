@@ -260,7 +260,7 @@ def test_reference_refuses_a_budget_below_the_window():
 # ------------------------------------------------------------------------------- generated traces
 
 #: Cases of a policy that the engine must agree on; of a cross.
-CASES = {"asl": 120}
+CASES = {"asl": 120, "pyramidinfer": 80}
 USUAL, CROSSED = 60, 40
 
 
