@@ -124,6 +124,16 @@ class _Stopwatch:
 _stopwatch = _Stopwatch()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import and collect without garbage collections: nearly all of the objects stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Start to measure after the imports, whose objects no later garbage collection visits."""
     gc.freeze()
@@ -185,6 +195,25 @@ def run(capsys):
         return end.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(scope="module")
+def no_layout():
+    """Draw figures where their parts are, without the search for a layout that takes most time.
+
+    For tests whose subject is not the figure: tests/plots and tests/docs lay each of them out.
+    """
+    from matplotlib.figure import Figure
+
+    savefig = Figure.savefig
+
+    def save(figure, *arguments, **options):
+        figure.set_layout_engine("none")
+        savefig(figure, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        yield
 
 
 @pytest.fixture

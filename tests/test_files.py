@@ -26,6 +26,8 @@ from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
 from kvsim.sweeps.run import sweep
 
+pytestmark = pytest.mark.usefixtures("no_layout")
+
 EARLIER = b"what was there before\n" * 400
 
 
@@ -149,7 +151,7 @@ def test_every_command_that_writes_is_tried_on_a_full_disk():
     assert {*writing(typer.main.get_command(app))} == {*script.COMMANDS} | elsewhere
 
 
-def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path, monkeypatch):
+def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path):
     """The folder of `kvsim layers --figures` holds all figures or is not there."""
     whole, out = tmp_path / "whole", tmp_path / "figures"
     arguments = ["layers", trace, "--budget", "8", "--window", "4", "--figures"]

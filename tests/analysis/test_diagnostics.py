@@ -31,6 +31,8 @@ from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.testing.strategies import cases
 from kvsim.tiny import ledger, tasks
 
+pytestmark = pytest.mark.usefixtures("no_layout")
+
 
 def settling(layers, n=120, *, seed=0, speed=1.4, prompt_len=None, name="settling", **more):
     """A trace whose queries and keys approach the same ones from layer to layer."""

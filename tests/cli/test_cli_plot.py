@@ -15,6 +15,8 @@ from kvsim.core.attention import Formula
 from kvsim.plots.registry import FIGURES, PLOTTED
 from kvsim.tiny.tasks import prompts
 
+pytestmark = pytest.mark.usefixtures("no_layout")
+
 #: What each figure takes beside a trace, a policy and a budget.
 OPTIONS = {
     "retention_map": ["--layer", "1", "--head", "1"],

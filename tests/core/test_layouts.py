@@ -8,13 +8,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
 from kvsim.core.attention import attend
 from kvsim.core.trace import Trace
 from kvsim.testing.strategies import make_case
+from reference.strategies import examples
 
 ORDERS = [*itertools.permutations(range(4))]
 LAST_FIRST = (3, 2, 1, 0)
@@ -76,6 +77,7 @@ def outcome(q, k, v, case, **options):
     return kept, table.write_json(), trace.lse.numpy().tobytes(), trace.digest
 
 
+@settings(max_examples=examples(40))
 @given(
     layouts=st.tuples(layouts, layouts, layouts),
     dtype=st.sampled_from((np.float16, np.float32, np.float64)),

@@ -153,12 +153,8 @@ def opened(monkeypatch, switch, scanned_once):
         app = AppTest.from_file(str(APP), default_timeout=120)
         for name, value in link.items():
             app.query_params[name] = value
-        app.run()
         if page != "trace":
             switch(app, page)
-            for name, value in link.items():
-                app.query_params[name] = value
-            app.run()
-        return app
+        return app.run()
 
     return run

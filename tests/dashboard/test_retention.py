@@ -17,11 +17,10 @@ FIRST = {"layer": "1", "head": "2", "budget": "96", "interval": "64"}
 
 @pytest.fixture
 def page(opened, folder):
-    """The page after two runs: in the first one after a switch a shared widget forgets its link."""
+    """The page of the sample, or of what its link says."""
 
     def run(**link):
-        app = opened(folder, "retention", **{"trace": "sample.zarr", **link})
-        return app.run()
+        return opened(folder, "retention", **{"trace": "sample.zarr", **link})
 
     return run
 

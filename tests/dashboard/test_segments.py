@@ -20,11 +20,10 @@ FIT = {"window": 32, "min_segment": 8, "max_segment": 64, "sink": 4, "recent": 3
 
 @pytest.fixture
 def page(opened, folder):
-    """The page after two runs: in the first one after a switch a shared widget forgets its link."""
+    """The page of the sample, or of what its link says."""
 
     def run(**link):
-        app = opened(folder, "segments", **{"trace": "sample.zarr", **link})
-        return app.run()
+        return opened(folder, "segments", **{"trace": "sample.zarr", **link})
 
     return run
 

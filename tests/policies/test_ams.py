@@ -643,10 +643,10 @@ def params_of_ams(draw) -> dict:
 
 
 def test_replay_with_any_parameters_equals_the_naive_replay():
-    """100 replays of several events; most are decided without a near-tie to the end."""
+    """40 replays of several events; most are decided without a near-tie to the end."""
     seen: Counter[str] = Counter()
 
-    @settings(QUIET, max_examples=100)
+    @settings(QUIET, max_examples=40)
     @given(
         params_of_ams(),
         st.sampled_from(
@@ -685,7 +685,7 @@ def test_replay_with_any_parameters_equals_the_naive_replay():
         seen["evict"] += bool((record.evicted_at != NEVER).any())
 
     check()
-    assert seen["evict"] >= 70
+    assert seen["evict"] >= 28
     assert seen["sure"] >= 0.5 * seen["heads"]
 
 

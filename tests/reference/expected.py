@@ -212,6 +212,7 @@ def triattention(event: Event) -> Scored:
     query = _pairs(unrotate(drawn, positions, rope), len(frequency))  # [qhead, row, pair]
     peak = event.params["offsets"] == "max"
     now = event.place([event.row])[0]
+    ahead = [np.exp(1j * frequency * (now + 1 + 2**power)) for power in range(17)]
     held = unprotected(event)
     if event.params["protect_prompt"]:
         held = first(event, event.prompt_len)
@@ -222,13 +223,11 @@ def triattention(event: Event) -> Scored:
         terms = dict.fromkeys(live, 0.0)
         for i in event.qheads(h):
             mean, length = query[i].mean(axis=0), np.abs(query[i]).mean(axis=0)
+            turned = [mean * turn for turn in ahead]
             raw, rough = [], []
             for p in live:
                 key = _pairs(event.keys[h, p], len(frequency))
-                series = []
-                for power in range(17):
-                    ahead = np.exp(1j * frequency * (now + 1 + 2**power))
-                    series.append(float((mean * ahead * key.conj()).real.sum()))
+                series = [float((at * key.conj()).real.sum()) for at in turned]
                 rest = float(((length - np.abs(mean)) * np.abs(key)).sum())
                 raw.append(scaling * ((max(series) if peak else sum(series) / 17) + rest))
                 rough.append(scaling * float(((length + np.abs(mean)) * np.abs(key)).sum()))

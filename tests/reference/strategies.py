@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import reference
@@ -26,6 +27,11 @@ class Setup:
     budget: int
     interval: int | None
     prefill: bool | None
+
+
+def examples(usual: int) -> int:
+    """How many to draw: the usual number, and fifty times as many under the nightly profile."""
+    return usual if settings().max_examples <= 100 else 50 * usual
 
 
 def naive(case: Case, setup: Setup) -> Outcome:

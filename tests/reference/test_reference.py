@@ -28,7 +28,7 @@ from kvsim.testing.loops import rows as loops_rows
 from kvsim.testing.strategies import Case
 from reference import NEVER, Event, Scored, classic, expected, windows
 from reference import metrics as loop_metrics
-from reference.strategies import Setup, naive, setups
+from reference.strategies import Setup, examples, naive, setups
 
 CATALOGUED = {*CATALOGUE, *(f"{n}@{p}" for n, entry in CATALOGUE.items() for p in entry.presets)}
 #: Policies that are replayed by the most cases, and measured.
@@ -84,11 +84,6 @@ QUIET = settings(
 )
 
 
-def examples(usual: int) -> int:
-    """How many to draw: the usual number, more of them under the nightly profile."""
-    return usual * max(1, settings().max_examples // 100)
-
-
 def possible(case: Case, setup: Setup) -> loops.Outcome:
     """The reference replay, where the policy has a rule for what was drawn; else draw again.
 
@@ -128,13 +123,15 @@ def disagreement(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_in_float64_equals_the_naive_replay(name):
-    """In 200 generated cases that evict, 60 of presets, the engine evicts what naive loops evict.
+    """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict.
 
     Among them cases of three and more events that evict, budgets at the edge of what is protected,
-    scores that tie, and, where heads are given different numbers, ragged ones.
+    scores that tie, and, where heads are given different numbers, ragged ones. The invariant
+    `naive_replay` compares the same policies on other cases (tests/testing).
     """
     seen: Counter[str] = Counter()
-    least = 60 if name in CROSSES or "@" in name else 200  # presets: the rule of their policy
+    preset = name in CROSSES or ("@" in name and name not in SIMPLE)  # the rule of its policy
+    least = 30 if preset else 60
     longest = 48 if name in SIMPLE else 22
 
     @settings(QUIET, max_examples=examples(least))
@@ -165,14 +162,14 @@ def test_replay_in_float64_equals_the_naive_replay(name):
         assert all(seen[f"group {group}"] for group in strategies.GROUPS)
         assert seen["tied"] or name in NEVER_TIED, seen
     if name in AROUND[:2]:
-        assert seen["ragged"] >= 10, seen
+        assert seen["ragged"] >= 5, seen
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_of_narrow_floats_equals_the_naive_replay(name):
     """In float32 and from float16 input, too, outside near-ties of the scores."""
 
-    @settings(QUIET, max_examples=examples(100 if name in SIMPLE else 30))
+    @settings(QUIET, max_examples=examples(40 if name in SIMPLE else 15))
     @given(st.data())
     def check(data):
         longest = 48 if name in SIMPLE else 22
@@ -914,7 +911,7 @@ def check_outputs(case: Case, record: kvsim.Record) -> None:
         np.testing.assert_allclose(found.distance[known], expected.distance[known], **close)
 
 
-@settings(QUIET, max_examples=examples(120))
+@settings(QUIET, max_examples=examples(60))
 @given(measured())
 def test_output_error_equals_the_naive_one(drawn):
     """Rows of small traces, whose events are close together."""
@@ -922,7 +919,7 @@ def test_output_error_equals_the_naive_one(drawn):
     check_outputs(case, record)
 
 
-@settings(QUIET, max_examples=examples(80))
+@settings(QUIET, max_examples=examples(40))
 @given(measured(dtypes=(np.float64, np.float32), min_n=24), st.integers(1, 5))
 def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
     """Rows in blocks of a few, so that the path without a mask and the merge are taken."""
@@ -932,7 +929,7 @@ def test_output_error_in_blocks_equals_the_naive_one(drawn, rows):
         check_outputs(case, record)
 
 
-@settings(QUIET, max_examples=examples(60))
+@settings(QUIET, max_examples=examples(40))
 @given(
     strategies.cases(kinds=("normal", "sharp", "sink")),
     st.integers(0, 2**16),
@@ -971,7 +968,7 @@ def test_records_measured_together_equal_records_measured_alone():
         np.testing.assert_array_equal(found.missing, alone.missing)
 
 
-@settings(QUIET, max_examples=examples(150))
+@settings(QUIET, max_examples=examples(80))
 @given(
     measured(names=SIMPLE[1:], min_n=20),
     st.sampled_from((2, 3, 5, 8)),

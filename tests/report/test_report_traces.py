@@ -24,6 +24,8 @@ from kvsim.report.html import called, cell, details, lines, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
 from kvsim.sweeps.run import sweep
 
+pytestmark = pytest.mark.usefixtures("no_layout")
+
 HOSTILE = "<script>alert('x')</script>&\"' $\\foo$ {body}"
 
 

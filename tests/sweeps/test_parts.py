@@ -343,16 +343,25 @@ def odd():
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_command_is_resumed(tmp_path, sent):
+def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run, sent):
     """Its three finished cells stay; the run is refused until then, and whole afterwards."""
     (tmp_path / "mine.py").write_text(MINE)
-    command = [sys.executable, "-m", "kvsim", "replay", "sample", "--policy", "tova,mine:odd"]
+    command = ["replay", "sample", "--policy", "tova,mine:odd"]
     command += ["--budget", "16,24", "--interval", "64", "--metric", "wipeout", "--out", "x"]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True}
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(kvsim.__file__).parents[1]}"}
+    path = f"{tmp_path}:{Path(kvsim.__file__).parents[1]}"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "mine", None)  # forgotten after the test
+
+    def resumed():
+        del sys.modules["mine"]  # a new process would import it anew
+        return run(*command, "--resume")
 
     killed = subprocess.run(
-        command, check=False, env=environment | {"KILL": str(int(sent))}, **options
+        [sys.executable, "-m", "kvsim", *command],
+        check=False,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": path, "KILL": str(int(sent))},
     )
 
     assert killed.returncode == -sent
@@ -360,12 +369,12 @@ def test_a_killed_command_is_resumed(tmp_path, sent):
     with pytest.raises(OutputError, match=r"is not finished.*--resume"):
         read_run(tmp_path / "x")
     (tmp_path / "mine.py").write_text(MINE + "# edited\n")
-    other = subprocess.run([*command, "--resume"], check=False, env=environment, **options)
-    assert (other.returncode, other.stdout) == (2, "")
-    assert "a run with other code; expected the same" in other.stderr
+    status, out, err = resumed()
+    assert (status, out) == (2, "")
+    assert "a run with other code; expected the same" in err
     (tmp_path / "mine.py").write_text(MINE)
-    done = subprocess.run([*command, "--resume"], check=False, env=environment, **options)
-    assert (done.returncode, done.stderr) == (0, "")
+    status, _, err = resumed()
+    assert (status, err) == (0, "")
     assert len(read_records(tmp_path / "x" / "records.zarr")) == 4
     assert not (tmp_path / "x" / "parts").exists()
 

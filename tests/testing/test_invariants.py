@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 import kvsim
@@ -21,6 +20,7 @@ from kvsim.testing import INVARIANTS, check_policy, strategies
 from kvsim.testing.invariants import EXEMPT
 from kvsim.testing.invariants.independence import PerHead
 from kvsim.testing.invariants.trial import Trial, smallest_budget
+from reference.strategies import examples
 
 # Parameters that bind on a few dozen tokens.
 SMALL = {
@@ -70,15 +70,10 @@ def around(name):
     return name if entry.innermost or entry.default else f"{name}+tova"
 
 
-def examples(usual: int) -> int:
-    """How many to draw: the usual number, more of them under the nightly profile."""
-    return usual * max(1, settings().max_examples // 100)
-
-
 @pytest.mark.parametrize("name", [around(name) for name in NAMES])
 def test_policy_satisfies_every_invariant(name):
     """Each policy and preset, on generated traces at budgets near what it protects."""
-    reference.check(name, small(name), max_examples=examples(12), max_n=24)
+    reference.check(name, small(name), max_examples=examples(8), max_n=24)
 
 
 @pytest.mark.parametrize("outer", OUTER)
@@ -128,7 +123,7 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
 )
 def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
     """Parameters away from the defaults, h2o's fixed recent part among them."""
-    reference.check(name, params, max_examples=examples(20))
+    reference.check(name, params, max_examples=examples(8))
 
 
 @dataclass(frozen=True)
@@ -154,7 +149,7 @@ class Decaying(Scorer):
 def test_policy_of_the_users_own_can_be_checked():
     """check_policy takes any Policy: one with columns, values and a schedule of its own."""
     mine = kvsim.Policy("mine", Decaying(), schedule=Schedule(interval=3, prefill=False))
-    check_policy(mine, max_examples=examples(40))
+    check_policy(mine, max_examples=examples(16))
 
 
 @pytest.mark.parametrize("name", [around(name) for name in NAMES])

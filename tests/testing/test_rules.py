@@ -61,7 +61,7 @@ def peak(event, decay=0.5):
 
 def test_a_policy_agrees_with_its_rule():
     """A scorer with a column, a window, protection and a schedule, each written a second time."""
-    check_policy(PEAK, rule=Rule(peak, interval=3, prefill=False), max_examples=25)
+    check_policy(PEAK, rule=Rule(peak, interval=3, prefill=False), max_examples=12)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_rule_may_allocate():
         policy,
         rule=Rule(peak, allocate=skewed, **schedule),
         exempt=["head_permutation"],  # the first head is special
-        max_examples=20,
+        max_examples=12,
     )
     with pytest.raises(InvariantError, match="'naive_replay'"):
         check_policy(

@@ -233,8 +233,9 @@ def closest(scored: Scored, head: int, kept: set[int], dropped: set[int]) -> lis
     if scored.noise is None:
         return []
     score = scored.values[head]
+    size = {p: scored.size(head, p) for p in kept | dropped}
     pairs = [
-        (score[i] - score[j]) / max(scored.size(head, i), scored.size(head, j))
+        (score[i] - score[j]) / max(size[i], size[j])
         for i in kept
         for j in dropped
         if score[i] > score[j]
