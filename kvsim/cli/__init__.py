@@ -21,6 +21,7 @@ import typer
 
 import kvsim
 from kvsim.cli import (
+    comparing,
     costing,
     dashboard,
     demo,
@@ -61,6 +62,7 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "traces": inspecting.traces,
     "replay": replaying.replay,
     "live": living.live,
+    "compare": comparing.compare,
     "fidelity": validating.fidelity,
     "predict": predicting.predict,
     "report": reporting.report,
