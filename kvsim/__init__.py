@@ -19,6 +19,7 @@ from kvsim import renamed
 
 if TYPE_CHECKING:
     from kvsim.analysis import measure
+    from kvsim.analysis.comparison import compare
     from kvsim.core.attention import Rope
     from kvsim.core.policy import Policy
     from kvsim.core.record import Record
@@ -44,6 +45,7 @@ __all__ = [
     "Trace",
     "__version__",
     "capture",
+    "compare",
     "live",
     "measure",
     "open_trace",
@@ -63,6 +65,7 @@ _HOME = {
     "Rope": "core.attention",
     "Trace": "core.trace",
     "capture": "recorder",
+    "compare": "analysis.comparison",
     "live": "sweeps.closed_loop",
     "measure": "analysis",
     "open_trace": "store",

@@ -12,6 +12,8 @@ table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
 results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences, Pareto fronts
+significance  whether differences are beyond chance, and how many prompts tell
+comparison  which policy is best at a budget, how sure that is, and what a budget buys
 validity    values of a replay next to those of the running model
 prediction  live divergence from the layer error of a replay, with an interval
 """

@@ -13,7 +13,7 @@ apart, such as `layer`, `stage` or `domain`; PolicyError where the Table lacks o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -22,7 +22,7 @@ import polars as pl
 from scipy.stats import bootstrap
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.registry import METRICS
+from kvsim.analysis.registry import METRICS, metric
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered
 
@@ -114,6 +114,23 @@ def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
     return counted.join(named, on=on, how="left", maintain_order="left").drop("total")
 
 
+def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
+    """Return the values of the main variants of metrics of policies."""
+    wanted = (
+        (pl.col("metric") == name) & (pl.col("variant") == metric(name).main) for name in metrics
+    )
+    return table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted))
+
+
+def last_events(table: pl.DataFrame) -> pl.DataFrame:
+    """The Table without rows of earlier events where the last one stands for all."""
+    last = [name for name, one in METRICS.items() if one.over_events == "last"]
+    of_cell = ("trace", "policy", "params", "interval", "prefill")
+    latest = pl.col("event").max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
+    older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
+    return table.filter(~older.fill_null(value=False))
+
+
 def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
@@ -127,7 +144,7 @@ def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     return (
         over_layers(table.with_columns(asked=asked), keys)
         .group_by(keys, maintain_order=True)
-        .agg(pl.col("value").mean(), pl.col("chance").mean(), _WEAKEST)
+        .agg(pl.col("value").mean(), pl.col("chance").mean(), WEAKEST)
     )
 
 
@@ -159,7 +176,8 @@ def over_layers(
 _STRENGTH = pl.Enum(("exact", "closed", "semi", "open"))
 _LABEL = pl.Enum(FIDELITY)
 _LEVEL = pl.col("fidelity").cast(pl.String).cast(_STRENGTH)
-_WEAKEST = _LEVEL.max().cast(pl.String).cast(_LABEL)
+#: The weakest label of several values.
+WEAKEST = _LEVEL.max().cast(pl.String).cast(_LABEL)
 
 
 def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
@@ -174,7 +192,7 @@ def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     every = traces.over(*by) if by else traces
     of = pl.when(pl.col("policy").is_null()).then(every).otherwise(traces.over(*by, *KEYS[:5]))
     values = values.with_columns(of=of)
-    more = [pl.col("of").first().cast(pl.Int64), pl.col("chance").mean(), _WEAKEST]
+    more = [pl.col("of").first().cast(pl.Int64), pl.col("chance").mean(), WEAKEST]
     return _with_intervals(values, [*by, *KEYS], "value", more)
 
 

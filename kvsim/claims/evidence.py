@@ -14,7 +14,7 @@ import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import BEYOND, COLUMNS, Result, differing, in_words, main, results
-from kvsim.analysis.summaries import per_prompt
+from kvsim.analysis.summaries import last_events, per_prompt
 from kvsim.claims.claim import Claim, Floats
 from kvsim.schema import schedule
 
@@ -97,7 +97,7 @@ class Evidence:
     def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
         asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
         named = pl.col("policy").replace(_SAME)
-        table = _last_events(table).with_columns(asked=asked, policy=named)
+        table = last_events(table).with_columns(asked=asked, policy=named)
         sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()
@@ -362,15 +362,6 @@ def called(metric: str, variant: str | None = None) -> str:
 
 def _main(metric: str) -> str:
     return METRICS[metric].main if metric in METRICS else ""
-
-
-def _last_events(table: pl.DataFrame) -> pl.DataFrame:
-    """Without the rows of earlier events where the last one stands for all."""
-    last = [name for name, one in METRICS.items() if one.over_events == "last"]
-    of_cell = ("trace", *COLUMNS, "budget", "share", "metric", "variant", "layer")
-    latest = pl.col("event").max().over(of_cell)
-    older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
-    return table.filter(~older.fill_null(value=False))
 
 
 def _after(at: Schedule, chosen: Sequence[Schedule], when: When) -> str:

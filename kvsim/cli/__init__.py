@@ -22,6 +22,7 @@ import typer
 
 import kvsim
 from kvsim.cli import (
+    comparing,
     costing,
     dashboard,
     demo,
@@ -64,6 +65,7 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "replay": replaying.replay,
     "sweep": sweeping.sweep,
     "live": living.live,
+    "compare": comparing.compare,
     "fidelity": validating.fidelity,
     "predict": predicting.predict,
     "report": reporting.report,

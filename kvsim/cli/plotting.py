@@ -119,9 +119,7 @@ def plot(
     docs/figures.md shows the figures and says what each needs.
     """
     figure = _figure(name)
-    if out.suffix.lower() not in _FORMATS:
-        raise OptionError(f"--out is {str(out)!r}; expected a file that ends in .png, .svg or .pdf")
-    check_output(out, advice="give another --out")
+    check_figure(out, "--out")
     flags: dict[str, Any] = {"layer": layer, "head": head, "by": by}
     flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
     _check_flags(name, figure, flags)
@@ -132,7 +130,7 @@ def plot(
     given |= {"interval": interval, "prefill": prefill, "set": settings}
     _check_given(name, figure, sources, runs, given)
     if runs:
-        data = _read(runs, policy, budget)
+        data = read(runs, policy, budget)
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
         policies = values.build_policies(policy or (), settings)
@@ -143,7 +141,7 @@ def plot(
             layer = _unwindowed(traces[0])  # the figure's own default may have a window
         schedule: dict[str, Any] = {"interval": interval, "prefill": prefill}
         if figure.replay is None:
-            data = _Data(traces)
+            data = Data(traces)
         elif figure.replay == "once":
             data = _evicted_once(traces, policies, ratios)
         elif figure.replay == "plans":
@@ -163,6 +161,15 @@ def plot(
     layers = data.layers if runs or layer is None else {}
     for remark in dict.fromkeys(filter(None, (*data.remarks, uneven(layers)))):
         echo_text(f"Note: {remark}.", err=True)
+
+
+def check_figure(out: Path, option: str) -> None:
+    """Raise unless a figure can be written to a new file `out`, the value of an option."""
+    if out.suffix.lower() not in _FORMATS:
+        raise OptionError(
+            f"{option} is {str(out)!r}; expected a file that ends in .png, .svg or .pdf"
+        )
+    check_output(out, advice=f"give another {option}")
 
 
 def _figure(name: str) -> Figure:
@@ -272,8 +279,8 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
 
 
 @dataclass(frozen=True)
-class _Data:
-    """The data that figures are drawn from.
+class Data:
+    """The data that figures are drawn from, or policies compared by.
 
     table: of the sweep or the runs, or the errors of single evictions. remarks: what users should
     know of the replays. layers: those of each trace that were replayed.
@@ -330,9 +337,9 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
     return in_order(measure(analysis, metrics=metrics) for analysis in analyses)
 
 
-def _read(
+def read(
     runs: Sequence[str], policies: Sequence[str] | None, budgets: Sequence[str] | None
-) -> _Data:
+) -> Data:
     """Return the Table of runs, of the requested policies and budgets or of all."""
     import polars as pl
 
@@ -357,22 +364,22 @@ def _read(
         # what belongs to no policy stays, such as the sparsity of the full cache
         table = table.filter(column.is_in(names) | pl.col("policy").is_null())
     remarks = [remark for run in saved for remark in run.parameters.get("remarks", ())]
-    return _Data(table=table, remarks=remarks, layers=layers_of(table))
+    return Data(table=table, remarks=remarks, layers=layers_of(table))
 
 
-def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> _Data:
+def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     from kvsim.engine import replay
     from kvsim.sweeps.run import resolve_budget, shared_prefill
 
     budget = resolve_budget(size, trace.n_pos)
     interval, prefill = schedule["interval"], shared_prefill(**schedule)
     record = replay(trace, policy, budget, interval=interval, prefill=prefill, internals=True)
-    return _Data([trace], [record], None, [record.remark], {record.trace: record.layers})
+    return Data([trace], [record], None, [record.remark], {record.trace: record.layers})
 
 
 def _evicted_once(
     traces: Sequence[Trace], policies: Sequence[Policy], ratios: Sequence[float] | None
-) -> _Data:
+) -> Data:
     """Return the errors of one eviction by each policy at each ratio."""
     import polars as pl
 
@@ -385,7 +392,7 @@ def _evicted_once(
         )
     budgets = table["budget"].unique().sort(descending=True)
     remarks = [policy.remark(budget) for policy in policies for budget in budgets]
-    return _Data(traces, table=table, remarks=remarks)
+    return Data(traces, table=table, remarks=remarks)
 
 
 def _swept(
@@ -394,7 +401,7 @@ def _swept(
     budgets: Sequence[str],
     schedule: Mapping[str, Any],
     metrics: Sequence[str],
-) -> _Data:
+) -> Data:
     """Return records of every policy at every budget over every trace, and their metrics."""
     from kvsim.sweeps.run import sweep
 
@@ -409,4 +416,4 @@ def _swept(
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"
         raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
     layers = {record.trace: record.layers for record in run.records}
-    return _Data(traces, run.records, run.table, [r.remark for r in run.records], layers)
+    return Data(traces, run.records, run.table, [r.remark for r in run.records], layers)

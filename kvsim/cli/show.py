@@ -87,6 +87,11 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
+def metric_format(name: str) -> str:
+    """Return the format of the values of a metric."""
+    return _COLUMNS.get(name, ("", ".3g"))[1]
+
+
 def number(value: float | None, form: str) -> str:
     """Return a number as a cell of a table, a dash for None."""
     return "-" if value is None else format(value, form)

@@ -105,6 +105,12 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("metrics",),
         metrics=("output_error", "wipeout", "entries_seen"),
     ),
+    "ranking": _summary(
+        "Policies in the order of a metric at each budget, and which differ beyond chance.",
+        ("table",),
+        ("metrics",),
+        metrics=("output_error",),
+    ),
     "retention_map": _records(
         "Positions that each row sees, and the evicted ones that it would attend to.",
         ("trace", "records"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,21 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, mean_known
+from kvsim.analysis.comparison import compare
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
 from kvsim.analysis.output.error import check_record
-from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.summaries import against_entries, averages, stages
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import labelled
+from kvsim.analysis.summaries import against_entries, averages, main_variants, stages
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError, suggest
 from kvsim.plots.style import (
+    NEUTRAL,
     asked_order,
     bare_series,
+    caption,
     counted,
     finish,
     mean_line,
@@ -103,6 +107,48 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
     marked = "on the front" + ", where one direction is better" * neutral
     what = f"Mean over {counted(means['n'])}; filled: {marked}"
     finish(figure, axes[0], what, means["fidelity"], columns=6)
+    return figure
+
+
+def ranking(
+    table: pl.DataFrame, metrics: Sequence[str] = ("output_error",), *, against: str | None = None
+) -> Figure:
+    """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
+
+    Filled where the paired difference to the best policy, or to `against`, is beyond chance after
+    correction for the number of comparisons (`kvsim.analysis.comparison`); the dotted line is the
+    mean of that policy. References that have no rank are at the bottom, in grey.
+
+    metrics: one, with a better direction. against: as in `kvsim.compare`.
+    """
+    (name, *more) = metrics
+    if more:
+        raise PolicyError(f"metrics are {', '.join(metrics)}; expected one of them to rank by")
+    comparison = compare(table, name, against=against)
+    rows = comparison.table
+    budgets = rows["asked"].unique(maintain_order=True).to_list()
+    styles = series(labelled(table)["policy"].drop_nulls().unique(maintain_order=True))
+    size = 4.3, 0.9 + 0.28 * len(styles)
+    figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
+    for axis, asked in zip(axes, budgets, strict=True):
+        part = rows.filter(asked=asked)
+        for place, row in enumerate(part.iter_rows(named=True)):
+            colour = NEUTRAL if row["rank"] is None else styles[row["policy"]]["color"]
+            if row["low"] is not None:
+                axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
+            decided = row["against"] is None or row["verdict"] in ("better", "worse")
+            face = colour if decided and row["rank"] is not None else "white"
+            axis.plot(row["mean"], place, "o", ms=5, color=colour, mfc=face)
+        for mean in part.filter(policy=part["against"].drop_nulls().first())["mean"]:
+            axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)
+        names = [short_text(policy, 30) for policy in part["policy"]]
+        axis.set_yticks(range(part.height), names, parse_math=False)
+        axis.set_ylim(part.height - 0.5, -0.5)
+        plain(axis, metric_label(name), title=f"budget {asked}")
+    base = against or "the best"
+    what = f"Mean over {counted(rows['n'])}\nopen: not beyond chance from {base}; dotted: {base}"
+    caption(figure, what, rows["fidelity"])
+    figure.tight_layout()
     return figure
 
 
@@ -293,14 +339,6 @@ def _per_budget(
     text = f"{what}: {where}, mean over {prompts}\n{note}"
     finish(figure, axes[0], text, fidelities, columns=5)
     return figure
-
-
-def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
-    """Return the values of the main variants of metrics of policies."""
-    wanted = (
-        (pl.col("metric") == name) & (pl.col("variant") == metric(name).main) for name in metrics
-    )
-    return table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted))
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:

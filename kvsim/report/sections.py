@@ -11,10 +11,10 @@ from markupsafe import Markup, escape
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import averages, compare, layers_of, uneven
+from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
-from kvsim.plots.summary import main_variants, over_budgets, pareto
+from kvsim.plots.summary import over_budgets, pareto
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study

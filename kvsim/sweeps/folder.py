@@ -58,13 +58,17 @@ def bind(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 def read_run(path: str | Path) -> Saved:
-    """Return the run that `kvsim replay --out` wrote.
+    """Return the run that `kvsim replay --out` wrote, or a Table that was saved as Parquet.
+
+    A file `*.parquet` has no parameters.
 
     Raises:
         OutputError: there is no run folder, or it is damaged or not finished.
     """
     folder = local_path(path, OutputError)
     try:
+        if folder.suffix == ".parquet" and not folder.is_dir():
+            return Saved(folder, {}, _table(folder, folder, read_file(folder, _RESULTS)))
         parameters, files = _description(folder)
         # an entry that is missing fits no file
         expected = None if files is None else files.get(RESULTS) or {}
@@ -79,7 +83,7 @@ def read_run(path: str | Path) -> Saved:
             f"{folder} is no run folder: {error} is missing; expected what `kvsim replay ... "
             "--out DIR` wrote"
         ) from None
-    return Saved(folder, parameters, _table(folder, data))
+    return Saved(folder, parameters, _table(folder, folder / RESULTS, data))
 
 
 def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
@@ -108,12 +112,12 @@ def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None
     return document, files
 
 
-def _table(folder: Path, data: bytes) -> pl.DataFrame:
-    """Return the Table in the bytes of `results.parquet`."""
+def _table(folder: Path, file: Path, data: bytes) -> pl.DataFrame:
+    """Return the Table in the bytes of a file; folder: the run, or the file."""
     try:
         table = decode_table(data)
     except ValueError as error:
-        raise damaged(folder / RESULTS, str(error)) from error
+        raise damaged(file, str(error)) from error
     missing = [name for name in COLUMNS if name not in table.columns]
     if missing:
         raise OutputError(

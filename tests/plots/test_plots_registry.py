@@ -12,7 +12,7 @@ import pytest
 
 from kvsim import plots
 from kvsim.analysis.registry import METRICS
-from kvsim.cli.plotting import _Data
+from kvsim.cli.plotting import Data
 from kvsim.plots.registry import FIGURES, FLAGS, PLOTTED
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,7 +55,7 @@ def test_an_entry_says_what_the_docstring_says(name):
 def test_every_input_can_be_prepared():
     """The command line has all inputs of the figures that it draws."""
     trace, record, table = object(), object(), object()
-    data = _Data([trace], [record], table)
+    data = Data([trace], [record], table)
     expected = {"trace": trace, "traces": [trace], "record": record, "records": [record]}
     expected |= {"plans": record, "table": table, "evictions": table}
     computed = {"expectation", "normality", "projections", "trace_table"}

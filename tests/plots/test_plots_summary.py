@@ -13,7 +13,7 @@ from kvsim.analysis.summaries import front
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.plots.style import asked_order, series
-from kvsim.plots.summary import over_budgets, pareto
+from kvsim.plots.summary import over_budgets, pareto, ranking
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,36 @@ def test_the_front_is_marked(table):
 
     assert [list(line.get_xdata()) for line in filled] == [[], [32.0, 64.0]]
     assert axis.get_xlabel() == "entries that a row sees, mean"
+
+
+def test_the_ranking_shows_order_and_verdicts(table):
+    """A panel per budget: policies from the best, filled where the difference is beyond chance."""
+    errors = table.filter(metric="output_error")
+    many = pl.concat(
+        errors.with_columns(
+            trace=pl.col("trace") + f"-{copy}", value=pl.col("value") + 0.001 * copy
+        )
+        for copy in range(4)
+    )
+    few, enough = ranking(errors), ranking(many)
+
+    for figure, face in ((few, "white"), (enough, "#0072b2")):
+        for axis, budget in zip(figure.axes, ("32", "64"), strict=True):
+            names = [text.get_text() for text in axis.get_yticklabels()]
+            points = [line for line in axis.lines if line.get_marker() == "o"]
+            assert axis.get_title() == f"budget {budget}"
+            assert names == ["ams", "tova"]
+            assert points[1].get_markerfacecolor() == face
+    assert [line.get_xdata()[0] for line in few.axes[0].lines if line.get_marker() == "o"] == (
+        pytest.approx([0.41, 0.51])
+    )
+    assert few.axes[0].get_xlabel() == "output error (relative, lower is better)"
+    assert few.get_suptitle() == (
+        "Mean over 3 prompts, with 95 % interval\n"
+        "open: not beyond chance from the best; dotted: the best (fidelity: open)"
+    )
+    with pytest.raises(PolicyError, match="expected one of them to rank by"):
+        ranking(table, ["output_error", "wipeout"])
 
 
 def test_a_table_without_the_metrics_is_an_error(table):

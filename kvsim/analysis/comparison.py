@@ -1,0 +1,402 @@
+"""Which policy is best at a budget, how sure that is, and what a budget buys.
+
+Prompts are the unit, as in `summaries`: values are averaged within a prompt first. All means of a
+comparison are over the same prompts, those that every result has a value for.
+
+Differences are tested by flipping signs, and p-values corrected for the number of comparisons
+(`significance`). Where the best policy is that of the data, every pair of policies counts as
+compared, at every budget: the best of many equal ones looks better than each of the others by
+chance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import polars as pl
+from scipy import stats
+
+from kvsim.analysis.arrays import Floats
+from kvsim.analysis.registry import metric as metric_named
+from kvsim.analysis.results import labelled
+from kvsim.analysis.significance import ALPHA, fewest, holm, prompts_needed, sign_flip
+from kvsim.analysis.summaries import (
+    KEYS,
+    WEAKEST,
+    Interval,
+    first_of,
+    front,
+    last_events,
+    layers_of,
+    main_variants,
+    per_prompt,
+    uneven,
+)
+from kvsim.errors import PolicyError, suggest
+from kvsim.policies import policy
+from kvsim.schema import FIDELITY, plural, schedule
+
+VERDICTS = ("better", "worse", "undecided", "equal")
+
+#: Columns of `Comparison.table`, one row per policy and budget.
+COLUMNS: dict[str, Any] = {
+    "policy": pl.String,
+    "params": pl.String,
+    "asked": pl.String,
+    "entries": pl.Float64,
+    "interval": pl.Int64,
+    "prefill": pl.Boolean,
+    "metric": pl.String,
+    "unit": pl.String,
+    "fidelity": pl.Enum(FIDELITY),
+    "rank": pl.Int64,
+    "mean": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "n": pl.Int64,
+    "leads": pl.Int64,
+    "against": pl.String,
+    "difference": pl.Float64,
+    "difference_low": pl.Float64,
+    "difference_high": pl.Float64,
+    "p": pl.Float64,
+    "p_holm": pl.Float64,
+    "verdict": pl.Enum(VERDICTS),
+    "needed": pl.Int64,
+    "seen": pl.Float64,
+    "front": pl.Boolean,
+    "wipeout": pl.Float64,
+    "wipeout_front": pl.Boolean,
+    "bound": pl.Float64,
+    "meets": pl.Boolean,
+    "smallest": pl.Boolean,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of `compare`.
+
+    table: one row per policy and budget, by budget and rank; its columns are those of `compare`.
+    better: the direction in which `metric` is better. traces: the prompts behind every mean.
+    comparisons: the number that p-values are corrected for. remarks: what limits the comparison.
+    """
+
+    table: pl.DataFrame
+    metric: str
+    better: str
+    against: str | None
+    target: float | None
+    traces: tuple[str, ...]
+    comparisons: int
+    remarks: tuple[str, ...]
+
+
+def compare(
+    table: pl.DataFrame,
+    metric: str = "output_error",
+    *,
+    against: str | None = None,
+    target: float | None = None,
+) -> Comparison:
+    """Compare the policies of a Table by a metric, at each budget, over the same prompts.
+
+    References, that is policies that no budget binds and those that look ahead, are listed without
+    a rank and compared with nothing, unless `against` names one.
+
+    Args:
+        table: of `kvsim.measure` or a sweep, with several traces as prompts.
+        metric: by name, one with a better direction; its main variant.
+        against: the policy that others are compared with, as it is labelled (`tova`, or
+            `ams (window=8)` where the Table has several of one name); by default, at each budget,
+            the best one.
+        target: the value that the metric is to stay below, or above where higher is better.
+
+    Returns:
+        A Comparison. Its table has for each policy (its label, `params`, schedule) and budget (as
+        `asked`, and its mean in `entries`): `rank`; the `mean` over `n` prompts with its 95 %
+        bootstrap interval; `leads`, on how many prompts no other is better; the paired `difference`
+        to `against` with its interval, its p-value and that after correction, the `verdict`, and
+        where it is undecided how many prompts are `needed` if the difference stays as it is (at
+        most 10,000); `seen`, the mean entries that a row sees; whether no other result has both
+        fewer of them and a better mean (`front`), or less `wipeout` (`wipeout_front`). With a
+        target: `bound`, the worse end of the 95 % t interval of the mean, whether this budget and
+        all larger ones keep it on the right side (`meets`), and whether none is smaller
+        (`smallest`).
+
+    Raises:
+        PolicyError: the metric has no better direction or the Table no values of it, no prompt has
+            values of all policies, or `against` is none of them.
+    """
+    entry = metric_named(metric)
+    if entry.better is None:
+        raise PolicyError(
+            f"{metric} has no better direction, so it ranks nothing; expected another metric, see "
+            "`kvsim metrics`"
+        )
+    higher = entry.better == "higher"
+    table = last_events(labelled(table))
+    rows, values, traces, remarks = _values(table, metric)
+    names = rows["policy"].unique(maintain_order=True).to_list()
+    if against is not None and against not in names:
+        raise PolicyError(
+            f"no policy {against!r}{suggest(against, names)} to compare with; there is "
+            f"{', '.join(names)}"
+        )
+    references = [name for name in names if _is_reference(name)]
+    ranked = ~rows["policy"].is_in(references).to_numpy()
+    rows = _ranked(rows, values, ranked, higher=higher)
+    rows, comparisons = _tested(rows, values, ranked, against, higher=higher)
+    rows = _on_fronts(rows, table, traces, ranked, higher=higher)
+    if target is not None:
+        rows = _at_target(rows, values, ranked, target, higher=higher)
+    remarks += _remarks(rows, references, comparisons)
+    remarks += filter(None, [uneven(layers_of(table.filter(metric=metric)))])
+    typed = [
+        (pl.col(name) if name in rows else pl.lit(None)).cast(kind).alias(name)
+        for name, kind in COLUMNS.items()
+    ]
+    rows = rows.select(typed).sort("entries", "asked", "rank", nulls_last=True, maintain_order=True)
+    return Comparison(
+        *(rows, metric, entry.better, against, target, traces, comparisons, tuple(remarks))
+    )
+
+
+def _values(
+    table: pl.DataFrame, metric: str
+) -> tuple[pl.DataFrame, Floats, tuple[str, ...], list[str]]:
+    """Results with their budgets, their values [result, prompt], the prompts, and remarks."""
+    means = per_prompt(main_variants(table, [metric])).filter(pl.col("value").is_not_null())
+    if not means.height:
+        measured = table.drop_nulls(["policy", "value"])["metric"].unique(maintain_order=True)
+        raise PolicyError(
+            f"the table has no value of {metric} for any policy; it has "
+            f"{', '.join(measured) or 'none at all'}; replay with --metric {metric}, or compare by "
+            "another metric"
+        )
+    sizes = (
+        table.select("policy", "trace", "budget", asked=_ASKED)
+        .unique()
+        .group_by("policy", "asked")
+        .agg(entries=pl.col("budget").mean())
+    )
+    weakest = per_prompt(main_variants(table, [metric])).group_by(KEYS).agg(WEAKEST)
+    rows = means.select(KEYS).unique(maintain_order=True)
+    rows = rows.join(sizes, on=["policy", "asked"], how="left", maintain_order="left")
+    rows = rows.join(weakest, on=KEYS, how="left", nulls_equal=True, maintain_order="left")
+    names = means["trace"].unique(maintain_order=True).to_list()
+    values = np.full((rows.height, len(names)), np.nan)
+    place = {key: at for at, key in enumerate(rows.select(KEYS).rows())}
+    for *key, trace, value in means.select(*KEYS, "trace", "value").iter_rows():
+        values[place[tuple(key)], names.index(trace)] = value
+    shared = ~np.isnan(values).any(0)
+    if not shared.any():
+        raise PolicyError(
+            f"no prompt has a value of {metric} for every policy and budget; compare runs of the "
+            "same prompts, or fewer policies or budgets"
+        )
+    left_out = [name for name, kept in zip(names, shared, strict=True) if not kept]
+    remarks = []
+    if left_out:
+        (first,) = np.flatnonzero(np.isnan(values[:, names.index(left_out[0])]))[:1]
+        cell = rows.row(int(first), named=True)
+        remarks.append(
+            f"{plural(len(left_out), 'prompt')} left out, because not every policy has a value: "
+            f"{first_of(left_out)} ({cell['policy']} at budget {cell['asked']} has none)"
+        )
+    traces = tuple(name for name, kept in zip(names, shared, strict=True) if kept)
+    return rows, values[:, shared], traces, remarks
+
+
+_ASKED = pl.coalesce("share", pl.col("budget").cast(pl.String))
+
+
+def _is_reference(label: str) -> bool:
+    """Whether a policy is no candidate: no budget binds it, or it looks ahead."""
+    name = label.partition(" (")[0]
+    if ":" in name:  # a user's own: to build it would run the code that the name points at
+        return False
+    try:
+        built = policy(name)
+    except PolicyError:  # a user's own, or one with required parameters
+        return False
+    alone = built.propagation is None or built.propagation.alone
+    return built.scorer.clairvoyant or (not built.bounded and alone)
+
+
+def _ranked(
+    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, *, higher: bool
+) -> pl.DataFrame:
+    """The results with their ranks, means, intervals and number of prompts that they lead on."""
+    better = -values if higher else values  # lower is better from here on
+    rank, leads = np.full(len(values), np.nan), np.full(len(values), np.nan)
+    for places in _by_budget(rows, ranked):
+        rank[places] = stats.rankdata(better[places].mean(1), method="min")
+        leads[places] = (better[places] == better[places].min(0)).sum(1)
+    numbers = pl.DataFrame([vars(one) for one in Interval.of_each(list(values))])
+    columns = {"rank": rank, "leads": leads} | {name: numbers[name] for name in numbers.columns}
+    return rows.with_columns(**columns).with_columns(pl.selectors.float().fill_nan(None))
+
+
+def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
+    """Places of the chosen results, by budget as it was asked for."""
+    asked = rows["asked"].to_numpy()
+    return [
+        places
+        for size in dict.fromkeys(asked.tolist())
+        if len(places := np.flatnonzero((asked == size) & chosen))
+    ]
+
+
+# ----------------------------------------------------------------------------------------- tests
+
+
+def _tested(
+    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, against: str | None, *, higher: bool
+) -> tuple[pl.DataFrame, int]:
+    """The results with their differences to the base of their budget; the number of comparisons."""
+    policies, means = rows["policy"].to_numpy(), values.mean(1) * (-1 if higher else 1)
+    pairs: list[tuple[int, int]] = []
+    bases: dict[int, int] = {}
+    for places in _by_budget(rows, ranked | (policies == against)):
+        if against is None:
+            pairs += combinations(places.tolist(), 2)
+            base = places[means[places].argmin()]
+        else:
+            named = places[policies[places] == against]
+            if not len(named):  # not replayed at this budget
+                continue
+            base = named[0]
+            pairs += [(place, int(base)) for place in places.tolist() if place != base]
+        bases |= {place: int(base) for place in places.tolist() if place != base}
+    gaps = np.array([values[a] - values[b] for a, b in pairs]).reshape(-1, values.shape[1])
+    p = sign_flip(gaps)
+    corrected = dict(zip(pairs, zip(p.tolist(), holm(p).tolist(), strict=True), strict=True))
+    out: dict[str, list[object]] = {name: [None] * rows.height for name in _OF_PAIR}
+    compared = [values[place] - values[base] for place, base in bases.items()]
+    ends = Interval.of_each(compared)
+    for (place, base), gap, end in zip(bases.items(), compared, ends, strict=True):
+        raw, adjusted = corrected[(place, base) if (place, base) in corrected else (base, place)]
+        verdict = _verdict(gap, adjusted, higher=higher)
+        undecided = verdict == "undecided" and len(gap) > 1
+        needed = prompts_needed(gap, ALPHA / len(pairs)) if undecided else None
+        numbers = (end.mean, end.low, end.high, raw, adjusted)
+        cells = (policies[base], *numbers, verdict, needed)
+        for name, cell in zip(_OF_PAIR, cells, strict=True):
+            out[name][place] = cell
+    columns = [pl.Series(name, cells, COLUMNS[name], strict=False) for name, cells in out.items()]
+    return rows.with_columns(columns).with_columns(pl.selectors.float().fill_nan(None)), len(pairs)
+
+
+_OF_PAIR = (
+    *("against", "difference", "difference_low", "difference_high"),
+    *("p", "p_holm", "verdict", "needed"),
+)
+
+
+def _verdict(gap: Floats, p: float, *, higher: bool) -> str:
+    if not gap.any():
+        return "equal"
+    if p > ALPHA:
+        return "undecided"
+    return "better" if (gap.mean() > 0) == higher else "worse"
+
+
+# ------------------------------------------------------------------------------ fronts and targets
+
+
+def _on_fronts(
+    rows: pl.DataFrame,
+    table: pl.DataFrame,
+    traces: Sequence[str],
+    ranked: np.ndarray,
+    *,
+    higher: bool,
+) -> pl.DataFrame:
+    """The results with entries seen and wipe-out, means over the same prompts, and the fronts."""
+    names = ("entries_seen", "wipeout")
+    keys = KEYS[:5]
+    others = per_prompt(main_variants(table, names).filter(pl.col("trace").is_in(traces)))
+    # null unless every prompt has a value
+    whole = pl.when(pl.col("value").count() == len(traces)).then(pl.col("value").mean())
+    means = others.group_by(*keys, "metric").agg(whole)
+    for name in names:
+        of_metric = means.filter(metric=name).select(*keys, pl.col("value").alias(f"_{name}"))
+        rows = rows.join(of_metric, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    rows = rows.rename({"_entries_seen": "seen", "_wipeout": "wipeout"})
+    size = "seen" if rows.filter(ranked)["seen"].null_count() == 0 else "entries"
+    fronts = {"mean": ("front", higher), "wipeout": ("wipeout_front", False)}
+    for column, (name, most) in fronts.items():
+        best = np.full(rows.height, None, object)
+        places = np.flatnonzero(ranked & rows[column].is_not_null().to_numpy())
+        points = rows[places].select(seen=size, mean=column)
+        best[places] = front(points, higher=most).to_list()
+        rows = rows.with_columns(pl.Series(name, best.tolist(), pl.Boolean))
+    return rows
+
+
+def _at_target(
+    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, target: float, *, higher: bool
+) -> pl.DataFrame:
+    """The results with the bound of their mean, and which budgets keep it on the target's side.
+
+    Budgets are tested from the largest one down until one fails, so that no correction for their
+    number is due (Maurer, Hothorn and Lehmacher 1995).
+    """
+    n = values.shape[1]
+    bound = np.full(len(values), np.nan)
+    if n > 1:
+        reach = stats.t.isf(0.025, n - 1) * values.std(1, ddof=1) / np.sqrt(n)
+        bound = values.mean(1) + (-reach if higher else reach)
+    inside = bound > target if higher else bound < target
+    meets, smallest = (np.full(len(values), None, object) for _ in range(2))
+    policies, entries = rows["policy"].to_numpy(), rows["entries"].to_numpy()
+    for name in dict.fromkeys(policies[ranked].tolist()):
+        places = np.flatnonzero((policies == name) & ranked)
+        places = places[np.argsort(-entries[places], kind="stable")]
+        kept = np.logical_and.accumulate(inside[places])
+        meets[places] = kept
+        smallest[places] = kept & ~np.append(kept[1:], False)
+    return rows.with_columns(
+        pl.Series("bound", bound, nan_to_null=True),
+        pl.Series("meets", meets.tolist(), pl.Boolean),
+        pl.Series("smallest", smallest.tolist(), pl.Boolean),
+    )
+
+
+def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) -> list[str]:
+    """What limits a comparison, a sentence each without its full stop."""
+    out = []
+    prompts = rows["n"][0]
+    if prompts == 1:
+        out.append("one prompt decides nothing: it says nothing about other prompts")
+    elif comparisons and prompts < (least := fewest(ALPHA / comparisons)):
+        out.append(
+            f"with {prompts} prompts no difference can be beyond chance after correction for "
+            f"{plural(comparisons, 'comparison')}; that takes at least {least} prompts, or fewer "
+            "policies or budgets"
+        )
+    if references:
+        out.append(
+            f"{', '.join(references)}: listed without a rank, because no budget binds a reference "
+            "or it looks ahead"
+        )
+    schedules: dict[str, dict[str, None]] = {}
+    chosen = rows.filter(pl.col("rank").is_not_null())
+    columns = ("policy", "params", "interval", "prefill")
+    for name, params, interval, prefill in chosen.select(columns).iter_rows():
+        compress = json.loads(params).get("compress", "prompt")
+        after = schedule(interval, prefill=bool(prefill), compress=compress)
+        schedules.setdefault(after, {})[name] = None
+    if len(schedules) > 1:
+        parts = (f"{', '.join(names)} after {after}" for after, names in schedules.items())
+        out.append(
+            f"policies evicted after different rows, and part of a difference may be due to that: "
+            f"{'; '.join(parts)}"
+        )
+    return out

@@ -1,0 +1,272 @@
+"""`kvsim compare`: which policy is best at each budget, and how sure that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvsim.cli import plotting, show, values
+from kvsim.cli.replaying import fidelity_line
+from kvsim.cli.values import OptionError
+
+if TYPE_CHECKING:
+    from kvsim.analysis.comparison import Comparison
+
+Form = Literal["table", "json", "csv", "markdown", "latex"]
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Folders that `kvsim replay --out` or `kvsim live --out` wrote, or Tables in "
+            ".parquet files.",
+        ),
+    ],
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What policies are ranked by: a metric with a better direction, as "
+            "`kvsim metrics` lists it.",
+        ),
+    ] = "output_error",
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The policy that the others are compared with; default: the best at each budget.",
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Find the smallest budget of each policy that keeps the metric below X, or above "
+            "where higher is better, with 95 % confidence.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,NAME...]",
+            help="The policies to compare; default: all of the runs.",
+        ),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="N|P%[,...]",
+            help="The budgets to compare at; default: all of the runs.",
+        ),
+    ] = None,
+    form: Annotated[
+        Form, typer.Option("--format", help="How the result is printed; csv has every number.")
+    ] = "table",
+    figure: Annotated[
+        Path | None,
+        values.path_option("FILE", "Draw the ranking too: a new .png, .svg or .pdf file."),
+    ] = None,
+    as_json: values.Json = False,
+) -> None:
+    """Rank policies over the prompts of finished runs, and say which differ beyond chance.
+
+    Differences are paired by prompt and corrected for the number of comparisons. With one prompt
+    nothing is decided.
+    """
+    if as_json and form not in ("table", "json"):
+        raise OptionError(f"--json and --format {form} were both given; expected one of them")
+    if figure is not None:
+        plotting.check_figure(figure, "--figure")
+
+    from kvsim.analysis.comparison import compare as compared
+
+    data = plotting.read(runs, policy, budget)
+    assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
+    comparison = compared(data.table, metric, against=against, target=target)
+    remarks = list(dict.fromkeys([*comparison.remarks, *data.remarks]))
+    if figure is not None:
+        from kvsim import plots
+
+        plots.save(plots.ranking(data.table, [metric], against=against), figure)
+    measured = data.table.filter(data.table["trace"].is_in(comparison.traces))
+    measured = measured.filter(measured["policy"].is_not_null())
+    trust = fidelity_line(measured, [metric])
+    if as_json or form == "json":
+        show.echo_json(_document(comparison, remarks, show.fidelity_shares(measured, [metric])))
+    elif form == "csv":
+        show.echo_text(comparison.table.write_csv().rstrip())
+    else:
+        _print(comparison, [*_meaning(comparison), trust, *_notes(remarks)], form)
+    if figure is not None:
+        show.echo_text(f"Written to {figure}.", err=True)
+
+
+def _document(
+    comparison: Comparison, remarks: Sequence[str], fidelity: Mapping[str, float]
+) -> dict[str, Any]:
+    return {
+        "metric": comparison.metric,
+        "better": comparison.better,
+        "against": comparison.against,
+        "target": comparison.target,
+        "prompts": comparison.traces,
+        "comparisons": comparison.comparisons,
+        "cells": show.cells(comparison.table),
+        "fidelity": fidelity,
+        "remarks": remarks,
+    }
+
+
+def _notes(remarks: Sequence[str]) -> list[str]:
+    return [f"Note: {remark}." for remark in remarks]
+
+
+def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
+    """Print the comparison, and with a target which budgets are enough, with notes."""
+    tables = [_ranking(comparison)]
+    if comparison.target is not None:
+        tables.append(_targets(comparison))
+    lead = _lead(comparison)
+    if form == "latex":
+        show.echo_text("\n".join(f"% {line}" for line in (lead, *notes)))
+        for headers, rows in tables:
+            show.echo_text(latex(headers, rows))
+        return
+    show.echo_text(f"{lead}\n")
+    for headers, rows in tables:
+        if form == "markdown":
+            show.echo_text(f"{markdown(headers, rows)}\n")
+        else:
+            show.echo_table(headers, rows, right=2)
+            show.echo_text()
+    show.echo_text(("\n\n" if form == "markdown" else "\n").join(notes))
+
+
+def _lead(comparison: Comparison) -> str:
+    from kvsim.analysis.registry import METRICS
+
+    entry, count = METRICS[comparison.metric], len(comparison.traces)
+    prompts = "one prompt" if count == 1 else f"{count} prompts"
+    layers = "summed over layers" if entry.layers == "sum" else "of layers, heads and events"
+    interval = "" if count == 1 else ", in brackets the 95 % interval over prompts"
+    return (
+        f"{comparison.metric} ({entry.unit}, {comparison.better} is better): mean over {prompts}, "
+        f"{layers} within a prompt first{interval}."
+    )
+
+
+def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the ranking, without columns that say nothing."""
+    form = show.metric_format(comparison.metric)
+    signed = "+" + form.lstrip("+")
+    base = "the best" if comparison.against is None else comparison.against
+    rows = []
+    for row in comparison.table.iter_rows(named=True):
+        fronts = {comparison.metric: row["front"], "wipeout": row["wipeout_front"]}
+        share = row["asked"] if row["asked"].endswith("%") else None
+        cells = {
+            "budget": show.budget_text(round(row["entries"]), share),
+            "policy": row["policy"],
+            "rank": show.number(row["rank"], "d"),
+            "mean": _between(row, ("mean", "low", "high"), form),
+            "leads on": "-" if row["leads"] is None else f"{row['leads']} of {row['n']}",
+            f"minus {base}": _between(
+                row, ("difference", "difference_low", "difference_high"), signed
+            ),
+            "p (Holm)": show.number(row["p_holm"], ".2g"),
+            "verdict": row["verdict"] or ("-" if row["rank"] is None else "best"),
+            "prompts needed": show.number(row["needed"], ",d"),
+            "entries seen": show.number(row["seen"], ".0f"),
+            "wiped out": show.number(row["wipeout"], ".0%"),
+            "front": ", ".join(name for name, best in fronts.items() if best) or "-",
+        }
+        if comparison.against is not None and row["against"] is None:
+            cells["verdict"] = "-"
+        rows.append(cells)
+    shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+    return shown, [[row[name] for name in shown] for row in rows]
+
+
+def _between(row: Mapping[str, Any], names: tuple[str, str, str], form: str) -> str:
+    mean, low, high = (row[name] for name in names)
+    if mean is None or low is None:
+        return show.number(mean, form)
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the smallest budget of each policy that keeps the target."""
+    form = show.metric_format(comparison.metric)
+    side = "above" if comparison.better == "higher" else "below"
+    headers = ["policy", f"budget for {comparison.metric} {side} {comparison.target:g}"]
+    headers += ["mean", "bound"]
+    rows = []
+    ranked = comparison.table.drop_nulls("meets")
+    for of_policy in ranked.partition_by("policy", maintain_order=True):
+        largest = of_policy.sort("entries", maintain_order=True).row(-1, named=True)
+        enough = of_policy.filter("smallest").to_dicts()
+        (row,) = enough or [largest]
+        text = row["asked"] if enough else f"none up to {row['asked']}"
+        text = "undecided" if row["bound"] is None else text
+        numbers = (show.number(row[name], form) for name in ("mean", "bound"))
+        rows.append([row["policy"], text, *numbers])
+    return headers, rows
+
+
+def _meaning(comparison: Comparison) -> list[str]:
+    """What the columns mean, a paragraph each."""
+    from kvsim.analysis.significance import ALPHA, POWER
+
+    out = ["leads on: prompts on which no other policy is better."]
+    if comparison.comparisons:
+        out[0] += (
+            " Differences are paired by prompt; p: from flips of their signs, corrected for "
+            f"{comparison.comparisons} comparisons (Holm), beyond chance up to {ALPHA:g}."
+        )
+    if comparison.table["needed"].count():
+        out[0] += (
+            " Prompts needed: to decide an undecided difference, if it stays as large and as "
+            f"variable, with a chance of {POWER:.0%}."
+        )
+    size = "entries seen" if comparison.table["seen"].count() else "entries of budget"
+    out.append(f"front: no other result has fewer {size} and is better in what is named.")
+    if comparison.target is not None:
+        out.append(
+            "bound: the worse end of the 95 % t interval of the mean. A budget is enough if its "
+            "bound, and that of every larger budget, is on the right side."
+        )
+    return out
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of GitHub's Markdown; names in cells may be untrusted input."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(map(_marked, line))} |" for line in lines)
+
+
+def _marked(cell: str) -> str:
+    return re.sub(r"([\\|`*_<\[\]])", r"\\\1", show.one_line(cell))
+
+
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+
+
+def latex(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a tabular of LaTeX with the rules of its package booktabs."""
+    head, *body = (f"{' & '.join(map(_escaped, line))} \\\\" for line in (headers, *rows))
+    lines = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    columns = "ll" + "r" * (len(headers) - 2)
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *lines, r"\end{tabular}"])
+
+
+def _escaped(cell: str) -> str:
+    plain = show.one_line(cell)
+    return re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX.get(found[0], f"\\{found[0]}"), plain)

@@ -1,0 +1,463 @@
+"""Comparison of policies over prompts, against plain loops, scipy and simulated tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import kvsim
+from kvsim.analysis.comparison import COLUMNS, compare
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.significance import (
+    ALPHA,
+    MOST,
+    fewest,
+    holm,
+    prompts_needed,
+    sign_flip,
+)
+from kvsim.analysis.summaries import Interval
+from kvsim.analysis.table import COLUMNS as OF_TABLE
+from kvsim.errors import PolicyError
+
+
+def table(values, metric="output_error", budget=64, traces=None, **more):
+    """A Table of values by policy, one per prompt."""
+    rows = []
+    for policy, of_policy in values.items():
+        for place, value in enumerate(of_policy):
+            row = dict.fromkeys(OF_TABLE) | {"params": "{}", "layer": 0, "fidelity": "open"}
+            row |= {"trace": traces[place] if traces else f"t{place}", "policy": policy}
+            row |= {"metric": metric, "variant": METRICS[metric].main, "unit": "relative"}
+            row |= {"interval": 32, "prefill": True, "budget": budget, "value": value}
+            rows.append(row | more)
+    return pl.DataFrame(rows, schema=OF_TABLE)
+
+
+def simulated(rng, prompts, shifts, budgets=(64,)):
+    """A Table in which policies differ by shifts of the mean, over prompts of various hardness."""
+    hardness = rng.gamma(4, 0.1, prompts)
+    return pl.concat(
+        table(
+            {name: hardness + shift + rng.gamma(2, 0.02, prompts) for name, shift in shifts},
+            budget=budget,
+        )
+        for budget in budgets
+    )
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A sweep over eight short prompts of tiny, with events after the prompt and every 16 rows."""
+    from kvsim.sweeps import sweep
+    from kvsim.tiny.tasks import prompts
+
+    folder = tmp_path_factory.mktemp("traces")
+    made = prompts(8, task="walk", level=1)
+    traces = [
+        kvsim.capture("tiny", None, one.prompt, max_new_tokens=24, out=folder / f"{place}.zarr")
+        for place, one in enumerate(made)
+    ]
+    policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "h2o", "oracle", "full")]
+    metrics = ["output_error", "wipeout", "entries_seen", "layer_error", "retained_mass"]
+    return sweep(traces, policies, [24, "40%"], interval=16, metrics=metrics).table
+
+
+# --- tests of significance ---
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([-2.0, -0.7, 0.0, 0.1, 0.3, 1.5]), min_size=6, max_size=6),
+        min_size=1,
+        max_size=5,
+    )
+)
+@settings(max_examples=40)
+def test_p_values_are_shares_of_all_flips(rows):
+    """They equal a loop over every choice of signs, ties and zeros included."""
+    gaps = np.array(rows)
+
+    for gap, p in zip(gaps, sign_flip(gaps), strict=True):
+        flips = list(itertools.product((1, -1), repeat=6))
+        sums = [abs(sum(s * x for s, x in zip(signs, gap, strict=True))) for signs in flips]
+        assert p == sum(total >= abs(gap.sum()) - 1e-9 for total in sums) / 64
+
+
+def test_p_values_are_those_of_scipy():
+    """Exact ones equal scipy's permutation test; of many prompts they are near the t test's."""
+    rng = np.random.default_rng(0)
+    few, many = rng.normal(0.3, 1, (5, 9)), rng.normal(0.2, 1, (5, 60))
+    expected = [
+        stats.permutation_test((gap,), np.mean, permutation_type="samples", n_resamples=512).pvalue
+        for gap in few
+    ]
+
+    assert sign_flip(few) == pytest.approx(expected, abs=1e-12)
+    assert sign_flip(many) == pytest.approx(stats.ttest_1samp(many, 0, axis=1).pvalue, abs=0.01)
+
+
+def test_many_comparisons_of_many_prompts_can_still_be_decided():
+    """Enough flips are drawn that the smallest p-value survives the correction."""
+    gaps = np.ones((2000, 20))
+
+    assert holm(sign_flip(gaps)).max() < ALPHA
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_rejects_step_by_step(p):
+    """At every level it rejects what Holm's steps, as a loop, reject."""
+    p, corrected = np.array(p), holm(np.array(p))
+
+    for level in (0.01, 0.05, 0.3):
+        rejected = set()
+        for step, place in enumerate(sorted(range(len(p)), key=lambda at: p[at])):
+            if p[place] * (len(p) - step) > level:
+                break
+            rejected.add(place)
+        assert set(np.flatnonzero(corrected <= level)) == rejected
+
+
+def test_the_fewest_prompts_are_those_whose_flips_reach_the_level():
+    """One prompt less has no p-value of the level, even if all differences agree."""
+    for comparisons in (1, 12, 66, 330):
+        level = ALPHA / comparisons
+        least = fewest(level)
+        assert sign_flip(np.ones((1, least))) <= level
+        assert sign_flip(np.ones((1, least - 1))) > level
+
+
+def test_needed_prompts_decide_about_as_often_as_they_say():
+    """With as many prompts of the measured effect, four of five simulations are decided."""
+    gap = np.array([0.5, -0.6, 1.4, 0.9, -0.2, 0.8])
+    level = ALPHA / 3
+    needed = prompts_needed(gap, level)
+    rng = np.random.default_rng(2)
+    drawn = rng.normal(gap.mean(), gap.std(ddof=1), (2000, needed))
+
+    assert np.mean(sign_flip(drawn) <= level) == pytest.approx(0.8, abs=0.05)
+    assert prompts_needed(np.ones(4), level) == fewest(level)
+    assert prompts_needed(np.array([1, -1, 1, -1.0001]), level) == MOST
+
+
+# --- the comparison ---
+
+
+NAMES, BUDGETS = ("tova", "streaming_llm", "h2o"), ("24", "40%")
+
+
+def means_of(table, metric, traces):
+    """The mean of a metric in each prompt, as a list by (policy, budget)."""
+    values = {}
+    for row in table.to_dicts():
+        if (row["metric"], row["variant"]) == (metric, METRICS[metric].main) and row["policy"]:
+            key = row["policy"], row["share"] or str(row["budget"]), row["trace"]
+            values.setdefault(key, []).append(row["value"])
+    return {
+        (name, asked): [np.mean(values[name, asked, trace]) for trace in traces]
+        for name in NAMES
+        for asked in BUDGETS
+    }
+
+
+def test_means_and_differences_equal_a_plain_loop(real):
+    """Ranks, means, intervals, leads, paired differences and corrected p-values."""
+    comparison = compare(real)
+    rows = {(row["policy"], row["asked"]): row for row in comparison.table.to_dicts()}
+    values = means_of(real, "output_error", comparison.traces)
+    gaps = {
+        (a, b, asked): np.subtract(values[a, asked], values[b, asked])
+        for asked in BUDGETS
+        for a, b in itertools.combinations(NAMES, 2)
+    }
+    p = {
+        key: sum(
+            abs(np.dot(signs, gap)) >= abs(sum(gap)) - 1e-12
+            for signs in itertools.product((1, -1), repeat=8)
+        )
+        / 2**8
+        for key, gap in gaps.items()
+    }
+    corrected, worst = {}, 0.0
+    for step, key in enumerate(sorted(p, key=p.get)):
+        worst = corrected[key] = max(worst, min(1, p[key] * (6 - step)))
+
+    assert comparison.comparisons == 6
+    assert set(rows) == {(name, asked) for name in (*NAMES, "oracle", "full") for asked in BUDGETS}
+    for asked in BUDGETS:
+        order = sorted(NAMES, key=lambda name: sum(values[name, asked]))
+        best = order[0]
+        for rank, name in enumerate(order, start=1):
+            row, of_policy = rows[name, asked], values[name, asked]
+            interval = Interval.of(np.array(of_policy))
+            assert (row["rank"], row["n"]) == (rank, 8)
+            assert row["mean"] == pytest.approx(sum(of_policy) / 8)
+            assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high))
+            assert row["leads"] == sum(
+                of_policy[at] == min(values[other, asked][at] for other in NAMES) for at in range(8)
+            )
+            if name == best:
+                assert row["against"] is None
+                continue
+            key = (name, best, asked) if (name, best, asked) in gaps else (best, name, asked)
+            assert row["against"] == best
+            assert row["difference"] == pytest.approx(abs(sum(gaps[key])) / 8)
+            assert row["p"] == pytest.approx(p[key])
+            assert row["p_holm"] == pytest.approx(corrected[key])
+            assert row["verdict"] == ("worse" if corrected[key] <= 0.05 else "undecided")
+
+
+def test_fronts_and_targets_equal_a_plain_loop(real):
+    """Entries seen, both fronts, bounds of means, and the smallest budget that keeps the target."""
+    comparison = compare(real, target=0.2)
+    rows = {(row["policy"], row["asked"]): row for row in comparison.table.to_dicts()}
+    names = {"mean": "output_error", "seen": "entries_seen", "wipeout": "wipeout"}
+    values = {name: means_of(real, metric, comparison.traces) for name, metric in names.items()}
+    means = {
+        name: {cell: sum(each) / 8 for cell, each in of_metric.items()}
+        for name, of_metric in values.items()
+    }
+    seen = means["seen"]
+
+    for column, front in (("mean", "front"), ("wipeout", "wipeout_front")):
+        loss = means[column]
+        for cell in loss:
+            beaten = any(
+                seen[other] <= seen[cell]
+                and loss[other] <= loss[cell]
+                and (seen[other] < seen[cell] or loss[other] < loss[cell])
+                for other in loss
+            )
+            assert rows[cell][column] == pytest.approx(loss[cell])
+            assert rows[cell][front] is not beaten
+    for cell, each in values["mean"].items():
+        deviation = math.sqrt(sum((x - means["mean"][cell]) ** 2 for x in each) / 7)
+        bound = means["mean"][cell] + 2.3646 * deviation / math.sqrt(8)
+        assert rows[cell]["seen"] == pytest.approx(seen[cell])
+        assert rows[cell]["bound"] == pytest.approx(bound, abs=1e-5)
+    for name in NAMES:
+        of_policy = [rows[name, asked] for asked in BUDGETS]
+        little, large = sorted(of_policy, key=lambda row: row["entries"])
+        first, both = large["bound"] < 0.2, max(large["bound"], little["bound"]) < 0.2
+        assert (large["meets"], little["meets"]) == (first, both)
+        assert (large["smallest"], little["smallest"]) == (first and not both, both)
+
+
+def test_references_have_no_rank(real):
+    """The full cache and the oracle are listed and compared with nothing, and a remark says why."""
+    comparison = compare(real)
+    references = comparison.table.filter(pl.col("policy").is_in(["oracle", "full"]))
+
+    assert references["mean"].null_count() == 0
+    assert references["rank"].null_count() == references.height
+    assert references["against"].null_count() == references.height
+    assert references["front"].null_count() == references.height
+    assert any(remark.startswith("oracle, full: listed without") for remark in comparison.remarks)
+    named = compare(real, against="oracle").table
+    assert named.filter(policy="tova")["against"].unique().to_list() == ["oracle"]
+
+
+def test_equal_policies_are_rarely_called_different():
+    """Of 200 tables of five equal policies at two budgets, at most 5 % have a verdict by chance."""
+    rng = np.random.default_rng(3)
+    wrong = 0
+    for _ in range(200):
+        gaps = rng.gamma(2, 0.02, (10, 5, 2))
+        pairs = [
+            gaps[:, a, b] - gaps[:, c, b] for b in range(2) for a in range(5) for c in range(a)
+        ]
+        wrong += holm(sign_flip(np.array(pairs))).min() <= ALPHA
+
+    assert wrong / 200 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
+
+
+def test_the_best_of_equal_policies_is_not_called_better():
+    """All pairs count: corrected for those with the best alone, more than 5 % are wrong."""
+    rng = np.random.default_rng(4)
+    names = [(name, 0.0) for name in ("tova", "snapkv", "h2o", "knorm", "keydiff", "lagkv")]
+    wrong = narrow = 0
+    for _ in range(60):
+        rows = compare(simulated(rng, 14, names)).table
+        wrong += rows["verdict"].is_in(["worse", "better"]).any()
+        narrow += holm(rows["p"].drop_nulls().to_numpy()).min() <= ALPHA
+
+    assert wrong / 60 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 60)
+    assert narrow > wrong
+
+
+def test_a_true_order_is_shown():
+    """With enough prompts the ranking is that of the simulation, and what differs is called so."""
+    shifts = [("tova", 0.2), ("snapkv", 0.0), ("h2o", 0.1), ("knorm", 0.1)]
+    comparison = compare(simulated(np.random.default_rng(5), 20, shifts))
+    rows = comparison.table
+
+    assert rows["policy"][0] == "snapkv"
+    assert rows["policy"][3] == "tova"
+    assert rows["verdict"].to_list() == [None, "worse", "worse", "worse"]
+    assert rows["needed"].null_count() == 4
+    against = compare(simulated(np.random.default_rng(5), 20, shifts), against="h2o").table
+    verdicts = dict(against.select("policy", "verdict").iter_rows())
+    assert verdicts == {"snapkv": "better", "tova": "worse", "knorm": "undecided", "h2o": None}
+    assert against.filter(policy="knorm")["needed"][0] > 20
+
+
+def test_higher_is_better_where_the_metric_says_so():
+    """The ranking, the verdict, the leads, the front and the bound are those of the other side."""
+    rng = np.random.default_rng(6)
+    values = {"tova": 0.6 + 0.02 * rng.normal(size=12), "h2o": 0.8 + 0.02 * rng.normal(size=12)}
+    rows = compare(table(values, "retained_mass"), "retained_mass", target=0.7).table
+
+    assert rows["policy"].to_list() == ["h2o", "tova"]
+    assert rows["verdict"].to_list() == [None, "worse"]
+    assert rows["leads"].to_list() == [12, 0]
+    assert rows["front"].to_list() == [True, False]
+    assert (rows["bound"] < rows["mean"]).all()
+    assert rows["smallest"].to_list() == [True, False]
+
+
+def test_one_prompt_decides_nothing(real):
+    """There is a ranking and no interval, verdict, bound or needed prompts; a remark says so."""
+    one = real.filter(trace=real["trace"][0])
+    comparison = compare(one, target=10.0)
+
+    assert comparison.table["low"].count() == 0
+    assert set(comparison.table["verdict"].drop_nulls()) <= {"undecided", "equal"}
+    assert comparison.table["needed"].count() == 0
+    assert not comparison.table["smallest"].any()
+    assert "one prompt decides nothing: it says nothing about other prompts" in comparison.remarks
+
+
+def test_too_few_prompts_for_the_comparisons_are_named():
+    """However large the differences, a remark says how many prompts it takes to decide any."""
+    values = {name: [at + 0.01 * x for x in range(4)] for at, name in enumerate(("tova", "h2o"))}
+    comparison = compare(table(values))
+
+    assert comparison.table["verdict"].to_list() == [None, "undecided"]
+    assert comparison.table["needed"].to_list() == [None, 6]
+    assert any("with 4 prompts no difference can be" in remark for remark in comparison.remarks)
+    assert any("at least 6 prompts" in remark for remark in comparison.remarks)
+
+
+def test_equal_values_are_equal():
+    """Where budgets bind neither policy, nothing is undecided and nothing is needed."""
+    values = [0.1, 0.2, 0.15, 0.3, 0.1, 0.2, 0.4]
+    rows = compare(table({"tova": values, "h2o": values})).table
+
+    assert rows["verdict"].to_list() == [None, "equal"]
+    assert rows["rank"].to_list() == [1, 1]
+    assert rows["leads"].to_list() == [7, 7]
+    assert rows["needed"].count() == 0
+
+
+def test_means_are_over_shared_prompts():
+    """A prompt that one policy has no value for is left out of all means, and a remark names it."""
+    values = table({"tova": [1.0, 2.0, 9.0], "h2o": [2.0, 3.0]})
+    comparison = compare(values)
+
+    assert comparison.traces == ("t0", "t1")
+    assert comparison.table["mean"].to_list() == [1.5, 2.5]
+    assert comparison.remarks[0] == (
+        "1 prompt left out, because not every policy has a value: t2 (h2o at budget 64 has none)"
+    )
+    other = table({"knorm": [1.0]}, traces=["other"])
+    with pytest.raises(PolicyError, match="no prompt has a value of output_error for every"):
+        compare(pl.concat([values, other]))
+
+
+def test_different_schedules_are_flagged():
+    """A remark names the policies by the rows after which they evicted."""
+    rare = table({"h2o": [2.0, 3.0]}, interval=128, prefill=False)
+    comparison = compare(pl.concat([table({"tova": [1.0, 2.0]}), rare]))
+
+    assert any(
+        "tova after the prompt, every 32 rows; h2o after every 128 rows" in remark
+        for remark in comparison.remarks
+    )
+
+
+def test_results_of_one_policy_are_told_apart():
+    """Policies with several parameters are called by what differs, also in `against`."""
+    values = {"ams": [1.0, 2.0, 3.0]}
+    both = pl.concat([table(values), table(values, params='{"window": 8}')])
+
+    assert compare(both, against="ams (window=8)").table["policy"].to_list() == [
+        "ams",
+        "ams (window=8)",
+    ]
+
+
+def test_a_larger_budget_that_fails_stops_the_search():
+    """A budget is enough only if all larger ones are, so chance at a small one does not count."""
+    rng = np.random.default_rng(7)
+    parts = [
+        table({"tova": mean + 0.01 * rng.normal(size=8)}, budget=budget)
+        for budget, mean in ((32, 0.1), (64, 0.5), (128, 0.1), (256, 0.1))
+    ]
+    rows = compare(pl.concat(parts), target=0.2).table
+
+    assert rows["asked"].to_list() == ["32", "64", "128", "256"]
+    assert rows["meets"].to_list() == [False, False, True, True]
+    assert rows["smallest"].to_list() == [False, False, True, False]
+
+
+def test_a_target_is_met_by_chance_at_most_as_often_as_said():
+    """Of 400 tables whose true mean is the target, at most about 5 % call a budget enough."""
+    rng = np.random.default_rng(8)
+    met = [
+        compare(table({"tova": rng.gamma(4, 0.1, 10)}), target=0.4).table["meets"][0]
+        for _ in range(400)
+    ]
+
+    assert np.mean(met) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_what_cannot_be_compared_is_refused(real):
+    """A metric without a direction or values, an unknown policy; the message says what there is."""
+    with pytest.raises(PolicyError, match="middle_coverage has no better direction"):
+        compare(real, "middle_coverage")
+    with pytest.raises(PolicyError, match="no value of regret for any policy; it has"):
+        compare(real, "regret")
+    with pytest.raises(PolicyError, match="no policy 'tov'; did you mean 'tova'"):
+        compare(real, against="tov")
+
+
+def test_it_is_public(real):
+    """`kvsim.compare` is the function, and its table has the declared columns."""
+    assert kvsim.compare is compare
+    assert dict(compare(real).table.schema) == COLUMNS
+
+
+def test_rows_of_earlier_events_change_nothing(real, tmp_path):
+    """Of wipe-out the last event counts, whether a run lists all events or not."""
+    from kvsim.sweeps import sweep
+    from kvsim.tiny.tasks import prompts
+
+    (one,) = prompts(1, task="walk", level=1)
+    trace = kvsim.capture("tiny", None, one.prompt, max_new_tokens=40, out=tmp_path / "a.zarr")
+    policies = [kvsim.policy(name) for name in ("tova", "h2o")]
+    rows = [
+        compare(
+            sweep([trace], policies, [48], interval=16, metrics=["wipeout"], events=events).table,
+            "wipeout",
+        ).table
+        for events in (False, True)
+    ]
+
+    assert rows[0].equals(rows[1])
+
+
+def test_wipeout_is_that_of_all_prompts():
+    """Where one of the prompts has no value, there is neither a mean nor a front."""
+    errors = table({"tova": [1.0, 2.0], "h2o": [2.0, 3.0]})
+    lost = table({"tova": [0.5], "h2o": [0.1]}, "wipeout")
+
+    assert compare(pl.concat([errors, lost])).table["wipeout"].count() == 0
+    assert compare(pl.concat([errors, lost])).table["wipeout_front"].count() == 0
+    assert compare(pl.concat([errors, lost])).table["front"].to_list() == [True, False]

@@ -1,0 +1,162 @@
+"""`kvsim compare`: what it prints in every format, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+
+import polars as pl
+import pytest
+
+import kvsim
+from kvsim.cli.comparing import latex, markdown
+from kvsim.sweeps import sweep
+from kvsim.tiny.tasks import prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The run `many` over seven short prompts of tiny, and `one` over the first of them."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = prompts(7, task="walk", level=1)
+    traces = [
+        kvsim.capture("tiny", None, one.prompt, max_new_tokens=24, out=folder / f"{place}.zarr")
+        for place, one in enumerate(made)
+    ]
+    policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "full")]
+    options = {"interval": 16, "metrics": ["output_error", "wipeout", "entries_seen"]}
+    sweep(traces, policies, [24, 48], out=folder / "many", **options)
+    sweep(traces[:1], policies, [24], out=folder / "one", **options)
+    return folder
+
+
+def test_the_table_says_who_is_best_and_how_sure(run, folder):
+    """Each policy at each budget, over what the means are, what columns mean, the fidelity."""
+    status, out, err = run("compare", folder / "many", "--target", "0.5")
+    lines = out.splitlines()
+    document = json.loads(run("compare", folder / "many", "--json")[1])
+    best = {cell["asked"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
+
+    assert (status, err) == (0, "")
+    assert lines[0] == (
+        "output_error (relative, lower is better): mean over 7 prompts, of layers, heads and "
+        "events within a prompt first, in brackets the 95 % interval over prompts."
+    )
+    rows = [re.split(r"\s{2,}", line) for line in lines[3:9]]
+    assert [(row[0], row[1]) for row in rows if row[2] == "1"] == [*best.items()]
+    assert [row[1] for row in rows if row[2] == "-"] == ["full", "full"]
+    assert "corrected for 2 comparisons (Holm)" in out
+    assert "budget for output_error below 0.5" in out
+    assert "Fidelity of the values:" in out
+    assert "Note: full: listed without a rank" in out
+
+
+def test_json_has_every_number(run, folder):
+    """Cells with their parameters, prompts, number of comparisons, fidelity, remarks."""
+    document = json.loads(run("compare", folder / "many", "--format", "json", "--target", "1")[1])
+    table = kvsim.compare(pl.read_parquet(folder / "many" / "results.parquet"), target=1.0).table
+
+    assert document["comparisons"] == 2
+    assert document["prompts"] == [str(place) for place in range(7)]
+    assert document["better"] == "lower"
+    assert set(document["fidelity"]) == {"exact", "open"}
+    assert [cell["mean"] for cell in document["cells"]] == table["mean"].to_list()
+    assert [cell["smallest"] for cell in document["cells"]] == table["smallest"].to_list()
+    assert document["cells"][0]["params"].keys() == kvsim.policy(table["policy"][0]).params.keys()
+
+
+def test_csv_is_the_table(run, folder):
+    """Every column and row, as a reader of CSV has them; nothing else is printed."""
+    _, out, _ = run("compare", folder / "many", "--format", "csv", "--metric", "wipeout")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    table = kvsim.compare(pl.read_parquet(folder / "many" / "results.parquet"), "wipeout").table
+
+    assert list(rows[0]) == table.columns
+    assert [row["policy"] for row in rows] == table["policy"].to_list()
+    assert [float(row["mean"]) for row in rows] == table["mean"].to_list()
+
+
+def test_markdown_and_latex_are_tables(run, folder):
+    """The same cells between bars, or as a tabular, with the notes; names are escaped."""
+    _, marked, _ = run("compare", folder / "many", "--format", "markdown", "--target", "0.5")
+    _, tex, _ = run("compare", folder / "many", "--format", "latex")
+    bars = [line for line in marked.splitlines() if line.startswith("|")]
+
+    assert len(bars) == 2 + 6 + 2 + 2
+    assert len({line.count("|") for line in bars[:8]}) == 1
+    assert "| streaming\\_llm |" in marked
+    assert "Fidelity of the values" in marked
+    assert all(line.startswith("%") for line in tex.partition(r"\begin{tabular}")[0].splitlines())
+    assert r"streaming\_llm & " in tex
+    assert tex.count(r" \\") == 7
+    assert markdown(["a|b"], [["<i>*"]]) == "| a\\|b |\n| --- |\n| \\<i>\\* |"
+    assert r"50\% \& \textbackslash{}x\textasciicircum{}\_ \\" in latex(["a"], [["50% & \\x^_"]])
+
+
+def test_one_prompt_decides_nothing(run, folder):
+    """The table has no intervals, and a note and the target's table say that it is undecided."""
+    _, out, _ = run("compare", folder / "one", "--target", "9")
+
+    assert "[" not in out
+    assert "mean over one prompt" in out
+    assert "Note: one prompt decides nothing" in out
+    assert re.search(r"^tova +undecided", out, re.MULTILINE)
+
+
+def test_policies_and_budgets_are_chosen(run, folder):
+    """Fewer policies and budgets are fewer comparisons; a Parquet file is a source too."""
+    source = folder / "many" / "results.parquet"
+    options = ["--policy", "tova,streaming_llm", "--budget", "24", "--against", "tova", "--json"]
+    document = json.loads(run("compare", source, *options)[1])
+    against = {cell["policy"]: cell["against"] for cell in document["cells"]}
+
+    assert document["comparisons"] == 1
+    assert against == {"tova": None, "streaming_llm": "tova"}
+
+
+def test_a_figure_is_drawn(run, folder, tmp_path):
+    """A new file of the format of its name; standard output stays the table alone."""
+    out = tmp_path / "ranking.svg"
+    status, document, err = run("compare", folder / "many", "--json", "--figure", out)
+
+    assert (status, err) == (0, f"Written to {out}.\n")
+    assert json.loads(document)["comparisons"] == 2
+    assert "streaming_llm" in out.read_text("utf-8") or out.stat().st_size > 1000
+    status, _, err = run("compare", folder / "many", "--figure", out)
+    assert (status, "give another --figure" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--metric", "outputerror"], "unknown metric 'outputerror'; did you mean 'output_error'"),
+        (["--metric", "middle_coverage"], "has no better direction"),
+        (["--against", "tovs"], "no policy 'tovs'; did you mean 'tova'"),
+        (["--budget", "25"], "--budget 25: the run has none"),
+        (["--figure", "x.txt"], "--figure is 'x.txt'; expected a file that ends in"),
+        (["--json", "--format", "csv"], "--json and --format csv were both given"),
+    ],
+)
+def test_bad_options_are_one_line(run, folder, arguments, message):
+    """They are named with what was expected, and the status is 2."""
+    status, out, err = run("compare", folder / "many", *arguments)
+
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_no_run_is_refused(run, folder, tmp_path):
+    """A trace, a file that is no Parquet, and one that is not there."""
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1")
+
+    for source, message in (
+        (folder / "0.zarr", "is no run folder"),
+        (broken, "broken.parquet"),
+        (tmp_path / "none.parquet", "none.parquet is missing; expected"),
+    ):
+        status, _, err = run("compare", source)
+        assert (status, message in err) == (2, True)
