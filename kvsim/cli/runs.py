@@ -24,7 +24,7 @@ def is_run(path: Path | str) -> bool:
     return isinstance(path, Path) and (path / "run.json").is_file()
 
 
-def describe_run(path: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     """Return the document of a saved run, and the summary of its values."""
     from kvsim.analysis.live.responses import responses
     from kvsim.store.records import read_records
@@ -37,7 +37,9 @@ def describe_run(path: Path) -> tuple[dict[str, Any], pl.DataFrame]:
     requested = measured if saved.parameters.get("metrics") else LIVE_SUMMARY if closed else SUMMARY
     summary = summarise(saved.table, [name for name in requested if name in measured])
     document = {"run": str(path), **saved.parameters, "cells": show.cells(summary)}
-    return document | {"responses": responses(read_records(path / RECORDS)).to_dicts()}, summary
+    return document | {
+        "responses": responses(read_records(Path(path) / RECORDS)).to_dicts()
+    }, summary
 
 
 def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) -> None:
