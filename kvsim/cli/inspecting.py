@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show
-from kvsim.cli.values import Json, OptionError, Stop, TracePaths, locate, path_argument
+from kvsim.cli.runs import describe_run, echo_run, is_run
+from kvsim.cli.values import Json, OptionError, ShowText, Stop, TracePaths, locate, path_argument
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import BOUND, LABELS, is_url, plural, ranges, visible
 
@@ -23,21 +24,26 @@ if TYPE_CHECKING:
 _UNBOUND = "chunks are not bound to their place; `kvsim trace upgrade` binds them"
 
 
-def info(traces: TracePaths, as_json: Json = False) -> None:
-    """Describe traces: model, text, arrays, provenance.
+def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False) -> None:
+    """Describe traces: model, text, arrays, provenance. Of a run folder print its results again.
 
     The JSON document of several traces is an object with the list 'traces'.
     """
     from kvsim.store import describe
 
-    described = [describe(locate(trace)) for trace in traces]
+    paths = [locate(trace) for trace in traces]
+    runs = {path: describe_run(path) for path in paths if is_run(path)}
+    described = [runs[path][0] if path in runs else describe(path) for path in paths]
     if as_json:
         show.echo_json(show.document(described))
         return
-    for place, facts in enumerate(described):
+    for place, (path, facts) in enumerate(zip(paths, described, strict=True)):
         if place:
             typer.echo()
-        _echo_facts(facts)
+        if path in runs:
+            echo_run(*runs[path], whole=show_text)
+        else:
+            _echo_facts(facts)
 
 
 def _echo_facts(facts: Mapping[str, Any]) -> None:

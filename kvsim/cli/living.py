@@ -76,13 +76,15 @@ def live(
     trust_remote_code: values.TrustRemoteCode = False,
     out: values.RunFolder = None,
     resume: values.Resume = False,
+    show_text: values.ShowText = False,
     as_json: values.Json = False,
 ) -> None:
     """Run policies on the model itself, its cache compressed.
 
     The recorded response is fed to the model under each policy, and its predictions are compared
     with those of the full cache; with --prompts, or --max-new-tokens, the model also writes a
-    response of its own, which is compared with the right answer.
+    response of its own, which is compared with the right answer, and shown next to that of the full
+    cache.
     """
     if bool(traces) == (prompts is not None):
         raise OptionError("expected recorded traces, or --prompts FILE.jsonl, one of them")
@@ -137,7 +139,9 @@ def live(
                 progress=report,
             )
         shown = metric or LIVE_SUMMARY
-        show_run(run, recorded, policies, Protection(), shown, out, as_json=as_json)
+        show_run(
+            run, recorded, policies, Protection(), shown, out, as_json=as_json, whole=show_text
+        )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {left(out)}", 130) from None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.runs import echo_responses
 from kvsim.cli.values import Stop
 from kvsim.schema import plural
 
@@ -145,8 +146,12 @@ def show_run(
     out: Path | None,
     *,
     as_json: bool,
+    whole: bool = False,
 ) -> None:
-    """Print those metrics of the outcome of a sweep that it has, and end with the right status."""
+    """Print those metrics of the outcome of a sweep that it has, and end with the right status.
+
+    whole: print all of what the model of a live run wrote.
+    """
     cells = len(run.parameters["policies"]) * len(run.parameters["budgets"])
     total = len(opened) * cells
     if not run.records and run.interrupted:
@@ -161,6 +166,7 @@ def show_run(
         show.echo_json(_document(run, shown, out))
     else:
         _print(opened, policies, protect, run, shown, out)
+        echo_responses(run.responses.to_dicts(), whole=whole)
     finish(run, total, out)
 
 
@@ -177,6 +183,7 @@ def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any
             for record in run.records
             if (selection := show.selection_dict(record)) is not None
         ],
+        **({"responses": run.responses.to_dicts()} if run.parameters.get("loop") else {}),
         "out": None if out is None else str(out),
     }
 

@@ -122,6 +122,13 @@ Resume = Annotated[
     bool,
     typer.Option("--resume", help="Continue the run in --out, if there is one that is not done."),
 ]
+ShowText = Annotated[
+    bool,
+    typer.Option(
+        "--show-text",
+        help="Print all of what the model wrote in a live run; by default parts of a few texts.",
+    ),
+]
 Events = Annotated[
     bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
 ]

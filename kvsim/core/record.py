@@ -51,6 +51,40 @@ class Plans:
         )
 
 
+@dataclass(frozen=True)
+class Response:
+    """What a running model wrote under a policy, and what it writes with the full cache.
+
+    tokens: ids, the one that ends the response included. text: without special tokens; None
+    without a tokenizer. right: whether it has the right answer; None where nothing says what is
+    right. full_tokens, full_text, full_right: the same with the full cache, at most as many tokens.
+
+    Raises ValueError for values of other types: run folders are untrusted input.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    right: bool | None
+    full_tokens: tuple[int, ...]
+    full_text: str | None
+    full_right: bool | None
+
+    def __post_init__(self) -> None:
+        ids = (*self.tokens, *self.full_tokens)
+        typed = all(type(token) is int for token in ids)
+        typed &= all(isinstance(text, str | None) for text in (self.text, self.full_text))
+        typed &= all(isinstance(right, bool | None) for right in (self.right, self.full_right))
+        if not typed:
+            raise ValueError("a response has other values than tokens, texts and verdicts")
+
+    @property
+    def same_tokens(self) -> int:
+        """Tokens before the first that differs from the response with the full cache."""
+        pairs = enumerate(zip(self.tokens, self.full_tokens, strict=False))
+        shorter = min(len(self.tokens), len(self.full_tokens))
+        return next((at for at, (a, b) in pairs if a != b), shorter)
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """When each entry of each head left the cache.
@@ -87,6 +121,8 @@ class Record:
     recomputed: bool = False
     #: a running model decided on what its own evictions had made of it
     closed: bool = False
+    #: what that model wrote; None where it wrote nothing of its own
+    response: Response | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     @property
@@ -136,6 +172,8 @@ def record_document(record: Record) -> dict[str, Any]:
     document = {name: getattr(record, name) for name in _STORED} | {"params": dict(record.params)}
     if record.selection is not None:
         document["selection"] = asdict(record.selection)
+    if record.response is not None:
+        document["response"] = asdict(record.response)
     return document
 
 
@@ -147,9 +185,15 @@ def record_of(document: Mapping[str, Any], evicted_at: NDArray[np.int32]) -> Rec
         chosen = document["selection"]
         pairs = {name: tuple(chosen[name]) for name in ("dropped", "counts")}
         stored["selection"] = Selection(**{**chosen, **pairs})
+    if "response" in document:
+        written = document["response"]
+        ids = {name: tuple(written[name]) for name in ("tokens", "full_tokens")}
+        stored["response"] = Response(**{**written, **ids})
     return Record(evicted_at=evicted_at, **stored)
 
 
 _STORED = tuple(
-    f.name for f in fields(Record) if f.name not in ("evicted_at", "internals", "selection")
+    f.name
+    for f in fields(Record)
+    if f.name not in ("evicted_at", "internals", "selection", "response")
 )

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvsim.analysis.live.outcome import Forced, Generated, Outcome
 from kvsim.analysis.output.error import OutputError
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.record import Record
+from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
@@ -99,6 +99,7 @@ class ClosedLoop:
         if self.writing is not None:
             written, more, all_of_it = self._written(policy, budget, schedule, layers, self.writing)
             peak, full = max(peak, more), max(full, all_of_it)
+            record = replace(record, response=self._response(written.tokens))
         record = replace(record, own_schedule=schedule == policy.schedule)
         return record, Outcome(forced, written, peak, full)
 
@@ -214,28 +215,67 @@ class ClosedLoop:
     ) -> tuple[Generated, int, int]:
         """Let the model write its own response."""
         n_pos = self.trace.prompt_len + writing.new_tokens
-        stop = stop_tokens(self.running.model, self._tokenizer)
-        generator = torch.Generator().manual_seed(writing.seed)
         decoding = self._decoding(policy, budget, schedule, layers, n_pos)
         prefix = self._prefix(decoding)
-        tokens: list[int] = []
         with decoding:
             logits = self._prompt(decoding, prefix)
             start = time.perf_counter()
-            while len(tokens) < writing.new_tokens:
-                tokens.append(sample(logits, writing.temperature, generator))
-                if tokens[-1] in stop:
-                    break
-                logits = decoding.feed(tokens[-1:])[-1]
+            tokens = self._write(writing, logits, lambda token: decoding.feed([token])[-1])
             seconds = time.perf_counter() - start
         generated = Generated(
-            tokens=tuple(tokens),
+            tokens=tokens,
             right=self._right(tokens),
             answered=self._answered(tokens),
             full_right=(self.trace.meta.get("answer_check") or {}).get("right"),
             seconds=seconds,
         )
         return generated, decoding.decode_peak_bytes, decoding.full_bytes
+
+    def _write(
+        self, writing: Writing, logits: Tensor, feed: Callable[[int], Tensor]
+    ) -> tuple[int, ...]:
+        """Return the tokens of a response, of which the first has these logits [V].
+
+        feed: runs a token, and returns the logits of the next one. The last token is not run.
+        """
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        generator = torch.Generator().manual_seed(writing.seed)
+        tokens = [sample(logits, writing.temperature, generator)]
+        while len(tokens) < writing.new_tokens and tokens[-1] not in stop:
+            tokens.append(sample(feed(tokens[-1]), writing.temperature, generator))
+        return tuple(tokens)
+
+    @cached_property
+    def _full_response(self) -> tuple[int, ...]:
+        """Tokens that the model writes with the full cache: the recorded ones if they are those."""
+        trace, writing = self.trace, self.writing
+        if writing is None:
+            return ()
+        generation, recorded = trace.meta.get("generation", {}), self._ids[trace.prompt_len :]
+        greedy = writing.temperature == 0 == generation.get("temperature")
+        stopped, long = generation.get("stopped"), len(recorded) >= writing.new_tokens
+        if greedy and (stopped == "eos" or (long and stopped != "given")):
+            return tuple(recorded[: writing.new_tokens])
+        model, cache, prompt = self.running.model, DynamicCache(), self._ids[: trace.prompt_len]
+
+        def feed(token: int) -> Tensor:
+            row = cache.get_seq_length()
+            return self.running.forward([token], row, cache, 1)[-1]
+
+        with torch.inference_mode(), evaluating(model):
+            return self._write(writing, self.running.forward(prompt, 0, cache, 1)[-1], feed)
+
+    def _response(self, tokens: tuple[int, ...]) -> Response:
+        """What was written, next to the response with the full cache."""
+        full = self._full_response
+        return Response(
+            tokens,
+            self._text(tokens),
+            self._right(tokens),
+            full,
+            self._text(full),
+            self._right(full),
+        )
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self._tokenizer is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.analysis.live.responses import responses
 from kvsim.analysis.summaries import uneven
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
@@ -59,6 +60,11 @@ class Run:
         layers = uneven({record.trace: record.layers for record in self.records})
         remarks = (*(record.remark for record in self.records), *self.notes, layers)
         return list(dict.fromkeys(filter(None, remarks)))
+
+    @property
+    def responses(self) -> pl.DataFrame:
+        """What the model of a live run wrote: a row per cell (`kvsim.analysis.live.responses`)."""
+        return responses(self.records)
 
     def save(self, out: str | Path) -> Path:
         """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.

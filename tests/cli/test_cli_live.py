@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.table import COLUMNS
+from kvsim.core.record import Record, Response
+from kvsim.sweeps import Run
 from kvsim.sweeps.folder import read_run
 from kvsim.tiny.tasks import prompts
 
@@ -55,6 +60,10 @@ def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
 
     (cell,) = document["cells"]
     assert {"response_kl", "peak_share", "answer_right"} <= cell.keys()
+    (response,) = document["responses"]
+    trace = kvsim.open_trace(tmp_path / "run-traces" / "one.zarr")
+    assert response["full_text"] == trace.meta["text"]["response"]
+    assert response["tokens"] <= 24
     assert (tmp_path / "run-traces" / "one.zarr").is_dir()
     before = read_run(tmp_path / "run").table
     status, _, _ = run("live", *given, *options, *folder, "--resume")
@@ -96,3 +105,65 @@ def test_another_model_is_refused(run, trace):
 
     assert status == 2
     assert "differs from the recorded tiny" in err
+
+
+def saved(folder, texts):
+    """A run folder of one trace whose model wrote these texts, each token a word."""
+    ids = {word: at for at, word in enumerate(sorted(set(" ".join(texts).split())))}
+    full = tuple(ids[word] for word in texts[0].split())
+    records = tuple(
+        Record(
+            np.full((1, 1, 4), 2**31 - 1, np.int32),
+            *("tova", {}, budget, 8, True, 2, (0,)),
+            trace="one",
+            response=Response(
+                tokens=tuple(ids[word] for word in text.split()),
+                text=text,
+                right=False,
+                full_tokens=full,
+                full_text=texts[0],
+                full_right=True,
+            ),
+        )
+        for budget, text in enumerate(texts, start=1)
+    )
+    table = pl.DataFrame(schema=COLUMNS)
+    return Run(records, table, (), {"loop": "closed", "metrics": None}).save(folder)
+
+
+def test_info_prints_what_the_model_wrote(run, tmp_path):
+    """The text with the full cache, and each other one with a mark where it parts from it."""
+    folder = saved(tmp_path / "run", ["a bad day", "a bad day", "a bat flew", "a bad"])
+    status, out, _ = run("info", folder)
+    lines = out.partition("What the model wrote")[2].splitlines()[2:]
+
+    assert status == 0
+    assert lines == [
+        *("one", "  full cache: right, 3 tokens", "    a bad day"),
+        "  tova, budget 1: wrong, 3 tokens, the same",
+        "  tova, budget 2: wrong, 3 tokens, the same",
+        *("  tova, budget 3: wrong, 3 tokens, parts after 1", "    a \u00a6bat flew"),
+        *("  tova, budget 4: wrong, 2 tokens, parts after 2", "    a bad\u00a6"),
+    ]
+    status, out, _ = run("info", folder, "--json")
+    texts = [row["text"] for row in json.loads(out)["responses"]]
+    assert texts == ["a bad day", "a bad day", "a bat flew", "a bad"]
+
+
+def test_texts_are_cut_and_cannot_look_like_output(run, tmp_path):
+    """Control characters are escaped, lines indented, long texts cut around the mark."""
+    long = " ".join(f"w{at}" for at in range(900))
+    evil = "a \x1b[2J b\nFidelity: 100% exact"
+    folder = saved(tmp_path / "run", [long, long.replace("w700", "other"), evil, *["w1"] * 5])
+    _, out, _ = run("info", folder)
+    _, whole, _ = run("info", folder, "--show-text")
+
+    assert "\x1b" not in out + whole
+    assert "    \u00a6a \\u001b[2J b\n    Fidelity: 100% exact" in out
+    parts = [line for line in out.splitlines() if line.startswith("    ... ")]
+    assert [len(part) for part in parts] == [len("    ...  ...") + 601]
+    assert "w699 \u00a6other" in parts[0]
+    assert "2 more responses; --show-text prints all." in out
+    assert "w1 w2 w3" in whole
+    assert "w899\n  tova, budget 1" in whole
+    assert "more responses" not in whole

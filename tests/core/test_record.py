@@ -1,9 +1,11 @@
 """Records: what rows see."""
 
+import json
+
 import numpy as np
 import pytest
 
-from kvsim.core.record import Record
+from kvsim.core.record import Record, Response, record_document, record_of
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
 
@@ -34,3 +36,41 @@ def test_a_row_outside_the_trace_is_refused(row):
     for ask in (record.kept, record.retained):
         with pytest.raises(PositionError, match=r"expected 0\.\.3"):
             ask(row)
+
+
+RESPONSE = Response((1, 2, 3), "a b c", None, (1, 2), "a b", full_right=True)
+
+
+def test_a_response_is_stored_with_its_record():
+    """All of it comes back; a record without one has none, as those of earlier versions."""
+    record = make_record([NEVER, 3], response=RESPONSE)
+    document = json.loads(json.dumps(record_document(record)))
+
+    assert record_of(document, record.evicted_at).response == RESPONSE
+    del document["response"]
+    assert record_of(document, record.evicted_at).response is None
+    assert "response" not in record_document(make_record([NEVER]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"tokens": "12"}, {"tokens": [True]}, {"text": 1}, {"right": "yes"}, {"full_tokens": [1.5]}],
+)
+def test_a_response_of_other_types_is_refused(other):
+    """Run folders are untrusted input, and their values are printed."""
+    document = record_document(make_record([NEVER], response=RESPONSE))
+    document["response"] |= other
+
+    with pytest.raises(ValueError, match="other values than tokens"):
+        record_of(document, make_record([NEVER]).evicted_at)
+
+
+def test_responses_part_at_the_first_token_that_differs():
+    """A response that ends earlier, or goes on, parts at the end of the shorter one."""
+
+    def same(tokens, full):
+        return Response(tokens, None, None, full, None, None).same_tokens
+
+    assert same((1, 2, 3), (1, 5, 3)) == 1
+    assert same((1, 2), (1, 2, 3)) == same((1, 2, 3), (1, 2)) == 2
+    assert same((), (1,)) == 0

@@ -210,3 +210,86 @@ def test_policies_that_drop_rows_of_the_prompt(model, trace, name, params):
     assert record.selection.dropped
     assert len(outcome.forced.nll) == trace.n_pos - trace.prompt_len
     assert np.isfinite(outcome.forced.nll).all()
+
+
+def written(model, ids, n):
+    """The tokens that plain transformers writes, greedy, and the bytes of its own cache."""
+    out = model.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids[None]),
+        max_new_tokens=n,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    layers = out.past_key_values.layers
+    tokens = tuple(out.sequences[0, len(ids) :].tolist())
+    return tokens, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+def test_the_text_is_that_of_plain_generation(model, trace):
+    """With nothing evicted: tokens, text, and the bytes of a cache without the last token."""
+    prompt = trace.tokens[: trace.prompt_len]
+    tokenizer = words_tokenizer()
+    recorded = capture(model, tokenizer, prompt.tolist(), max_new_tokens=2, name="short")
+    run = kvsim.live(
+        model, [recorded], policies("full"), [16], tokenizer=tokenizer, max_new_tokens=9
+    )
+    tokens, nbytes = written(model, prompt, 9)
+
+    (row,) = run.responses.to_dicts()
+    assert run.records[0].response.tokens == run.records[0].response.full_tokens == tokens
+    assert row["text"] == row["full_text"] == tokenizer.decode(tokens)
+    assert (row["tokens"], row["same_tokens"], row["right"]) == (9, 9, None)
+    assert only(run.table, "peak_bytes") == [nbytes]
+
+
+@pytest.mark.parametrize("kind", ["longer", "shorter", "given", "drawn"])
+def test_the_text_with_the_full_cache_is_its_own(model, trace, kind):
+    """That of the model, greedy, whatever the trace has as its response."""
+    prompt = trace.tokens[: trace.prompt_len]
+    options = {
+        "longer": {"max_new_tokens": 20},
+        "shorter": {"max_new_tokens": 3},
+        "given": {"response": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]},
+        "drawn": {"max_new_tokens": 20, "temperature": 2.0},
+    }
+    recorded = capture(model, None, prompt.tolist(), name="one", **options[kind])
+    run = kvsim.live(model, [recorded], policies("tova"), [12], interval=4, max_new_tokens=12)
+    tokens, _ = written(model, prompt, 12)
+
+    response = run.records[0].response
+    assert response.full_tokens == tokens
+    assert response.text is response.full_text is None
+    assert len(response.tokens) == 12
+    same = [a == b for a, b in zip(response.tokens, tokens, strict=True)]
+    assert response.same_tokens == [*same, False].index(False)
+
+
+def test_texts_survive_an_interrupt_and_a_folder(model, trace, tmp_path, monkeypatch):
+    """Those of the cells before Ctrl-C are not written again, and all are read from the folder."""
+    ran = []
+    write = ClosedLoop._write
+
+    def interrupted(self, *given):
+        ran.append(1)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return write(self, *given)
+
+    monkeypatch.setattr(ClosedLoop, "_write", interrupted)
+    given = (model, [trace], policies("tova", "knorm"), [16])
+    options = {"tokenizer": words_tokenizer(), "interval": 8, "max_new_tokens": 12}
+    folder = tmp_path / "run"
+    first = kvsim.live(*given, **options, out=folder)
+    second = kvsim.live(*given, **options, out=folder, resume=True)
+    done = len(ran)
+    again = kvsim.live(*given, **options, out=folder, resume=True)
+
+    assert first.interrupted
+    assert (done, len(ran)) == (3, 3)
+    assert first.responses.height == 1
+    assert second.responses[:1].equals(first.responses)
+    assert again.responses.equals(second.responses)
+    stored = read_records(folder / "records.zarr")
+    assert [each.response for each in stored] == [each.response for each in second.records]
