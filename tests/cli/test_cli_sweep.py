@@ -1,0 +1,111 @@
+"""`kvsim sweep`: configurations, lists, folders, and what it says."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+LIST = ("sweep", "sample", "--policy", "tova,snapkv", "--budget", "48", "--interval", "64")
+ONLY = ("--metric", "output_error,wipeout")
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(run):
+    """Runs one command in this process."""
+    return lambda *arguments: Ended(*run(*arguments))
+
+
+def test_lists_are_a_sweep(command, tmp_path):
+    """Values of a parameter are rows of the table, and the folder holds them."""
+    out = str(tmp_path / "x")
+    done = command(*LIST, *ONLY, "--set", "snapkv.window=8,16", "--out", out)
+
+    assert done.status == 0, done.err
+    assert [line.split()[:2] for line in done.out.splitlines() if line.startswith("snapkv")] == [
+        ["snapkv", "window=8"],
+        ["snapkv", "window=16"],
+    ]
+    assert "3 of 3 cells are done" in done.out
+    status = command("sweep", "--out", out, "--status", "--json")
+    told = {"cells": 3, "done": 3, "failed": 0, "tasks": 1, "tasks_left": 0, "tasks_running": 0}
+    assert json.loads(status.out) == told
+
+
+def test_shards_are_collected(command, tmp_path):
+    """Each shard says how far the whole is; collecting writes what is there, also in part."""
+    config = tmp_path / "grid.yaml"
+    config.write_text(
+        "traces: [sample, sample-smollm2]\npolicies: [tova]\nbudgets: [48]\nintervals: [64]\n"
+        "metrics: [output_error]\n"
+    )
+    out = tmp_path / "x"
+
+    first = command("sweep", str(config), "--out", str(out), "--shard", "0/2")
+    part = command("sweep", "--out", str(out), "--collect", "--json")
+    second = command("sweep", str(config), "--out", str(out), "--shard", "1/2")
+    whole = command("sweep", "--out", str(out), "--collect", "--json")
+
+    assert [first.status, part.status, second.status, whole.status] == [0, 0, 0, 0]
+    assert "1 of 2 cells are done" in first.out
+    assert json.loads(part.out)["done"] == 1
+    assert json.loads(whole.out)["done"] == 2
+    assert (out / "run.json").exists()
+
+
+def test_a_dry_run_counts_and_writes_nothing(command, tmp_path):
+    """Cells, tasks, bytes and seconds; no folder appears."""
+    out = tmp_path / "x"
+    done = command(*LIST, *ONLY, "--dry-run", "--out", str(out), "--json")
+
+    told = json.loads(done.out)
+    assert (told["cells"], told["traces"], told["tasks"], told["jobs"]) == (2, 1, 1, 1)
+    assert told["bytes_to_read"] > 1_000_000
+    assert told["cpu_seconds"] > 0
+    assert not out.exists()
+
+
+def test_cells_that_fail_are_named_and_the_others_shown(command):
+    """A budget that a policy has no rule for is a line on standard error and status 1."""
+    done = command(*LIST[:4], "--budget", "4,48", "--interval", "64", *ONLY)
+
+    assert done.status == 1
+    assert "failed: sample: snapkv, budget 4" in done.err
+    assert "error: 1 of 4 cells failed" in done.err
+    assert "snapkv  48" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sweep",), "nothing to sweep"),
+        (("sweep", "sample", "--policy", "tova"), "--budget is missing"),
+        (("sweep", "sample", "--budget", "48"), "--policy is missing"),
+        ((*LIST, "--shard", "0/2"), "give --out DIR"),
+        (("sweep", "--status"), "give --out DIR"),
+        ((*LIST, "--out", "x", "--shard", "half"), "--shard is 'half'"),
+        ((*LIST, "--out", "x", "--shard", "0/2", "--slurm", "2"), "exclude each other"),
+        ((*LIST, "--set", "ams.window=3"), "none of tova, snapkv has"),
+        ((*LIST, "--set", "window"), "expected KEY=VALUE"),
+        (("sweep", "grid.yaml", "--policy", "tova"), "has its own policies"),
+        (("sweep", "grid.yaml"), "cannot be read"),
+        (("sweep", "--out", "none", "--status"), "no folder of a sweep"),
+        ((*LIST[:4], "--budget", "48", "--interval", "often"), "intervals is 'often'"),
+    ],
+)
+def test_bad_input_ends_in_one_line(arguments, message, command, tmp_path, monkeypatch):
+    """Status 2, one line, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    done = command(*arguments)
+
+    assert done.status == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
