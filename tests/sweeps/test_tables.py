@@ -71,7 +71,7 @@ def long_text():
 
 def lying_totals():
     """The same, with a footer that says nothing of it; pages have their true size."""
-    data = long_text()
+    data = forged(long_text)
     start = footer(data)
     total = next(n for n in range(LARGE, LARGE + 200) if varint(n) in data[start:])
     return data[:start] + lying(data[start:], total, 100)
@@ -79,7 +79,7 @@ def lying_totals():
 
 def lying_pages():
     """The same, with pages that decompress to more than their headers say."""
-    data = long_text()
+    data = forged(long_text)
     return lying(data[: footer(data)], LARGE + 4, 1000) + data[footer(data) :]
 
 
