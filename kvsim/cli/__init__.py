@@ -39,6 +39,7 @@ from kvsim.cli import (
     reporting,
     sweeping,
     tracing,
+    tuning,
     validating,
 )
 from kvsim.cli.show import echo_text, one_line
@@ -66,6 +67,7 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "sweep": sweeping.sweep,
     "live": living.live,
     "compare": comparing.compare,
+    "tune": tuning.tune,
     "fidelity": validating.fidelity,
     "predict": predicting.predict,
     "report": reporting.report,

@@ -4,7 +4,7 @@ A new policy is one file here and its lines in `catalogue.py`. `policy` builds o
 """
 
 from kvsim.policies.catalogue import CATALOGUE, Entry, Preset
-from kvsim.policies.naming import Description, describe, has_parameter, names, policy
+from kvsim.policies.naming import Description, declared, describe, has_parameter, names, policy
 from kvsim.policies.naming import parameter_names as parameters
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Description",
     "Entry",
     "Preset",
+    "declared",
     "describe",
     "has_parameter",
     "names",

@@ -75,13 +75,18 @@ def names() -> list[str]:
 
 def parameter_names(name: str) -> tuple[str, ...]:
     """Names of the parameters that `policy` takes for `name`; none for a user's own."""
-    out: list[str] = []
+    return tuple(declared(name))
+
+
+def declared(name: str) -> dict[str, Parameter]:
+    """The parameters that `policy` takes for `name`, as their pieces declare them."""
+    out: dict[str, Parameter] = {}
     last: dict[str, int] = {}
     for depth, (_, entry) in enumerate(_parse(name)):
-        for key in entry.parameters if entry is not None else ():
-            out.append("scorer__" * (last.get(key, -1) + 1) + key)
+        for key, parameter in entry.parameters.items() if entry is not None else ():
+            out["scorer__" * (last.get(key, -1) + 1) + key] = parameter
             last[key] = depth
-    return tuple(out)
+    return out
 
 
 def has_parameter(name: str, key: str) -> bool:

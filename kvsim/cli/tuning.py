@@ -1,0 +1,148 @@
+"""`kvsim tune`: better parameters of a policy, and their gain on prompts held out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.cli.values import Stop
+from kvsim.schema import plural
+
+if TYPE_CHECKING:
+    from kvsim.sweeps.tuning import Tuning
+
+
+def tune(
+    traces: values.TracePaths,
+    policy: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="The policy to tune, as `kvsim policies` lists it."),
+    ],
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="N|P%",
+            help="Entries per KV head that stay after an event, or a share of the trace's length.",
+        ),
+    ],
+    metric: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="What to improve: a metric with a better direction."),
+    ] = "output_error",
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,NAME...]",
+            help="The parameters to search; default: all that have a range or choices.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A parameter that is not searched."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Settings to try.")] = 50,
+    held_out: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.99, help="Share of the prompts that the search does not see, 0 for none."
+        ),
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the split and the search.")] = 0,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    device: values.Device = "cpu",
+    as_json: values.Json = False,
+) -> None:
+    """Search the parameters of a policy offline, and show the gain on prompts held out.
+
+    Parameters are searched on some of the prompts, in the ranges that they declare. The gain on the
+    others is what other prompts can be expected to have. Ctrl-C reports the best so far.
+    """
+    from kvsim.sweeps.tuning import tune as tuned
+
+    values.parse_device(device)
+    names = None if search is None else [key.replace("scorer.", "scorer__") for key in search]
+    fixed = dict(map(values.parse_set, settings or ()))
+    opened = values.open_traces(traces)
+    with show.bar("trials") as report:
+        tuning = tuned(
+            *(opened, policy, budget, metric),
+            search=names,
+            fixed=fixed,
+            trials=trials,
+            held_out=held_out,
+            seed=seed,
+            interval=interval,
+            prefill=prefill,
+            device=device,
+            progress=report,
+        )
+    options = " ".join(
+        f"--set {setting(key, x)}" for key, x in {**fixed, **tuning.parameters}.items()
+    )
+    if as_json:
+        show.echo_json(_document(tuning, options))
+    else:
+        _print(tuning, options)
+    if tuning.interrupted:
+        raise Stop(f"interrupted after {plural(tuning.trials.height, 'trial')}", 130)
+
+
+def setting(key: str, value: Any) -> str:
+    """Return a parameter as `--set` reads it."""
+    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return f"{key.replace('scorer__', 'scorer.')}={text}"
+
+
+def _document(tuning: Tuning, options: str) -> dict[str, Any]:
+    return {
+        "policy": tuning.policy,
+        "budget": tuning.budget,
+        "metric": tuning.metric,
+        "better": tuning.better,
+        "seed": tuning.seed,
+        "parameters": tuning.parameters,
+        "options": options,
+        "gains": tuning.gains.to_dicts(),
+        "space": [vars(one) for one in tuning.space],
+        "searched": tuning.searched,
+        "held_out": tuning.held_out,
+        "trials": show.cells(tuning.trials),
+        "remarks": tuning.remarks,
+        "interrupted": tuning.interrupted,
+    }
+
+
+def _print(tuning: Tuning, options: str) -> None:
+    from kvsim.analysis.registry import METRICS
+
+    form = show.metric_format(tuning.metric)
+    signed = "+" + form.lstrip("+")
+    unit = METRICS[tuning.metric].unit
+    show.echo_text(
+        f"{tuning.policy}, budget {tuning.budget}: {tuning.metric} ({unit}, {tuning.better} is "
+        f"better), {plural(tuning.trials.height, 'trial')}, "
+        f"{plural(len(tuning.space), 'parameter')} searched.\n"
+    )
+    rows = []
+    for row in tuning.gains.iter_rows(named=True):
+        interval = "-"
+        if row["low"] is not None:
+            interval = f"{row['low']:{signed}} to {row['high']:{signed}}"
+        numbers = [f"{row['default']:{form}}", f"{row['tuned']:{form}}", f"{row['gain']:{signed}}"]
+        last = [interval, show.number(row["p"], ".2g"), row["fidelity"]]
+        rows.append([row["prompts"], str(row["n"]), *numbers, *last])
+    headers = ["prompts", "n", "default", "tuned", "gain", "95 % interval", "p", "fidelity"]
+    show.echo_table(headers, rows, right=1)
+    found = f"Parameters: {options}" if tuning.parameters else "Nothing better than the default."
+    show.echo_text(f"\n{found}\n")
+    show.echo_text(
+        "gain: by how much the tuned parameters are better than the default ones, mean over "
+        "prompts. On the prompts searched on it is partly luck; p: of the gain on prompts held "
+        "out, from flips of its signs."
+    )
+    for remark in tuning.remarks:
+        show.echo_text(f"Note: {remark}.")
