@@ -34,6 +34,7 @@ LARGEST, ALL, WIDTH = 50_000, 1_000_000, 1000
 #: Pictures that a script of their own makes, and what it is.
 OTHERS = {
     "figures/results.png": "docs/results.py",
+    "figures/results-smollm2.png": "docs/results.py",
     "figures/fidelity.png": "docs/fidelity.py",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",

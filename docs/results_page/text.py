@@ -132,7 +132,8 @@ def _tiny(r: Results) -> tuple[str, str]:
         "task with its retrieving heads partly put there, so these numbers show what policies do "
         "to such attention and not what they do to a large model. A claim that holds here has "
         "passed one small test; one that does not may hold all the same where texts are ten times "
-        "as long and heads less sharp."
+        "as long and heads less sharp. [Results on SmolLM2](results-smollm2.md) has a pretrained "
+        "model beside it."
     )
     prompts = (
         f"{plan.prompts} prompts in the language of `tiny` ({', '.join(VERBS)} in turn, domains in "
@@ -271,11 +272,12 @@ def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
         )
         cells = [Interval.of(one).text(".2f") for one in (*recall, *gone)]
         rows.append((-float(np.nanmean(recall[0])), f"| {_name(label)} | {' | '.join(cells)} |"))
-    chance = [f"{np.nanmean(r.chance('random', n, 'needle_recall')):.2f}" for n in budgets]
+    by_chance = (r.chance("random", n, "needle_recall") for n in budgets)
+    chance = [f"{np.nanmean(x):.2f}" for x in by_chance if not np.isnan(x).all()]
     return (
         "Share of the needle's tokens that the rows of the answer still see, mean over layers and "
         "heads, and the share of layers and heads that see nothing of it. A set of the same size "
-        f"drawn at random has {_and(chance)} of it at these budgets. A head that never reads the "
+        f"drawn at random has {_and(chance)} of it at budgets with needles. A head that never reads the "
         "needle loses nothing with it, so a low recall need not be a wrong answer.\n\n"
     ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
 

@@ -12,9 +12,10 @@ import pytest
 import results
 from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.policies import CATALOGUE, names
-from results_page.claims import beside, store
+from results_page.claims import FILE, beside, store
 from results_page.plan import FULL, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
+from results_page.reasons import REASONS
 from results_page.text import listing
 from results_page.traces import weights
 
@@ -175,6 +176,34 @@ def test_names_of_the_committed_page_are_those_of_the_catalogue():
     assert line[1].replace("`", "").split(", ") == names()
     assert f"sha256 `{weights(FULL)}`" in text
     assert "\npython docs/results.py\n" in text  # of the full size
+
+
+def test_the_committed_page_on_smollm2_is_of_the_catalogue():
+    """docs/results-smollm2.md was made in full, with these policies, and its verdicts are stored."""
+    text = (ROOT / "docs" / "results-smollm2.md").read_text("utf-8")
+    line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
+
+    assert line[1] == listing()
+    assert "\npython docs/results.py --model smollm2\n" in text
+    stored = [json.loads(line) for line in FILE.read_text("utf-8").splitlines()]
+    verdicts = [row["verdict"] for row in stored if row["model"] == "smollm2"]
+    _, _, below = text.partition("## Which of the papers' claims hold here")
+    assert re.findall(r"\| \*\*([^|*]+)\*\* \|$", below, re.MULTILINE) == verdicts
+
+
+def test_every_verdict_that_differs_has_a_reason():
+    """A reason, if only that none is known, stands where the models differ, and nowhere else."""
+    stored = [json.loads(line) for line in FILE.read_text("utf-8").splitlines()]
+    by_model = {
+        model: {
+            (row["number"], row["says"]): row["verdict"] for row in stored if row["model"] == model
+        }
+        for model in ("tiny", "smollm2")
+    }
+    tiny, smollm2 = by_model["tiny"], by_model["smollm2"]
+
+    assert tiny.keys() == smollm2.keys()
+    assert {key for key in tiny if tiny[key] != smollm2[key]} == REASONS.keys()
 
 
 def test_verdicts_on_two_models_stand_beside_each_other(tmp_path):
