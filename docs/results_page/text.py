@@ -277,8 +277,8 @@ def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
     return (
         "Share of the needle's tokens that the rows of the answer still see, mean over layers and "
         "heads, and the share of layers and heads that see nothing of it. A set of the same size "
-        f"drawn at random has {_and(chance)} of it at budgets with needles. A head that never reads the "
-        "needle loses nothing with it, so a low recall need not be a wrong answer.\n\n"
+        f"drawn at random has {_and(chance)} of it at budgets with needles. A head that never "
+        "reads the needle loses nothing with it, so a low recall need not be a wrong answer.\n\n"
     ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
 
 

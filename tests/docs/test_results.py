@@ -180,7 +180,7 @@ def test_names_of_the_committed_page_are_those_of_the_catalogue():
 
 
 def test_the_committed_page_on_smollm2_is_of_the_catalogue():
-    """docs/results-smollm2.md was made in full, with these policies, and its verdicts are stored."""
+    """docs/results-smollm2.md is that of all prompts and these policies, as are stored verdicts."""
     text = (ROOT / "docs" / "results-smollm2.md").read_text("utf-8")
     line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
 
@@ -193,7 +193,10 @@ def test_the_committed_page_on_smollm2_is_of_the_catalogue():
 
 
 def test_every_verdict_that_differs_has_a_reason():
-    """A reason, if only that none is known, stands where the models differ, and nowhere else."""
+    """A reason, if only that none is known, stands where models differ, and nowhere else.
+
+    Presets were not measured on SmolLM2, so claims about `rkv@ams` are tested on tiny alone.
+    """
     stored = [json.loads(line) for line in FILE.read_text("utf-8").splitlines()]
     by_model = {
         model: {
@@ -203,8 +206,9 @@ def test_every_verdict_that_differs_has_a_reason():
     }
     tiny, smollm2 = by_model["tiny"], by_model["smollm2"]
 
-    assert tiny.keys() == smollm2.keys()
-    assert {key for key in tiny if tiny[key] != smollm2[key]} == REASONS.keys()
+    assert all("rkv@ams" in says for _, says in tiny.keys() - smollm2.keys())
+    assert smollm2.keys() <= tiny.keys()
+    assert {key for key in smollm2 if tiny[key] != smollm2[key]} == REASONS.keys()
 
 
 def test_verdicts_on_two_models_stand_beside_each_other(tmp_path):

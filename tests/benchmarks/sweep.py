@@ -1,0 +1,124 @@
+"""What a sweep costs: processes beside threads, and one pass beside one replay after another.
+
+    python tests/benchmarks/sweep.py            # a few minutes
+    python tests/benchmarks/sweep.py --smallest # seconds; what the test suite runs
+
+The same grid on random traces on disk, in turns: `kvsim.sweeps.sweep`, cell by cell; `kvsim.sweep`
+in one process with one thread and with two, and in two processes with one thread each. Seconds are
+of the fastest turn; processes count from their start, with all that they import. The Tables are
+compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+import kvsim
+from kvsim.sweeps.run import sweep
+
+POLICIES = ("tova", "snapkv", "streaming_llm", "knorm", "keydiff", "expected_attention")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Traces and their shape, budgets, and turns."""
+
+    traces: int
+    layers: int
+    qheads: int
+    heads: int
+    tokens: int
+    dim: int
+    budgets: tuple[int, ...]
+    turns: int
+
+
+AIM = {
+    "large layers": Shape(2, 2, 28, 4, 4096, 128, (256, 512, 1024), 2),
+    "small layers": Shape(8, 6, 9, 3, 512, 64, (64, 128, 256), 2),
+}
+SMALLEST = {"smallest": Shape(1, 2, 4, 2, 128, 8, (64,), 1)}
+
+
+def record(shape: Shape, folder: Path) -> list[str]:
+    """Store random traces; three quarters of each are prompt."""
+    paths = []
+    for number in range(shape.traces):
+        torch.manual_seed(number)
+        size = shape.tokens, shape.dim
+        path = folder / f"{number}.zarr"
+        kvsim.Trace.from_arrays(
+            torch.randn(shape.layers, shape.qheads, *size),
+            torch.randn(shape.layers, shape.heads, *size),
+            torch.randn(shape.layers, shape.heads, *size),
+            prompt_len=shape.tokens * 3 // 4,
+            rope=kvsim.Rope.default(shape.dim),
+            name=str(number),
+        ).save(path)
+        paths.append(str(path))
+    return paths
+
+
+def ways(shape: Shape, paths: list[str], *, processes: bool) -> dict[str, Callable[[], Any]]:
+    """What is timed: the same grid computed in several ways, each gives its Table."""
+    metrics = ["output_error", "retained_mass", "wipeout"]
+    policies = [kvsim.policy(name) for name in POLICIES]
+    traces = [kvsim.open_trace(path) for path in paths]
+    grid = {"traces": paths, "policies": list(POLICIES), "budgets": list(shape.budgets)}
+    grid |= {"intervals": 64, "metrics": metrics}
+
+    def threads(count: int) -> pl.DataFrame:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            return kvsim.sweep(**grid).table
+        finally:
+            torch.set_num_threads(before)
+
+    in_turn = {
+        "cell after cell": lambda: (
+            sweep(traces, policies, shape.budgets, interval=64, metrics=metrics).table
+        )
+    }
+    one = {"one process, one thread": lambda: threads(1)}
+    two = {
+        "one process, two threads": lambda: threads(2),
+        "two processes": lambda: kvsim.sweep(**grid, jobs=2).table,
+    }
+    return in_turn | one | (two if processes else {})
+
+
+def main() -> None:
+    """Time and compare, and print ratios."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--smallest", action="store_true", help="one short trace, no processes")
+    given = parser.parse_args()
+    for name, shape in (SMALLEST if given.smallest else AIM).items():
+        with tempfile.TemporaryDirectory() as folder:
+            timed = ways(shape, record(shape, Path(folder)), processes=not given.smallest)
+            seconds = dict.fromkeys(timed, float("inf"))
+            tables = []
+            for _ in range(shape.turns):
+                for label, compute in timed.items():
+                    began = time.perf_counter()
+                    tables.append(compute())
+                    seconds[label] = min(seconds[label], time.perf_counter() - began)
+        same = all(table.equals(tables[0]) for table in tables)
+        cells = shape.traces * len(POLICIES) * len(shape.budgets)
+        print(f"{name}: {cells} cells, Tables {'equal' if same else 'DIFFER'}")
+        base = seconds["one process, one thread"]
+        for label, taken in seconds.items():
+            print(f"  {label:26} {taken:7.2f} s   {base / taken:5.2f} x")
+
+
+if __name__ == "__main__":
+    main()
