@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvsim.errors import OutputError, local_path
+from kvsim.errors import ConfigError, OutputError, local_path
 from kvsim.files import hidden, lock, sync_tree
 from kvsim.sweeps.cluster import on_a_cluster
 from kvsim.sweeps.folder import RUN
@@ -104,10 +104,15 @@ def work(
 ) -> bool:
     """Compute what is not finished yet; False if Ctrl-C ended it."""
     mine = plan.share(shard)
+    count = default_jobs(plan) if jobs is None else jobs
+    if (count > 1 or scheduler is not None) and any(trace.path is None for trace in plan.traces):
+        raise ConfigError(
+            "a trace in memory is given, which other processes cannot read; save it and give its "
+            "path, or compute in this process (jobs=1)"
+        )
     kept.scan()
     todo = _Todo(mine, kept)
     show = _Shown(plan, kept, progress)
-    count = default_jobs(plan) if jobs is None else jobs
     try:
         while True:
             if scheduler is not None:
@@ -208,7 +213,9 @@ def default_jobs(plan: Plan) -> int:
     """Processes for a sweep on this machine: one where more would take longer to start."""
     if plan.flops < _SMALL:
         return 1
-    return max(1, min(len(os.sched_getaffinity(0)), len(plan.tasks)))
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min(processors, len(plan.tasks)))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,8 @@ def resolve(name: str):
             continue
         thing = module
         for part in parts[length:]:
-            thing = getattr(thing, part)
+            # a module that nothing has imported yet is no attribute
+            thing = getattr(thing, part, None) or importlib.import_module(name)
         return module, thing
     raise LookupError(name)
 

@@ -275,6 +275,11 @@ def test_what_cannot_be_a_sweep_is_refused_before_any_work(grid, tmp_path):
     """Bad shards, folders of something else, configurations and keywords at once."""
     with pytest.raises(ConfigError, match="i from 0 to N - 1"):
         kvsim.sweep(**grid, shard=(3, 3))
+    trace = kvsim.Trace.from_arrays(
+        *torch.randn(3, 1, 1, 20, 4), prompt_len=10, rope=kvsim.Rope.default(4)
+    )
+    with pytest.raises(ConfigError, match="other processes cannot read"):
+        kvsim.sweep(**grid | {"traces": [trace]}, jobs=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     with pytest.raises(OutputError, match="not the folder of a sweep"):
