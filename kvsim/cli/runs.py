@@ -37,9 +37,10 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     requested = measured if saved.parameters.get("metrics") else LIVE_SUMMARY if closed else SUMMARY
     summary = summarise(saved.table, [name for name in requested if name in measured])
     document = {"run": str(path), **saved.parameters, "cells": show.cells(summary)}
-    return document | {
-        "responses": responses(read_records(Path(path) / RECORDS)).to_dicts()
-    }, summary
+    # a sweep keeps records on request alone
+    kept = Path(path) / RECORDS
+    records = read_records(kept) if kept.exists() else []
+    return document | {"responses": responses(records).to_dicts()}, summary
 
 
 def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) -> None:

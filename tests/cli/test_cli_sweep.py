@@ -57,7 +57,9 @@ def test_shards_are_collected(command, tmp_path):
     assert "1 of 2 cells are done" in first.out
     assert json.loads(part.out)["done"] == 1
     assert json.loads(whole.out)["done"] == 2
-    assert (out / "run.json").exists()
+    shown = command("info", str(out))
+    assert shown.status == 0
+    assert "traces    2: sample, sample-smollm2" in shown.out
 
 
 def test_a_dry_run_counts_and_writes_nothing(command, tmp_path):
