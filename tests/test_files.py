@@ -147,7 +147,7 @@ def test_every_command_that_writes_is_tried_on_a_full_disk():
                 yield name
 
     # tests/sweeps, for the folder of a run in parts is one mechanism, and tests/store
-    elsewhere = {"replay", "live", "fidelity", "recover"}
+    elsewhere = {"replay", "sweep", "live", "fidelity", "recover"}
     assert {*writing(typer.main.get_command(app))} == {*script.COMMANDS} | elsewhere
 
 

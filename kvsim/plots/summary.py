@@ -139,7 +139,7 @@ def ranking(
             decided = row["against"] is None or row["verdict"] in ("better", "worse")
             face = colour if decided and row["rank"] is not None else "white"
             axis.plot(row["mean"], place, "o", ms=5, color=colour, mfc=face)
-        for mean in part.filter(policy=part["against"].drop_nulls().first())["mean"]:
+        for mean in part.filter(pl.col("policy").is_in(part["against"].drop_nulls()))["mean"]:
             axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)
         names = [short_text(policy, 30) for policy in part["policy"]]
         axis.set_yticks(range(part.height), names, parse_math=False)

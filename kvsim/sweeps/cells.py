@@ -240,9 +240,9 @@ def in_cell_order(
         table.join(order, on=on, how="inner", nulls_equal=True, maintain_order="left")
         .with_columns(
             place=pl.col("metric").replace_strict(place, return_dtype=pl.Int64),
-            depth=pl.when(of_trace).then(-1).otherwise(pl.col("layer").fill_null(-1)),
+            within=pl.when(of_trace).then(-1).otherwise(pl.col("layer").fill_null(-1)),
         )
-        .sort("cell", "place", "depth", maintain_order=True)
+        .sort("cell", "place", "within", maintain_order=True)
         .select(table.columns)
     )
 

@@ -63,17 +63,26 @@ def _check_versions(client: Any, scheduler: str) -> None:
     The scheduler reads the tasks too, so it needs kvsim as the workers do.
     """
     try:
-        versions = {"the scheduler": client.run_on_scheduler(_version)} | client.run(_version)
+        versions = {"the scheduler": client.run_on_scheduler(_version)}
+        workers = client.run(_version, on_error="return")
     except (ImportError, OSError, RuntimeError) as error:
-        raise ClusterError(
-            f"{scheduler}: kvsim cannot be imported there ({error_line(error)}); install kvsim "
-            f"{kvsim.__version__} for the scheduler and its workers"
-        ) from error
+        raise _not_importable(scheduler, error) from error
+    # a worker that has just died is still listed, and does not answer
+    versions |= {place: x for place, x in workers.items() if not isinstance(x, OSError)}
     if len(versions) == 1:
         raise ClusterError(f"{scheduler} has no workers; start some with `dask worker {scheduler}`")
     for place, found in versions.items():
+        if isinstance(found, BaseException):
+            raise _not_importable(place, found)
         if found != kvsim.__version__:
             raise ClusterError(f"{place} has kvsim {found}, expected {kvsim.__version__}")
+
+
+def _not_importable(place: str, error: BaseException) -> ClusterError:
+    return ClusterError(
+        f"{place}: kvsim cannot be imported there ({error_line(error)}); install kvsim "
+        f"{kvsim.__version__} for the scheduler and its workers"
+    )
 
 
 def _version() -> str:

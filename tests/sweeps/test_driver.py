@@ -1,5 +1,6 @@
 """`kvsim.sweep`: the same values as one replay after another, whoever computes them."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,8 +16,9 @@ import torch
 import kvsim
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import ConfigError, OutputError, TraceError
+from kvsim.files import replace_file
 from kvsim.policies import policy
-from kvsim.sweeps import driver, tasks
+from kvsim.sweeps import driver, shards, tasks
 from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.run import sweep as in_turn
@@ -128,9 +130,9 @@ def test_a_damaged_part_is_computed_again(damage, grid, tmp_path):
         elif damage == "both gone":
             path.unlink()
 
-    shards = Shards(tmp_path / "x")
-    shards.scan()
-    assert len(shards.parts) == len(parts(tmp_path / "x")) - (damage != "both gone")
+    folder = Shards(tmp_path / "x")
+    folder.scan()
+    assert len(folder.parts) == len(parts(tmp_path / "x")) - (damage != "both gone")
     again = kvsim.sweep(**grid, out=tmp_path / "x")
 
     assert again.table.equals(expected.table)
@@ -220,6 +222,26 @@ def test_ctrl_c_keeps_what_is_done(grid, small_blocks, tmp_path, monkeypatch):
     assert len(parts(tmp_path / "x")) == 2
     assert not list((tmp_path / "x" / "parts").glob("*.claim"))
     monkeypatch.setattr(driver, "compute", compute)
+    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
+
+
+def test_a_full_disk_loses_nothing_that_is_finished(grid, small_blocks, tmp_path, monkeypatch):
+    """A file that cannot be written ends the sweep in one line, and the next one goes on."""
+    written = []
+
+    def full(path, content):
+        written.append(path)
+        if len(written) == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(path, content)
+
+    monkeypatch.setattr(shards, "replace_file", full)
+    with pytest.raises(OutputError, match=r"No space left on device.*what is finished is kept"):
+        kvsim.sweep(**grid, out=tmp_path / "x")
+
+    assert len(parts(tmp_path / "x")) == 2
+    assert not list((tmp_path / "x" / "parts").glob("*.claim"))
+    monkeypatch.undo()
     assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
 
 
