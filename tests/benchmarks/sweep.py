@@ -3,6 +3,8 @@
     python tests/benchmarks/sweep.py            # a few minutes
     python tests/benchmarks/sweep.py --smallest # seconds; what the test suite runs
 
+With `--doc docs/performance.md` the report is put into that page.
+
 The same grid on random traces on disk, in turns: `kvsim.sweeps.sweep`, cell by cell; `kvsim.sweep`
 in one process with one thread and with two, and in two processes with one thread each. Seconds are
 of the fastest turn; processes count from their start, with all that they import. The Tables are
@@ -12,6 +14,8 @@ compared.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +29,10 @@ import torch
 import kvsim
 from kvsim.sweeps.run import sweep
 
+sys.path.append(str(Path(__file__).parent))
+from replay import put
+
+BEGIN, END = "<!-- begin sweep -->", "<!-- end sweep -->"
 POLICIES = ("tova", "snapkv", "streaming_llm", "knorm", "keydiff", "expected_attention")
 
 
@@ -97,14 +105,16 @@ def ways(shape: Shape, paths: list[str], *, processes: bool) -> dict[str, Callab
     return in_turn | one | (two if processes else {})
 
 
-def main() -> None:
-    """Time and compare, and print ratios."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="one short trace, no processes")
-    given = parser.parse_args()
-    for name, shape in (SMALLEST if given.smallest else AIM).items():
+def run(shapes: dict[str, Shape], *, processes: bool) -> tuple[dict[str, float], list[str]]:
+    """Time every way, compare the Tables, and return ratios and lines of the report.
+
+    Ratios are to one process with one thread.
+    """
+    ratios: dict[str, float] = {}
+    lines = [f"torch {torch.__version__}, {os.cpu_count()} processors"]
+    for name, shape in shapes.items():
         with tempfile.TemporaryDirectory() as folder:
-            timed = ways(shape, record(shape, Path(folder)), processes=not given.smallest)
+            timed = ways(shape, record(shape, Path(folder)), processes=processes)
             seconds = dict.fromkeys(timed, float("inf"))
             tables = []
             for _ in range(shape.turns):
@@ -114,10 +124,25 @@ def main() -> None:
                     seconds[label] = min(seconds[label], time.perf_counter() - began)
         same = all(table.equals(tables[0]) for table in tables)
         cells = shape.traces * len(POLICIES) * len(shape.budgets)
-        print(f"{name}: {cells} cells, Tables {'equal' if same else 'DIFFER'}")
+        lines.append(f"{name}: {cells} cells, Tables {'equal' if same else 'DIFFER'}; {shape}")
         base = seconds["one process, one thread"]
         for label, taken in seconds.items():
-            print(f"  {label:26} {taken:7.2f} s   {base / taken:5.2f} x")
+            ratios[f"{name}: {label}"] = base / taken
+            lines.append(f"  {label:26}{taken:7.2f} s {base / taken:6.2f} x")
+    return ratios, lines
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--smallest", action="store_true", help="one short trace, no processes")
+    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
+    given = parser.parse_args()
+    shapes = SMALLEST if given.smallest else AIM
+    _, lines = run(shapes, processes=not given.smallest)
+    print("\n".join(lines))
+    if given.doc:
+        put(given.doc, lines, BEGIN, END)
 
 
 if __name__ == "__main__":

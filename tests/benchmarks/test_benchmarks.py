@@ -63,6 +63,20 @@ def test_metric_benchmark_prints_its_ratios(capsys):
     assert all(value > 0 for value in ratios.values())
 
 
+def test_sweep_benchmark_prints_its_ratios(capsys):
+    """A sweep is measured beside one replay after another, and gives the same Table."""
+    sweep = load("sweep")
+
+    ratios, lines = sweep.run(sweep.SMALLEST, processes=False)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == {
+        f"smallest: {way}" for way in ("cell after cell", "one process, one thread")
+    }
+    assert "Tables equal" in lines[1]
+
+
 def test_capture_benchmark_prints_its_ratios(capsys):
     """Time, memory and bytes of a capture are measured beside the model alone."""
     capture = load("capture")
