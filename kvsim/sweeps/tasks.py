@@ -16,14 +16,15 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import polars as pl
+import torch
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import columns_of, measure
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import replayed
+from kvsim.engine.layers import DEFAULT_MEMORY, replayed
 from kvsim.errors import KvsimError, TraceError
 from kvsim.store import open_trace
 from kvsim.sweeps.cells import Cell, Cells
@@ -151,25 +152,33 @@ def _of_one(
         yield task([], layers, names_of_trace)
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
-    for part, blocks in ((single, _blocks(trace, layers, grid.memory)), (whole, [layers])):
+    for part, blocks in ((single, _blocks(trace, layers)), (whole, [layers])):
         for block in blocks:
             for start in range(0, len(part), _TOGETHER):
                 yield task(part[start : start + _TOGETHER], block, of_records)
 
 
 def _across_layers(policy: Policy) -> bool:
-    """Whether what a policy does in one layer depends on what it sees in others."""
-    return policy.layer_budgets.across_layers or policy.propagation is not None
+    """Whether a policy does in one layer what depends on others, or at other events than there."""
+    return not isinstance(policy.layer_budgets, Even) or policy.propagation is not None
 
 
-def _blocks(trace: Trace, layers: Sequence[int], memory: int | None) -> list[tuple[int, ...]]:
-    """Layers that follow each other, as many as may be held, in blocks of about equal size."""
-    item = 8 if "64" in str(trace.dtype) else 4
-    size = 2 * (trace.n_qheads + trace.n_heads) * trace.n_pos * trace.dim * item
-    limit = _BLOCK if memory is None else min(_BLOCK, memory // 4)
-    count = -(-len(layers) // max(1, limit // size))
+def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Layers that follow each other, in blocks of about equal size.
+
+    Two at least: values of one alone would be those of a run in which no other layer evicts
+    (`kvsim.analysis.table.fidelity`).
+    """
+    count = -(-len(layers) * _layer_bytes(trace) // _BLOCK)
+    count = max(1, min(count, len(layers) // 2))
     ends = [len(layers) * number // count for number in range(count + 1)]
     return [tuple(layers[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def _layer_bytes(trace: Trace) -> int:
+    """Bytes of queries, keys, values and outputs of a layer in memory."""
+    item = torch.empty((), dtype=trace.dtype).element_size()
+    return 2 * (trace.n_qheads + trace.n_heads) * trace.n_pos * trace.dim * item
 
 
 def _key(
@@ -244,11 +253,14 @@ def _of_trace(task: Task, trace: Trace) -> Outcome:
 
 
 def _loaded(task: Task) -> Trace:
-    """Return the trace of a task, with its layers held in memory. Raises TraceError."""
+    """Return the trace of a task, its layers held in memory where they fit. Raises TraceError."""
     trace = task.trace if isinstance(task.trace, Trace) else open_trace(task.trace)
     if trace.digest != task.digest:
         raise TraceError(
             f"{task.trace} is another trace than when the sweep began, expected digest "
             f"{task.digest[:12]}; start the sweep again"
         )
+    limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
+    if len(task.layers) * _layer_bytes(trace) > limit:
+        return trace  # read as it is needed
     return trace.loaded(slice(task.layers[0], task.layers[-1] + 1))

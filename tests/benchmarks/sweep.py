@@ -51,7 +51,7 @@ class Shape:
 
 
 AIM = {
-    "large layers": Shape(2, 2, 28, 4, 4096, 128, (256, 512, 1024), 2),
+    "large layers": Shape(2, 2, 28, 4, 4096, 128, (128, 256, 384, 512, 768, 1024), 1),
     "small layers": Shape(8, 6, 9, 3, 512, 64, (64, 128, 256), 2),
 }
 SMALLEST = {"smallest": Shape(1, 2, 4, 2, 128, 8, (64,), 1)}
@@ -84,25 +84,38 @@ def ways(shape: Shape, paths: list[str], *, processes: bool) -> dict[str, Callab
     grid = {"traces": paths, "policies": list(POLICIES), "budgets": list(shape.budgets)}
     grid |= {"intervals": 64, "metrics": metrics}
 
-    def threads(count: int) -> pl.DataFrame:
+    def threads(count: int, compute: Callable[[], pl.DataFrame]) -> pl.DataFrame:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         try:
-            return kvsim.sweep(**grid).table
+            return compute()
         finally:
             torch.set_num_threads(before)
 
-    in_turn = {
-        "cell after cell": lambda: (
-            sweep(traces, policies, shape.budgets, interval=64, metrics=metrics).table
-        )
+    def swept(jobs: int = 1) -> pl.DataFrame:
+        return kvsim.sweep(**grid, jobs=jobs).table
+
+    def in_turn() -> pl.DataFrame:
+        run = sweep(traces, policies, shape.budgets, interval=64, metrics=metrics)
+        return run.table
+
+    one = {
+        "cell after cell": lambda: threads(1, in_turn),
+        "one process, one thread": lambda: threads(1, swept),
     }
-    one = {"one process, one thread": lambda: threads(1)}
     two = {
-        "one process, two threads": lambda: threads(2),
-        "two processes": lambda: kvsim.sweep(**grid, jobs=2).table,
+        "one process, two threads": lambda: threads(2, swept),
+        "two processes": lambda: swept(2),
     }
-    return in_turn | one | (two if processes else {})
+    return one | (two if processes else {})
+
+
+def difference(table: pl.DataFrame, other: pl.DataFrame) -> float:
+    """The largest difference of two values in the same row."""
+    assert table.drop("value", "chance").equals(other.drop("value", "chance"))
+    apart = (table["value"] - other["value"]).abs().max()
+    assert isinstance(apart, float)
+    return apart
 
 
 def run(shapes: dict[str, Shape], *, processes: bool) -> tuple[dict[str, float], list[str]]:
@@ -122,9 +135,10 @@ def run(shapes: dict[str, Shape], *, processes: bool) -> tuple[dict[str, float],
                     began = time.perf_counter()
                     tables.append(compute())
                     seconds[label] = min(seconds[label], time.perf_counter() - began)
-        same = all(table.equals(tables[0]) for table in tables)
         cells = shape.traces * len(POLICIES) * len(shape.budgets)
-        lines.append(f"{name}: {cells} cells, Tables {'equal' if same else 'DIFFER'}; {shape}")
+        apart = max(difference(table, tables[0]) for table in tables)
+        told = f"differ by {apart:.0e} at most" if apart else "equal"
+        lines.append(f"{name}: {cells} cells, values {told}; {shape}")
         base = seconds["one process, one thread"]
         for label, taken in seconds.items():
             ratios[f"{name}: {label}"] = base / taken

@@ -74,7 +74,7 @@ def test_sweep_benchmark_prints_its_ratios(capsys):
     assert set(ratios) == {
         f"smallest: {way}" for way in ("cell after cell", "one process, one thread")
     }
-    assert "Tables equal" in lines[1]
+    assert "values equal" in lines[1]
 
 
 def test_capture_benchmark_prints_its_ratios(capsys):

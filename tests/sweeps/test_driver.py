@@ -59,8 +59,8 @@ def grid(paths):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Two layers a task, and three cells."""
-    monkeypatch.setattr(tasks, "_BLOCK", 2 * 2 * (4 + 2) * 60 * 8 * 4)
+    """As few layers a task as may be, and three cells."""
+    monkeypatch.setattr(tasks, "_BLOCK", 1)
     monkeypatch.setattr(tasks, "_TOGETHER", 3)
 
 
@@ -74,10 +74,11 @@ def test_a_sweep_is_one_replay_after_another(grid, small_blocks):
     traces = [kvsim.open_trace(path) for path in grid["traces"]]
     tables = []
     for window in (4, 8):  # which takes one policy of a name
-        policies = [policy(name) for name in ("tova", "fastkv")]
+        policies = [policy(name) for name in ("tova", "pyramidkv", "fastkv")]
         policies.insert(1, policy("snapkv", window=window))
         tables.append(in_turn(traces, policies, grid["budgets"], interval=8, metrics=METRICS).table)
-    run = kvsim.sweep(**grid | {"policies": ["tova", {"snapkv": {"window": [4, 8]}}, "fastkv"]})
+    names = ["tova", {"snapkv": {"window": [4, 8]}}, "pyramidkv", "fastkv"]
+    run = kvsim.sweep(**grid | {"policies": names})
 
     assert run.failures == ()
     assert len(Plan.of(grid_from(None, **grid)).tasks) > 8
