@@ -27,7 +27,7 @@ from kvsim.sweeps.workers import Lost, in_processes, in_this_process
 
 #: Floating-point operations of the attention of a sweep that one process is done with before a
 #: second one has imported what it needs.
-_SMALL = 2e11
+_SMALL = 1e12
 #: Tokens of a trace below which a second thread makes nothing faster.
 _SHORT = 4096
 #: Seconds between looks at what other processes have finished.
