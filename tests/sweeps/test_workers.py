@@ -1,21 +1,8 @@
 """Processes that work on tasks: what becomes of tasks whose process dies or that raise."""
 
-import os
-from pathlib import Path
+from chores import work_on
 
 from kvsim.sweeps.workers import Lost, in_processes, in_this_process
-
-
-def work_on(task):
-    """Double a number; or raise, or die once, or die always."""
-    kind, value = task
-    if kind == "raises":
-        raise ValueError("of its own")
-    if kind == "dies" or (kind == "dies once" and not Path(value).exists()):
-        if kind == "dies once":
-            Path(value).write_text("")
-        os._exit(1)
-    return value
 
 
 def test_a_task_that_kills_its_process_takes_no_other_with_it(tmp_path):

@@ -1,0 +1,18 @@
+"""A task for processes of their own. It imports nothing large, so that they start at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def work_on(task):
+    """Return a value; or raise, or die once, or die always."""
+    kind, value = task
+    if kind == "raises":
+        raise ValueError("of its own")
+    if kind == "dies" or (kind == "dies once" and not Path(value).exists()):
+        if kind == "dies once":
+            Path(value).write_text("")
+        os._exit(1)
+    return value
