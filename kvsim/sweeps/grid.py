@@ -108,9 +108,16 @@ class Grid:
             for interval in self.intervals
         ]
         cells = cells_of(traces, policies, self.budgets, schedules)
-        if self.layers is None:
-            return cells
-        return [cell._replace(layers=replayed(cell.trace, self.layers)) for cell in cells]
+        # a budget given twice, or an interval that is a policy's own, is the same cell again
+        different = {
+            (cell.trace.name, id(cell.policy), cell.budget, cell.share, cell.schedule): cell
+            for cell in cells
+        }
+        layers = {trace.name: replayed(trace, self.layers) for trace in traces}
+        return [
+            cell._replace(number=number, layers=layers[cell.trace.name])
+            for number, cell in enumerate(different.values())
+        ]
 
     def document(self) -> dict[str, Any]:
         """The grid as a configuration, ready for YAML.

@@ -119,7 +119,7 @@ class Plan(NamedTuple):
         finished = {cell.number for cell in done}
         failed = {key: x for part in kept.parts for key, x in part.failed.items()}
         failures = {
-            (number, failed[key].error): failed[key]
+            (number, failed[key].error): replace(failed[key], cell=number)  # that of this grid
             for number in keys
             if number not in finished
             for key in keys[number]

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import torch
 
 import kvsim
 from kvsim.errors import ClusterError, ConfigError
@@ -19,22 +18,11 @@ from kvsim.sweeps.slurm import submit
 WATCHDOG = 120
 
 
-@pytest.fixture(scope="module")
-def grid(tmp_path_factory):
+@pytest.fixture
+def grid(paths):
     """Two traces, three policies, two budgets."""
-    folder = tmp_path_factory.mktemp("traces")
-    for seed, name in enumerate("ab"):
-        torch.manual_seed(seed)
-        kvsim.Trace.from_arrays(
-            torch.randn(2, 4, 60, 8),
-            torch.randn(2, 2, 60, 8),
-            torch.randn(2, 2, 60, 8),
-            prompt_len=30,
-            rope=kvsim.Rope.default(8),
-            name=name,
-        ).save(folder / f"{name}.zarr")
     return {
-        "traces": [str(folder / f"{name}.zarr") for name in "ab"],
+        "traces": paths,
         "policies": ["tova", "knorm", {"snapkv": {"window": 4}}],
         "budgets": [12, 24],
         "intervals": [8],

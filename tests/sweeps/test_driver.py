@@ -27,23 +27,6 @@ from kvsim.sweeps.shards import Shards
 METRICS = ["output_error", "wipeout", "retained_iou", "sparsity"]
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """Two small stored traces of four layers."""
-    folder = tmp_path_factory.mktemp("traces")
-    for seed, name in enumerate("ab"):
-        torch.manual_seed(seed)
-        kvsim.Trace.from_arrays(
-            torch.randn(4, 4, 60, 8),
-            torch.randn(4, 2, 60, 8),
-            torch.randn(4, 2, 60, 8),
-            prompt_len=30,
-            rope=kvsim.Rope.default(8),
-            name=name,
-        ).save(folder / f"{name}.zarr")
-    return [str(folder / f"{name}.zarr") for name in "ab"]
-
-
 @pytest.fixture
 def grid(paths):
     """Policies of every kind: per layer, with a budget across layers, with propagation."""
@@ -137,6 +120,17 @@ def test_a_damaged_part_is_computed_again(damage, grid, tmp_path):
     again = kvsim.sweep(**grid, out=tmp_path / "x")
 
     assert again.table.equals(expected.table)
+
+
+def test_the_same_cell_twice_is_one(grid, tmp_path):
+    """Budgets given twice, and an interval that is the policy's own, are computed once."""
+    twice = {"policies": ["tova"], "budgets": [12, "12"], "intervals": [1, "own"], "records": True}
+
+    run = kvsim.sweep(**grid | twice, out=tmp_path / "x")
+
+    once = kvsim.sweep(**grid | {"policies": ["tova"], "budgets": [12], "intervals": ["own"]})
+    assert len(run.records) == run.parameters["cells"] == 2
+    assert run.table.equals(once.table)
 
 
 class Fails(Scorer):
