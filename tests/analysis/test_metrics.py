@@ -17,7 +17,6 @@ import kvsim
 from kvsim.analysis import subject as subject_module
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
-from kvsim.analysis.output import error as output_module
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
@@ -43,40 +42,6 @@ def make_trace(
 
 
 # --- output error ---
-
-
-@pytest.mark.parametrize(
-    ("name", "interval"), [("tova", 1), ("h2o", 1), ("snapkv", None), ("random", 7), ("tova", 80)]
-)
-def test_output_error_and_mass_equal_a_loop_over_rows(name, interval, monkeypatch):
-    """Prefix blocks, masks and what lies between agree with float64 loops, factors included."""
-    trace = make_trace(tokens=150, prompt=40)
-    params = {"window": 8} if name == "snapkv" else {}
-    record = kvsim.replay(trace, kvsim.policy(name, **params), budget=16, interval=interval)
-    monkeypatch.setattr(output_module, "ROWS", 16)
-
-    (found,) = output_error(trace, [record])
-
-    expected = loop_metrics.outputs(trace.q, trace.k, trace.v, record.evicted_at)
-    np.testing.assert_allclose(found.error, expected.relative_error, atol=1e-6)
-    np.testing.assert_allclose(found.mass, expected.retained_mass, atol=1e-6)
-    np.testing.assert_allclose(found.missing, expected.missing_mass, atol=1e-6)
-    far = found.missing > 1e-3
-    np.testing.assert_allclose(found.distance[far], expected.distance[far], rtol=1e-4)
-
-
-def test_prefix_blocks_and_the_mask_give_the_same(monkeypatch):
-    """The fast way equals the definition at every size of a block of rows, in float32."""
-    trace = make_trace(tokens=300, prompt=50, dtype=torch.float32)
-    record = kvsim.replay(trace, kvsim.policy("snapkv", window=8), budget=20, interval=100)
-    results = []
-    for rows in (1000, 64, 7):  # 1000 rows: every interval is shorter, so all goes by mask
-        monkeypatch.setattr(output_module, "ROWS", rows)
-        results.append(output_error(trace, [record])[0])
-
-    for other in results[1:]:
-        np.testing.assert_allclose(other.error, results[0].error, atol=2e-6)
-        np.testing.assert_allclose(other.mass, results[0].mass, atol=2e-6)
 
 
 def test_the_error_is_measured_against_what_the_model_computed():
@@ -111,21 +76,6 @@ def test_the_full_cache_has_no_error_and_all_mass():
     assert (found.error == 0).all()
     assert (found.mass == 1).all()
     assert np.isnan(found.distance).all()
-
-
-def test_retained_mass_never_exceeds_one_by_more_than_rounding():
-    """The clamp at 1 hides less than 1e-5: what is seen cannot weigh more than everything."""
-    trace = make_trace(tokens=400, prompt=50, dtype=torch.float32)
-    record = kvsim.replay(trace, kvsim.policy("h2o"), budget=60)
-    layer = output_module.Layer.read(trace, 0, torch.device("cpu"))
-    last = torch.from_numpy(record.evicted_at[0])
-
-    excess = max(
-        float((lse - layer.lse[:, :, start:stop]).max().expm1())
-        for start, stop, _, lse in output_module._by_prefix(layer, last)
-    )
-
-    assert excess < 1e-5
 
 
 def test_slots_rotate_keys_and_query_to_their_place_in_the_cache():

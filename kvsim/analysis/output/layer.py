@@ -1,0 +1,141 @@
+"""One layer of a trace as measurements read it, with attention over parts of what a row sees.
+
+Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension of a
+head, D of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsim.core.attention import Formula, Rope, attend, with_sinks
+from kvsim.core.trace import Trace
+
+
+@dataclass
+class Layer:
+    """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp.
+
+    o_proj: the output projection [H * G * d, D], None where it is not needed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    formula: Formula
+    rope: Rope
+    o_proj: Tensor | None = None
+
+    @classmethod
+    def read(
+        cls, trace: Trace, layer: int, device: torch.device, *, projected: bool = False
+    ) -> Layer:
+        """Read a layer of a trace; with its output projection if `projected`."""
+        one = slice(layer, layer + 1)
+        q, k, v = (trace.read(name, one)[0].to(device) for name in ("q", "k", "v"))
+        out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(one))
+        o_proj = trace.read("o_proj", one)[0].flatten(0, 1).to(device) if projected else None
+        q, formula, rope = q.unflatten(0, (len(k), -1)), trace.formulas[layer], trace.ropes[layer]
+        return cls(q, k, v, out, lse, formula, rope, o_proj)
+
+    def per_query_head(self) -> Layer:
+        """The same layer with every query head its own KV head."""
+        k, v = (x.repeat_interleave(self.q.shape[1], 0) for x in (self.k, self.v))
+        q, out, lse = (x.flatten(0, 1).unsqueeze(1) for x in (self.q, self.out, self.lse))
+        return replace(self, q=q, k=k, v=v, out=out, lse=lse)
+
+    @cached_property
+    def unrotated(self) -> tuple[Tensor, Tensor]:
+        """q and k before RoPE."""
+        pos = torch.arange(self.k.shape[1], device=self.k.device)
+        return self.rope.unrotate(self.q, pos), self.rope.unrotate(self.k, pos)
+
+    # with one dimension more, products of queries and keys give the logarithm of full attention's
+    # weights, and products of weights and values give the sum of weights too
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Keys and a last dimension of 1, [H, T, d + 1]."""
+        return torch.cat([self.k, torch.ones_like(self.k[..., :1])], dim=-1)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Values and a last dimension of 1, [H, T, d + 1]."""
+        return torch.cat([self.v, torch.ones_like(self.v[..., :1])], dim=-1)
+
+    def queries(self, rows: slice, head: int) -> Tensor:
+        """Scaled queries of a head's group, with minus the log-sum-exp; [d + 1, G * w].
+
+        With a softcap the last dimension is 0, and `shifted` subtracts.
+        """
+        shift = torch.zeros_like if self.formula.softcap else torch.neg
+        lse = shift(self.lse[head, :, rows]).unsqueeze(-1)
+        q = torch.cat([self.q[head, :, rows] * self.formula.scale, lse], dim=-1)
+        return q.flatten(0, 1).mT
+
+    def shifted(self, z: Tensor, rows: slice, head: int) -> Tensor:
+        """Products z [n, G * w] of `keys` and `queries` as logarithms of weights, in place."""
+        if self.formula.softcap is None:
+            return z
+        return self.formula.capped(z).sub_(self.lse[head, :, rows].flatten())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
+        """`attend` by the layer's formula; of part of what a row sees, so without sinks."""
+        return attend(q, k, v, self.formula.scale, softcap=self.formula.softcap, **seen)
+
+    def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """All visible entries with the sinks; out [H, G, w, d], lse [H, G, w]."""
+        if not self.formula.sinks:
+            return out, lse
+        return with_sinks(out, lse, self.formula.sink(out, len(out)))
+
+
+class Rows(NamedTuple):
+    """What rows of a layer attend to, beside the full cache.
+
+    at: the rows. out: output over what they see [H, G, w, d], to be overwritten. mass: its share
+    of full attention [H, G, w]. full: the full cache's output [H, G, w, d], of length size
+    [H, G, w].
+    """
+
+    at: slice | Tensor
+    out: Tensor
+    mass: Tensor
+    full: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer, at: slice | Tensor, out: Tensor, mass: Tensor) -> Rows:
+        """The rows `at` of a layer."""
+        full = layer.out[:, :, at]
+        return cls(at, out, mass, full, length(full, -1))
+
+
+def length(x: Tensor, dim: int) -> Tensor:
+    """Euclidean length along a dimension; torch's own is several times slower."""
+    return x.square().sum(dim).sqrt_()
+
+
+def marked(mask: Tensor) -> Tensor:
+    """Positions marked in mask [H, T], ascending; [H, n], heads with fewer padded on the left."""
+    count = mask.sum(-1)
+    longest = int(count.max())
+    if int(count.min()) == longest:
+        return mask.nonzero()[:, 1].view(len(mask), longest)
+    return mask.byte().sort(dim=-1, stable=True).indices[:, mask.shape[-1] - longest :]
+
+
+def take(stored: Sequence[Tensor], at: Tensor) -> list[Tensor]:
+    """Rows at[H, n] of tensors [H, T, d]; [H, n, d] each."""
+    heads, total, dim = stored[0].shape
+    base = torch.arange(heads, device=at.device).mul_(total).unsqueeze(-1)
+    flat = (at + base).flatten()
+    return [x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored]

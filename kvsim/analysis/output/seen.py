@@ -1,0 +1,187 @@
+"""What rows attend to under several Records of one layer, from the weights of full attention.
+
+A row's weights over what it sees are those of full attention divided by their sum, the mass. So the
+weights of a block of rows are computed once over all that any record leaves to it, and a record
+costs the product of the weights of its own entries with their values.
+
+Shape letters: H KV heads, G query heads of a group, w rows of a block, n entries, T tokens, d
+dimension of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvsim.analysis.output.layer import Layer, Rows, length, marked, take
+
+#: Rows of a block.
+ROWS = 64
+
+# Weights of the rows of a group in a block are at most so many: long texts have smaller blocks.
+_MOST_WEIGHTS = 1 << 24
+
+# Where records leave more than this share of the entries, weights of all of them are computed.
+_MOST_LEFT = 0.7
+
+# exp of less is no normal float32, and products with such numbers are a hundred times slower.
+_LOWEST = -87.0
+
+# A smaller mass is a sum of numbers that have lost precision: the rows' own logits are taken.
+_FAINT = 1e-6
+
+
+def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterator[tuple[int, Rows]]:
+    """Blocks of the rows after the first event of each record, with the record's place in `gone`.
+
+    gone: of each record, the row after which each entry has left, int [H, T]. events: rows after
+    which blocks should begin, because entries leave there.
+    """
+    firsts = [int(record.min()) for record in gone]
+    scratch = _Scratch(layer.q), _Scratch(layer.q)
+    for start, stop in _blocks(layer, [min([*firsts, *events[:1]]), *events]):
+        active = [at for at, first in enumerate(firsts) if first < stop - 1]
+        if not active:
+            continue
+        rows = slice(start, stop)
+        views = [_Seen(layer, rows, gone[at]) for at in active]
+        for head in range(len(layer.k)):
+            # head by head, so that weights are still in the processor's cache when they are used
+            weights = _Weights(layer, rows, head, views, scratch[0])
+            for view in views:
+                view.add(weights, scratch[1])
+        full = layer.out[:, :, rows].permute(0, 3, 1, 2).contiguous()  # [H, d, G, w]
+        size = length(full, 1)
+        for at, view in zip(active, views, strict=True):
+            out, mass = view.outcome()
+            begin = max(start, firsts[at] + 1)
+            parts = out, mass, full.permute(0, 2, 3, 1), size
+            yield at, Rows(slice(begin, stop), *(x[:, :, begin - start :] for x in parts))
+
+
+def _blocks(layer: Layer, events: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Blocks of rows that begin after events; after some of them where they are close together."""
+    group, total = layer.q.shape[1:3]
+    most = max(1, min(ROWS, _MOST_WEIGHTS // (group * total)))
+    begins = [events[0] + 1]
+    for event in events[1:]:
+        if event + 1 - begins[-1] >= most // 2:
+            begins.append(event + 1)
+    for begin, end in pairwise([*begins, total]):
+        for start in range(begin, end, most):
+            yield start, min(start + most, end)
+
+
+class _Scratch:
+    """Memory that is used again: pages that are new to a process cost as much as a product."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._memory = like.new_empty(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Return a tensor of any values, in place of the one before."""
+        size = math.prod(shape)
+        if self._memory.numel() < size:
+            self._memory = self._memory.new_empty(size)
+        return self._memory[:size].view(shape)
+
+
+class _Weights:
+    """Weights [n, G * w] of the rows of a head's group over the entries that some record leaves.
+
+    Those before the block and, behind them, the rows' own.
+    """
+
+    def __init__(
+        self, layer: Layer, rows: slice, head: int, views: Sequence[_Seen], scratch: _Scratch
+    ) -> None:
+        self.head, keys, q = head, layer.keys[head], layer.queries(rows, head)
+        left = views[0].visible[head, : rows.start]
+        for view in views[1:]:
+            left = left | view.visible[head, : rows.start]
+        count = rows.stop - rows.start
+        before = int(left.sum())
+        own = torch.arange(count, device=left.device)
+        if before > _MOST_LEFT * rows.start:
+            before = rows.start
+            place, k = torch.arange(before, device=left.device), keys[:before]
+        else:
+            place, k = left.cumsum(0) - 1, keys.index_select(0, left.nonzero()[:, 0])
+        self._place = torch.cat([place, own + before])
+        self._matrix = scratch(before + count, q.shape[1])
+        torch.mm(k, q, out=self._matrix[:before])
+        torch.mm(keys[rows], q, out=self._matrix[before:])
+        layer.shifted(self._matrix, rows, head).clamp_(min=_LOWEST).exp_()
+        triangle = self._matrix[before:]
+        later = (own.unsqueeze(-1) > own).unsqueeze(1)
+        triangle.unflatten(-1, (-1, count)).masked_fill_(later, 0.0)
+        self.triangle = layer.values[head, rows].mT @ triangle
+        self.before = self._matrix[:before]
+
+    def of(self, at: Tensor, chosen: _Scratch) -> Tensor:
+        """Those of the entries at positions at [m], ascending; [m, G * w]."""
+        out = chosen(len(at), self._matrix.shape[1])
+        return torch.index_select(self._matrix, 0, self._place.index_select(0, at), out=out)
+
+
+class _Seen:
+    """What a block of rows sees under one record; gone: int [H, T].
+
+    visible: which entries some of the rows see, bool [H, m], by position.
+    """
+
+    def __init__(self, layer: Layer, rows: slice, gone: Tensor) -> None:
+        self._layer, self._rows, self._gone = layer, rows, gone[:, : rows.stop]
+        inside = (self._gone >= rows.start) & (self._gone < rows.stop - 1)
+        self._changing = bool(inside.any())
+        # where nothing leaves inside the block, its rows see of each other what they see anyway
+        self.visible = gone[:, : rows.stop if self._changing else rows.start] >= rows.start
+        heads, group, _, dim = layer.q.shape
+        self._product = gone.new_empty(
+            (heads, dim + 1, group * (rows.stop - rows.start)), dtype=layer.q.dtype
+        )
+
+    def add(self, weights: _Weights, chosen: _Scratch) -> None:
+        """Multiply the weights of a head with the values of its entries, and with 1."""
+        head, rows, out = weights.head, self._rows, self._product[weights.head]
+        at = self.visible[head].nonzero()[:, 0]
+        whole = len(at) == len(weights.before) and not self._changing
+        weight = weights.before if whole else weights.of(at, chosen)
+        if self._changing:
+            row = torch.arange(rows.start, rows.stop, device=at.device)
+            left = self._gone[head].index_select(0, at).view(-1, 1, 1) < row
+            weight.unflatten(-1, (-1, len(row))).masked_fill_(left, 0.0)
+        torch.mm(self._layer.values[head].index_select(0, at).mT, weight, out=out)
+        if not self._changing:
+            out += weights.triangle
+
+    def outcome(self) -> tuple[Tensor, Tensor]:
+        """Output [H, G, w, d] and mass [H, G, w]."""
+        layer, lse = self._layer, self._layer.lse[:, :, self._rows]
+        product = self._product.unflatten(-1, lse.shape[1:])
+        mass = product[:, -1]
+        if layer.formula.sinks:
+            sinks = layer.formula.sink(mass, len(mass))
+            mass = mass + (sinks.unsqueeze(-1) - lse).exp()
+        out = (product[:, :-1] / mass.unsqueeze(1)).permute(0, 2, 3, 1)
+        return self._exact(out, mass) if bool((mass < _FAINT).any()) else (out, mass)
+
+    def _exact(self, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from the logits of what is seen, where the mass is too small for weights."""
+        rows, layer = self._rows, self._layer
+        visible = self._gone >= rows.start
+        at = marked(visible)
+        k, v = take([layer.k, layer.v], at)
+        row = torch.arange(rows.start, rows.stop, device=at.device).unsqueeze(-1)
+        sees = (at.unsqueeze(1) <= row) & (self._gone.gather(1, at).unsqueeze(1) >= row)
+        mask = sees & visible.gather(1, at).unsqueeze(1)
+        exact, lse = layer.whole(
+            *layer.attend(layer.q[:, :, rows], k[:, None], v[:, None], mask=mask.unsqueeze(1))
+        )
+        faint = mass < _FAINT
+        share = (lse - layer.lse[:, :, rows]).exp()
+        return exact.where(faint.unsqueeze(-1), out), share.where(faint, mass)
