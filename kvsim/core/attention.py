@@ -268,12 +268,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return out.mul_((lse - total).exp_().unsqueeze(-1)), total
 
 
-def softmax(z: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of logits z [..., w, n] beside sinks [...], which take a share that is not given."""
-    if sinks is None:
-        return z.softmax(-1)
-    beside = sinks[..., None, None].expand(*z.shape[:-1], 1)
-    return torch.cat([z, beside], dim=-1).softmax(-1)[..., :-1]
+def softmax(z: Tensor, sinks: Tensor) -> Tensor:
+    """Softmax of logits z [..., n] beside sinks [...], which take a share that is not given."""
+    return torch.cat([z, sinks.unsqueeze(-1)], dim=-1).softmax(-1)[..., :-1]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:

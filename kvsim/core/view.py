@@ -8,9 +8,9 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,16 @@ from kvsim.core.attention import Formula, Rope, softmax
 from kvsim.errors import PolicyError
 
 Group = Literal["mean", "max", "sum"]
+T = TypeVar("T")
 
 #: Bytes of logits that a View holds at once where it can work in blocks of rows.
 LOGIT_BYTES = 16 << 20
+
+#: Bytes of what passes through several operations at once on a processor, whose cache they fit.
+CACHE_BYTES = 1 << 20
+
+# Products of fewer rows are slower.
+_LEAST_ROWS = 64
 
 
 class Source(Protocol):
@@ -45,6 +52,10 @@ class Source(Protocol):
     @property
     def positions(self) -> Tensor:
         """Position of each row in the text, by which RoPE rotated it; int [T]."""
+
+    @property
+    def memo(self) -> dict[Hashable, Any]:
+        """What was computed of it before (`View.once`)."""
 
     @property
     def keys(self) -> Tensor:
@@ -313,6 +324,17 @@ class View:
         """The same before RoPE."""
         return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
 
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute` returns: computed at the first event that asks, and kept for later ones.
+
+        key: all that it depends on, beside the layers and what the view reads of fixed rows.
+        """
+        memo = self._source.memo
+        if key not in memo:
+            memo[key] = compute()
+        kept: T = memo[key]
+        return kept
+
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
         self._look(stop)
@@ -328,7 +350,7 @@ class View:
 
     def logits(self, last: int) -> Tensor:
         """Scaled logits of the `last` most recent rows, -inf where an entry is not visible."""
-        return self._logits(self.first(last), self.row + 1)[0]
+        return self._rows(self.first(last), self.row + 1, None, weigh=False)
 
     def attn(self, last: int, group: Group | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
@@ -390,23 +412,55 @@ class View:
         """
         if stop > self.row + 1:
             self._look(stop)
-        z, hidden = self._logits(start, stop, seen)
-        sinks = self.formula.sink(z, z.shape[1]) if self.formula.sinks else None
-        out = softmax(z, sinks)
-        blind = hidden.all(-1)  # a row older than every live entry sees nothing
-        if bool(blind.any()):
-            out.masked_fill_(blind.unsqueeze(2).unsqueeze(-1), 0.0)
-        return out
+        return self._rows(start, stop, seen, weigh=True)
 
-    def _logits(self, start: int, stop: int, seen: int | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [L, H, G, w, seen], and where they are hidden from the rows, [L, H, w, seen]."""
-        q, k = self._source.queries(start, stop), self.keys[..., :seen, :]
-        z = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
-        z = self.formula.capped(z.mul_(self.formula.scale))
-        rows = torch.arange(start, stop, device=z.device).unsqueeze(-1)
-        pos, live = self.pos[..., :seen], self.live[..., :seen]
-        hidden = (pos.unsqueeze(2) > rows) | ~live.unsqueeze(2)
-        return z.masked_fill_(hidden.unsqueeze(2), -torch.inf), hidden
+    def _rows(self, start: int, stop: int, seen: int | None, *, weigh: bool) -> Tensor:
+        """Logits of rows start..stop-1, -inf where hidden, or their softmax; [L, H, G, w, seen]."""
+        queries, formula = self._source.queries(start, stop), self.formula
+        k = self.keys[..., :seen, :].flatten(0, 1)
+        pos, live = (x[..., :seen].flatten(0, 1) for x in (self.pos, self.live))
+        layers, heads, group, count = queries.shape[:4]
+        q = queries.flatten(2, 3).flatten(0, 1)  # [L * H, G * w, d]
+        row = torch.arange(start, stop, device=q.device).repeat(group)  # [G * w]
+        later = (pos > start).any(0)
+        first = int(later.byte().argmax()) if bool(later.any()) else len(later)
+        padded = not bool(live.all())
+        sinks = None
+        if weigh and formula.sinks:
+            sinks = formula.sink(q, heads).repeat_interleave(count, 1).repeat(layers, 1)
+        out = q.new_empty(*q.shape[:2], k.shape[1])
+        for some, at in _parts(out):
+            z = formula.capped((q[some, at] @ k[some].mT).mul_(formula.scale))
+            hidden = pos[some, None, first:] > row[at, None]
+            z[..., first:].masked_fill_(hidden, -torch.inf)
+            if padded:
+                z.masked_fill_(~live[some].unsqueeze(1), -torch.inf)
+            if not weigh:
+                out[some, at] = z
+            elif sinks is None:
+                torch.softmax(z, -1, out=out[some, at])
+            else:
+                out[some, at] = softmax(z, sinks[some, at])
+        if weigh:
+            # a row older than every live entry sees nothing
+            oldest = pos.masked_fill(~live, stop).amin(-1, keepdim=True)
+            blind = oldest > row
+            if bool(blind.any()):
+                out.masked_fill_(blind.unsqueeze(-1), 0.0)
+        return out.view(layers, heads, group, count, -1)
+
+
+def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices of the first two axes of a tensor that are computed together."""
+    first, second = of.shape[:2]
+    most = first * second
+    if of.device.type == "cpu":
+        most = max(1, CACHE_BYTES // max(1, of.shape[2] * of.element_size()))
+    rows = min(second, max(_LEAST_ROWS, most))
+    some = max(1, most // max(1, second))
+    for a in range(0, first, some):
+        for b in range(0, second, rows):
+            yield slice(a, a + some), slice(b, b + rows)
 
 
 def gather(stored: Tensor, entries: Entries) -> Tensor:

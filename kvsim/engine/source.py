@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class TraceSource:
         self.rope, self.formula = trace.ropes[layers[0]], trace.formulas[layers[0]]
         self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
+        self.memo: dict[Hashable, Any] = {}
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device."""

@@ -96,7 +96,7 @@ class Calibration(str):
         if self.trace is None:
             stop = view.n_rows if self.rows is None else self.rows
             read = view.span if rotated else view.unrotated_span
-            return learn(row_blocks(read, 0, stop), view.rope)
+            return view.once((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
         heads = view.pos.shape[1]
         if policy not in self._learned:
             layers = (

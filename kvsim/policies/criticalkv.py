@@ -14,7 +14,9 @@ expected_attention, `value_norm="none"` is the better choice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Annotated
 
 import torch
@@ -40,6 +42,11 @@ class CriticalKV(Wrapper):
         """What the scorer needs, and the output projection."""
         return self.scorer.needs | {"o_proj"}
 
+    @property
+    def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part, and its
+        """The scorer's, and the projected size of the value, which does not change."""
+        return {**self.scorer.columns, "projected": nan}
+
     def score(self, view: View) -> Scores:
         """1 to 2 for the first stage, by the scorer; 0 to 1/2 for the rest; float64 [L, H, n]."""
         inner = self.inner(view)
@@ -52,15 +59,24 @@ class CriticalKV(Wrapper):
         scores = scores.where(live, 0.0)
         share = (view.budget.double() * self.first_stage).long().expand_as(view.count)  # [L, H]
         first = select(scores, share, kept, live)
-        sized = (scores + self.epsilon) * projected_size(view.values, view.o_proj)
+        size = _projected(view)
+        sized = (scores + self.epsilon) * size
         values = (1 + _of_largest(scores)).where(first, _of_largest(sized) / 2)
-        return Scores(values, inner.columns)
+        return Scores(values, {**inner.columns, "projected": size})
 
     def flops(self, event: Event) -> Flops:
         """W_o v of every query head, 2 H n d D, and its L1 norm."""
         h, _, d, n = event.sizes
         hidden = event.model.hidden
         return Flops(2 * h * n * d * hidden, 2 * h * n * hidden)
+
+
+def _projected(view: View) -> Tensor:
+    """`projected_size` of the entries; computed for those that are new since it was last kept."""
+    known = view["projected"]
+    new = int((known.isnan() & view.live).sum(-1).max())  # the last ones of each head
+    old = known.shape[-1] - new
+    return torch.cat([known[..., :old], projected_size(view.values[:, :, old:], view.o_proj)], -1)
 
 
 def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ are the source that the block's View reads from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -118,6 +118,7 @@ class LiveSource:
         self.n_rows = sketch.n_pos
         self.rope, self.formula = sketch.ropes[layers[0]], sketch.formulas[layers[0]]
         self.positions = sketch.positions.to(like.device)
+        self.memo: dict[Hashable, Any] = {}
         self.room = 0
         self.reads_queries = True  # an event follows
         self.dropped = dropped

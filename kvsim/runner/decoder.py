@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,7 @@ class Computed:
     rope: Rope
     formula: Formula
     projection: Callable[[], Tensor]
+    memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def n_rows(self) -> int:

@@ -16,7 +16,7 @@ import kvsim
 import reference
 from kvsim.analysis.attention.overlap import window_overlap
 from kvsim.analysis.kept.retention import retained_iou, wipeout
-from kvsim.analysis.output import error as metrics_output
+from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error
 from kvsim.engine import check_cell
 from kvsim.engine import rows as engine_rows

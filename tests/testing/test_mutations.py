@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kvsim
 import reference
-from kvsim.analysis.output import error as metrics_output
+from kvsim.analysis.output import seen as metrics_seen
 from kvsim.analysis.output.error import output_error
 from kvsim.core import record as records
 from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Uniform
@@ -262,15 +262,14 @@ def acts_without_need(patch: Patch) -> None:
 
 def mass_of_the_evicted(patch: Patch) -> None:
     """Attention of what left is counted to what stays."""
-    right = metrics_output.attend
+    right = metrics_seen._Seen.outcome
 
-    def wrong(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = right(*args, **options)
-        return out, lse + 0.5 * bool(options.get("mask") is None)
+    def wrong(self: Any) -> tuple[Tensor, Tensor]:
+        out, mass = right(self)
+        return out, mass * 1.5
 
-    patch.setattr(metrics_output, "attend", wrong)
-    patch.setattr(metrics_output, "ROWS", 2)
-    patch.setattr(torch.Tensor, "clamp_", lambda self, *_: self)
+    patch.setattr(metrics_seen._Seen, "outcome", wrong)
+    patch.setattr(torch.Tensor, "clamp_", lambda self, *_, **__: self)
 
 
 Bug = Callable[[Patch], None]

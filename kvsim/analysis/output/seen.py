@@ -32,7 +32,7 @@ _MOST_LEFT = 0.7
 _LOWEST = -87.0
 
 # A smaller mass is a sum of numbers that have lost precision: the rows' own logits are taken.
-_FAINT = 1e-6
+_FAINT = 1e-24
 
 
 def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterator[tuple[int, Rows]]:
