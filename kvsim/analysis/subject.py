@@ -33,6 +33,7 @@ from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.prompt.ranking import Ranking, ranking
 from kvsim.analysis.prompt.tables import Diagnosis, diagnose
+from kvsim.core.checks import resolve_device
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.source import windows
@@ -70,6 +71,7 @@ class Analysis:
     only: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", resolve_device(self.device))
         for k in self.ks:
             _tokens(k, 1)
         self.rule.check(self.trace.n_layers)

@@ -17,7 +17,7 @@ from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
-from kvsim.core.checks import check_device, check_progress
+from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
@@ -75,7 +75,7 @@ def measure(
         metrics: by name. By default, of records those that are quick (`Metric.default`), and of a
             trace alone all of kind "trace".
         events: list every event.
-        device: cpu or cuda; of an `Analysis` its own.
+        device: cpu, cuda or auto; of an `Analysis` its own.
         oracles: for `regret`, for each record that of the mass oracle on the same terms, or None;
             `kvsim.sweeps.sweep(..., regret=True)` replays them.
         progress: called with (metrics done, metrics, what is being measured).
@@ -90,7 +90,7 @@ def measure(
     recorded (`Metric.arrays`), TraceError for what is no trace or record, and where a record
     belongs to another trace.
     """
-    check_device(device)
+    device = resolve_device(device)
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
     _check_inputs(trace, records, oracles)

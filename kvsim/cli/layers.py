@@ -116,7 +116,6 @@ def layers(
     from kvsim.policies.asl import ASL
     from kvsim.sweeps.run import resolve_budget
 
-    values.parse_device(device)
     if pool not in ("avg", "max", "none"):
         raise OptionError(f"--pool is {pool!r}; expected avg, max or none")
     with _as_options():

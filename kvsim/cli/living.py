@@ -155,7 +155,7 @@ def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool
     return load_model(
         model,
         dtype=dtype,
-        device=values.parse_device(device),
+        device=device,
         trust_remote_code=trust_remote_code,
         note=partial(show.echo_text, err=True),
     )

@@ -47,7 +47,6 @@ def predict(
     from kvsim.sweeps.run import sweep
 
     policies = values.build_policies(policy, settings)
-    values.parse_device(device)
     recorded = values.open_traces(traces)
     fitted = prediction.calibration_of(recorded, calibration)
     terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}

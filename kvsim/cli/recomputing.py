@@ -56,7 +56,7 @@ def recompute(
     decoder, _ = load_model(
         model,
         dtype=opened.meta.get("model", {}).get("dtype"),  # that of the recording
-        device=values.parse_device(device),
+        device=device,
         trust_remote_code=trust_remote_code,
         note=partial(echo_text, err=True),
     )

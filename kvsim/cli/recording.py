@@ -114,7 +114,10 @@ def capture(
             "default: float32 on a CPU, else auto."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu (the default) or cuda.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(callback=values.parse_device, help=f"{values.DEVICES}  [default: cpu]"),
+    ] = None,
     device_map: Annotated[
         str | None,
         typer.Option(
@@ -154,8 +157,6 @@ def capture(
         new = [each for each in paths if not (options.resume and each.exists())]
         _check_outputs(new, path, out, options.overwrite)
     check_writable(paths[0].parent)
-    if device_map is None:
-        device = values.parse_device(device or "cpu")
     values.quiet_transformers()
     before = {path: _identity(path) for path in paths}
     try:

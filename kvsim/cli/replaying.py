@@ -100,7 +100,6 @@ def replay(
     choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
     policies = values.build_policies(policy, settings, protect)
-    values.parse_device(device)
     opened = values.open_traces(traces)
     try:
         with show.bar("cells") as report:

@@ -148,7 +148,6 @@ def sweep(
     part = None if shard is None else _shard(shard)
     kept = Kept() if out is None else Shards(out)
     grid = _grid(source or [], given, kept)
-    values.parse_device(grid.device)
     plan = Plan.of(grid)
     if status or dry_run:
         kept.scan()

@@ -63,7 +63,6 @@ def tune(
     """
     from kvsim.sweeps.tuning import tune as tuned
 
-    values.parse_device(device)
     names = None if search is None else [key.replace("scorer.", "scorer__") for key in search]
     fixed = dict(map(values.parse_set, settings or ()))
     opened = values.open_traces(traces)

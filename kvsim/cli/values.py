@@ -53,6 +53,18 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
     return list(dict.fromkeys(parts))
 
 
+def parse_device(name: str | None) -> str | None:
+    """Return the name of a device of this machine. Raises OptionError for another one."""
+    if name in (None, "cpu"):  # without torch, which takes a second to import
+        return name
+    from kvsim.core.checks import resolve_device
+
+    try:
+        return resolve_device(name)
+    except PolicyError as error:
+        raise OptionError(f"--{error}") from error
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 PolicyNames = Annotated[
     list[str],
@@ -100,7 +112,8 @@ Compress = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+DEVICES = "cpu, cuda, or auto for a GPU if there is one."
+Device = Annotated[str, typer.Option(callback=parse_device, help=DEVICES)]
 RecordedModel = Annotated[
     str,
     typer.Option(
@@ -109,7 +122,9 @@ RecordedModel = Annotated[
         "GGUF file, or a hub id.",
     ),
 ]
-ModelDevice = Annotated[str, typer.Option("--device", help="Where the model runs: cpu or cuda.")]
+ModelDevice = Annotated[
+    str, typer.Option("--device", callback=parse_device, help=f"Where the model runs: {DEVICES}")
+]
 RunFolder = Annotated[
     Path | None,
     path_option(
@@ -211,24 +226,6 @@ def parse_memory(text: str) -> int:
 def quiet_transformers() -> None:
     """Silence transformers but for errors: its remarks would mix with our output."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def parse_device(name: str) -> str:
-    """Return the name of a device; raise OptionError unless this machine has it."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device is {name!r}; expected cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"--device is {name!r}, but PyTorch {torch.__version__} finds "
-            f"{torch.cuda.device_count()} CUDA devices here; use --device cpu"
-        )
-    return name
 
 
 def parse_ranges(text: str, option: str, expected: str) -> list[int]:

@@ -129,14 +129,23 @@ def check_progress(progress: Any) -> None:
         raise PolicyError(f"progress is {reprlib.repr(progress)}; expected a function or None")
 
 
-def check_device(device: Any) -> None:
-    """Raise PolicyError unless tensors can be on a device of this name."""
+def resolve_device(device: Any) -> str:
+    """Return the name of a device; `auto` is cuda where PyTorch finds a GPU, else cpu.
+
+    `auto` is never mps, which has no float64. Raises PolicyError for a device that is not here.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.empty(0, device=torch.device(device)).device.type
     except (RuntimeError, TypeError, AssertionError):  # unknown, another kind, not on this machine
-        kind = "meta"
-    if kind == "meta":
-        raise PolicyError(f"device is {device!r}; expected cpu, or cuda where PyTorch finds a GPU")
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise PolicyError(
+            f"device is {device!r}; expected cpu, cuda where PyTorch finds a GPU "
+            f"({torch.cuda.device_count()} here), or auto"
+        )
+    return str(device)
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

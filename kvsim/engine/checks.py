@@ -7,7 +7,6 @@ from collections.abc import Collection
 from math import isfinite
 from numbers import Real
 
-from kvsim.core.checks import check_device
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
@@ -28,9 +27,7 @@ def whole(budget: int) -> int:
     )
 
 
-def check_arguments(
-    trace: object, policy: object, device: object, memory: object, internals: object
-) -> None:
+def check_arguments(trace: object, policy: object, memory: object, internals: object) -> None:
     """Raise a KvsimError where an argument of `replay` is of another kind than it says."""
     if not isinstance(trace, Trace):
         raise TraceError(
@@ -40,7 +37,6 @@ def check_arguments(
         raise PolicyError(
             f"policy is {reprlib.repr(policy)}; expected a Policy, as kvsim.policy(NAME) returns"
         )
-    check_device(device)
     if memory is not None and (
         isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory)
     ):

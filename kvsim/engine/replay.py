@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsim.core.checks import check_progress
+from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.policy import Even, Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
@@ -53,8 +53,8 @@ def replay(
     where the policy has no rule for the budget, NeedsError where the trace has no context,
     ScoreError, MemoryLimitError.
     """
-    options = Options(layers, device, memory, internals, progress)
-    check_arguments(trace, policy, device, memory, internals)
+    check_arguments(trace, policy, memory, internals)
+    options = Options(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)
     schedule = policy.schedule.override(interval, prefill, compress)
     return run(trace, policy, whole(budget), schedule, options)

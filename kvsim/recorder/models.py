@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
 from kvsim.core.attention import Rope
+from kvsim.core.checks import resolve_device
 from kvsim.core.digest import document_digest
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
@@ -67,7 +68,7 @@ def load_model(
             to float32 once, into a folder of ``$XDG_CACHE_HOME/kvsim/models``.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
             default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
-        device: such as ``cuda``; the CPU by default.
+        device: such as ``cuda``, or ``auto`` for a GPU if there is one; the CPU by default.
         device_map: instead of `device`, the device of each part, as transformers takes it:
             ``auto`` spreads layers over all devices. Needs accelerate.
         attention: the kernel, ``sdpa`` or ``eager``; by default the model's default, and ``eager``
@@ -84,6 +85,8 @@ def load_model(
     """
     if device_map is not None:
         _check_device_map(device_map, device)
+    if device == "auto":
+        device = resolve_device(device)
     if dtype is None:
         on_cpu = device in (None, "cpu") and device_map in (None, "cpu")
         dtype = "float32" if on_cpu else "auto"

@@ -14,7 +14,7 @@ import yaml
 
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available, check_arrays, choose
-from kvsim.core.checks import check_device
+from kvsim.core.checks import resolve_device
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, Protection
 from kvsim.core.trace import Trace
@@ -315,11 +315,6 @@ def _compress(value: object) -> object:
     return value
 
 
-def _device(value: Any) -> object:
-    check_device(value)
-    return value
-
-
 #: What reads the value of a key.
 _READERS: Mapping[str, Callable[[Any], object]] = {
     "policies": lambda given: tuple(_policies(given)),
@@ -330,6 +325,6 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "compress": _compress,
     "protect": _protection,
     "memory": _size,
-    "device": _device,
+    "device": resolve_device,
     **{key: _flag(key) for key in ("prefill", "regret", "events", "records")},
 }

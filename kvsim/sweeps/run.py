@@ -14,7 +14,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.table import check_arrays, choose
-from kvsim.core.checks import check_progress
+from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
@@ -120,7 +120,7 @@ def sweep(
         "regret": regret,
         "events": events,
         "memory": memory,
-        "device": device,
+        "device": resolve_device(device),
     }
     report = progress or (lambda *_: None)
     if out is None:

@@ -20,6 +20,7 @@ from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.significance import sign_flip
 from kvsim.analysis.summaries import WEAKEST, Interval, main_variants, per_prompt
 from kvsim.analysis.table import choose
+from kvsim.core.checks import resolve_device
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
@@ -109,7 +110,7 @@ def tune(
         seed: of the split and of the search.
         interval: rows between events, as for `sweep`.
         prefill: whether the prefill event fires, as for `sweep`.
-        device: cpu or cuda.
+        device: cpu, cuda or auto.
         progress: called with (trials done, trials, what is being done).
 
     Raises:
@@ -129,7 +130,11 @@ def tune(
     sizes = [resolve_budget(budget, trace.n_pos) for trace in traces]
     space = _space(name, max(sizes), search, fixed or {})
     searched, kept_back = _split(traces, held_out, seed)
-    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "device": device}
+    terms: dict[str, Any] = {
+        "interval": interval,
+        "prefill": prefill,
+        "device": resolve_device(device),
+    }
     terms |= {"metrics": [metric], "regret": metric == "regret"}
     objective = _Objective(name, budget, metric, fixed or {}, terms)
     sign = 1 if entry.better == "higher" else -1

@@ -438,7 +438,7 @@ def test_capture_of_a_file_of_prompts(run, tmp_path):
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--prompt", "walk", "--limit", "2"], "--limit is given without a file of prompts"),
         (["--prompt", "walk", "--dtype", "int8"], "dtype is 'int8', expected float32"),
-        (["--prompt", "walk", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
+        (["--prompt", "walk", "--device", "tpu"], "--device is 'tpu'; expected cpu, cuda"),
         (["--prompt", "walk", "--max-new-tokens", "-1"], "--max-new-tokens"),
         (["--prompt", "walk", "--seed", "x"], "see kvsim capture --help"),
     ],

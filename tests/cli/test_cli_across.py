@@ -121,7 +121,7 @@ def test_recompute_without_a_selection_has_nothing_behind_it(run, trace):
         (("TRACE", "--policy", "asl", "--budget", "8"), "smallest budget that works is 32"),
         (("TRACE", "--policy", "asl", "--budget", "x"), "expected entries"),
         (("TRACE", "--policy", "fastkv", "--budget", "40", "--set", "layer=5"), "layers 0..2"),
-        (("TRACE", "--policy", "asl", "--budget", "40", "--device", "tpu"), "expected cpu or cuda"),
+        (("TRACE", "--policy", "asl", "--budget", "40", "--device", "tpu"), "expected cpu, cuda"),
     ],
 )
 def test_recompute_refuses_what_it_cannot_do(run, trace, arguments, message):

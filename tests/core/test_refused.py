@@ -152,7 +152,7 @@ def test_metrics_on_a_device_that_is_not_there_are_refused():
     """The same line as for a replay."""
     record = kvsim.replay(build(), kvsim.policy("snapkv", window=4), 8)
 
-    with pytest.raises(KvsimError, match=r"^device is 'cuda:99'; expected cpu, or cuda where"):
+    with pytest.raises(KvsimError, match=r"^device is 'cuda:99'; expected cpu, cuda where"):
         kvsim.measure(build(), record, device="cuda:99")
 
 

@@ -2,11 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import kvsim
+from kvsim.analysis.subject import Analysis
+from kvsim.cli import values
 from kvsim.errors import ConfigError, PolicyError
+from kvsim.sweeps import sweep as cell_by_cell
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
+from kvsim.sweeps.planning import Plan
 
 LEAST = {"traces": "sample", "policies": "tova", "budgets": 64}
 
@@ -42,6 +48,34 @@ def test_a_grid_is_written_and_read_again():
     document = grid.document() | {"resolved": {"cells": 3}}
 
     assert grid_of(document, Path(), where="test") == grid
+
+
+@pytest.mark.parametrize(("gpu", "device"), [(False, "cpu"), (True, "cuda")])
+def test_a_grid_names_the_device_that_auto_stands_for(monkeypatch, gpu, device):
+    """What is stored, and what keys are made of, is the device that computes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+
+    grid = grid_of({**LEAST, "device": "auto"}, Path(), where="test")
+
+    assert grid.device == grid.document()["device"] == device
+
+
+def test_every_entry_takes_the_device_auto(monkeypatch, paths):
+    """Without a GPU, `auto` computes what the CPU does, under the same keys."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    trace, policy = kvsim.open_trace(paths[0]), kvsim.policy("knorm")
+
+    records = [kvsim.replay(trace, policy, 20, device=one) for one in ("auto", "cpu")]
+    tables = [kvsim.measure(trace, records[0], ["wipeout"], device=x) for x in ("auto", "cpu")]
+    grid = {"traces": paths[:1], "policies": ["knorm"], "budgets": [20]}
+    plans = [Plan.of(grid_of({**grid, "device": x}, Path(), where="")) for x in ("auto", "cpu")]
+    run = cell_by_cell([trace], [policy], [20], metrics=["wipeout"], device="auto")
+
+    assert np.array_equal(records[0].evicted_at, records[1].evicted_at)
+    assert tables[0].equals(tables[1])
+    assert plans[0].keys == plans[1].keys
+    assert run.parameters["device"] == Analysis(trace, device="auto").device == "cpu"
+    assert values.parse_device("auto") == "cpu"
 
 
 @pytest.mark.parametrize(
