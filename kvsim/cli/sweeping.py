@@ -11,7 +11,7 @@ import typer
 
 from kvsim.cli import show, values
 from kvsim.cli.values import OptionError, Stop
-from kvsim.schema import plural
+from kvsim.schema import is_url, plural
 
 if TYPE_CHECKING:
     from kvsim.sweeps.driver import Progress, Standing
@@ -84,11 +84,11 @@ def sweep(
     ] = None,
     device: values.Device = "cpu",
     out: Annotated[
-        Path | None,
-        values.path_option(
-            "DIR",
-            "Folder for the results. The same command goes on with what is there; any number of "
-            "processes may work on one folder.",
+        str | None,
+        typer.Option(
+            metavar="DIR|URL",
+            help="Folder for the results, or the URL of one in a store, such as s3://. The same "
+            "command goes on with what is there; any number of processes may work on one folder.",
         ),
     ] = None,
     jobs: Annotated[
@@ -127,9 +127,10 @@ def sweep(
     Results go to --out as they are finished, one file per task. Whatever ends the command, the same
     command goes on; nothing finished is computed again, and more policies or budgets add to it.
     """
-    from kvsim.sweeps.driver import publish, work
+    from kvsim.sweeps.driver import finish, publish
     from kvsim.sweeps.planning import Plan
-    from kvsim.sweeps.shards import Kept, Shards
+    from kvsim.sweeps.remote import kept_in
+    from kvsim.sweeps.shards import Shards
 
     given = {
         "policies": policy,
@@ -146,7 +147,7 @@ def sweep(
     }
     _check(out, shard=shard, slurm=slurm, scheduler=scheduler, folder_only=status or collect)
     part = None if shard is None else _shard(shard)
-    kept = Kept() if out is None else Shards(out)
+    kept = kept_in(out)
     grid = _grid(source or [], given, kept)
     plan = Plan.of(grid)
     if status or dry_run:
@@ -162,18 +163,15 @@ def sweep(
     if isinstance(kept, Shards):
         kept.begin(plan.document())
     if slurm is not None and out is not None:
-        _submit(out, slurm, slurm_set or [], as_json=as_json)
+        _submit(Path(out), slurm, slurm_set or [], as_json=as_json)
         return
     with _bar() as report:
-        done = work(plan, kept, jobs=jobs, shard=part, scheduler=scheduler, progress=report)
-    run = plan.run(kept, interrupted=not done)
-    if isinstance(kept, Shards) and part is None and done:
-        publish(run, kept)
+        run = finish(plan, kept, shard=part, jobs=jobs, scheduler=scheduler, progress=report)
     _show(run, plan, out, shard=part, as_json=as_json)
 
 
 def _check(
-    out: Path | None,
+    out: str | None,
     *,
     shard: str | None,
     slurm: int | None,
@@ -184,6 +182,8 @@ def _check(
     if out is None and (shard or slurm or folder_only):
         option = "--shard" if shard else "--slurm" if slurm else "--status and --collect"
         raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
+    if slurm and is_url(out):
+        raise OptionError("--slurm needs a folder that its jobs share; submit --shard I/N yourself")
     ways = {"--shard": shard, "--slurm": slurm, "--scheduler": scheduler}
     chosen = [name for name, value in ways.items() if value is not None]
     if len(chosen) > 1:
@@ -363,7 +363,7 @@ def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> N
 def _show(
     run: Run,
     plan: Plan,
-    out: Path | None,
+    out: str | None,
     *,
     as_json: bool,
     shard: tuple[int, int] | None = None,
@@ -377,9 +377,7 @@ def _show(
     summary = summarise(run.table, metrics)
     if as_json:
         cells = show.cells(summary) if summary.height else []
-        show.echo_json(
-            {**run.describe(), "results": cells, "out": None if out is None else str(out)}
-        )
+        show.echo_json({**run.describe(), "results": cells, "out": out})
     elif shard is None:
         if summary.height:
             show.echo_results(summary.head(_LINES), unbounded(plan.grid.built()))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from kvsim.errors import TraceError, TraceExistsError, error_line
+from kvsim.errors import KvsimError, TraceError, TraceExistsError, error_line
 from kvsim.store.place import Folder, Place, check_limit
 
 #: Files that are on their way at the same time.
@@ -153,13 +153,13 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         self.path = url
-        self._system, self._root = _filesystem(url)
+        self._system, self._root = filesystem(url)
         self._sizes: dict[str, int] = {}
 
     def read(self, key: str, limit: int) -> bytes:
         """Return the content of a file."""
         path = f"{self._root}/{key}"
-        with _store_errors(self.path, "read"):
+        with store_errors(self.path, "read"):
             size = self._sizes[key] if key in self._sizes else self._system.info(path)["size"]
             check_limit(self.path, key, size, limit)
             data: bytes = self._system.cat_file(path)
@@ -167,7 +167,7 @@ class Remote:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes."""
-        with _store_errors(self.path, "read"):
+        with store_errors(self.path, "read"):
             self._system.invalidate_cache()
             files = self._system.find(self._root, detail=True)
         start = len(self._root) + 1
@@ -181,20 +181,20 @@ def find_remote(url: str) -> Place:
         raise TraceError(
             f"{url} is a packed file, which can only be read locally; download it first"
         )
-    return Web(url) if _is_web(url) else Remote(url)
+    return Web(url) if is_web(url) else Remote(url)
 
 
 def check_free(url: str, *, overwrite: bool) -> None:
     """Raise TraceError unless a trace can be written to `url`, TraceExistsError if it is taken."""
-    if _is_web(url):
+    if is_web(url):
         raise TraceError(f"{url}: HTTP is read-only; write to a folder or to a store, as s3://")
     if overwrite:
         raise TraceError(
             f"{url}: stores cannot rename, so nothing is overwritten there; "
             "remove what is there, or give another URL"
         )
-    system, root = _filesystem(url)
-    with _store_errors(url, "written"):
+    system, root = filesystem(url)
+    with store_errors(url, "written"):
         system.invalidate_cache()
         try:
             taken = bool(system.find(root, maxdepth=1, withdirs=True))
@@ -215,7 +215,7 @@ def upload(folder: Path, url: str) -> str:
         TraceError: the store cannot be written to.
     """
     check_free(url, overwrite=False)
-    system, root = _filesystem(url)
+    system, root = filesystem(url)
     place = Folder(folder)
     sizes = place.sizes()
 
@@ -223,7 +223,7 @@ def upload(folder: Path, url: str) -> str:
         system.pipe_file(f"{root}/{key}", place.read(key, sizes[key]))
 
     try:
-        with _store_errors(url, "written"):
+        with store_errors(url, "written"):
             system.makedirs(root, exist_ok=True)
             with ThreadPoolExecutor(_READERS) as pool:
                 for _ in pool.map(put, sorted(sizes.keys() - {_ROOT})):
@@ -245,35 +245,36 @@ def _split(url: str) -> urllib.parse.SplitResult:
         ) from error
 
 
-def _is_web(url: str) -> bool:
+def is_web(url: str) -> bool:
+    """Whether a URL is one of HTTP, which is read-only."""
     return _split(url).scheme.lower() in ("http", "https")
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it."""
+def filesystem(url: str, kind: type[KvsimError] = TraceError) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it; raise `kind` if none fits."""
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415  an optional extra
     except ImportError as error:
-        raise TraceError(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
+        raise kind(f"{url} needs fsspec; `pip install 'kvsim[remote]'`") from error
     try:
         system, root = url_to_fs(url.rstrip("/"))
     except (ImportError, ValueError, TypeError, OSError) as error:
         missing = "needs a driver that is not installed"
         reason = missing if isinstance(error, ImportError) else "is not a URL that fsspec supports"
-        raise TraceError(f"{url} {reason} ({error_line(error)})") from error
+        raise kind(f"{url} {reason} ({error_line(error)})") from error
     if "file" in system.protocol or "local" in system.protocol:
-        raise TraceError(f"{url} is local; give its path, without file://")
+        raise kind(f"{url} is local; give its path, without file://")
     return system, root
 
 
 @contextmanager
-def _store_errors(url: str, what: str) -> Iterator[None]:
-    """Raise TraceError, with one line, for what a store raises."""
+def store_errors(url: str, what: str, kind: type[KvsimError] = TraceError) -> Iterator[None]:
+    """Raise `kind`, with one line, for what a store raises."""
     try:
         yield
-    except (TraceError, FileNotFoundError):
+    except (KvsimError, FileNotFoundError):
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise TraceError(
+        raise kind(
             f"{url} cannot be {what} ({error_line(error)}); check the URL and the network"
         ) from error

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from kvsim.errors import ConfigError, OutputError, local_path
+from kvsim.errors import ConfigError
 from kvsim.files import hidden, lock, sync_tree
 from kvsim.sweeps.cluster import on_a_cluster
 from kvsim.sweeps.folder import RUN
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
+from kvsim.sweeps.remote import kept_in
 from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Outcome, Task, compute
 from kvsim.sweeps.workers import Lost, in_processes, in_this_process
@@ -63,10 +64,11 @@ def sweep(
     config: a YAML file (docs/sweeps.md), or the same keys as a mapping or as keywords; traces and
     policies may also be Trace and Policy objects. out: a folder that any number of processes may
     compute at the same time, each of them what no other one has done; the same call goes on with
-    what is there. jobs: processes on this machine, each with one thread; None chooses. With
-    several, a script needs `if __name__ == "__main__":`, as for any use of multiprocessing.
-    shard: (i, n), every n-th task, from the i-th on. scheduler: computes on the workers of a dask
-    cluster, by its address or the file that it writes.
+    what is there. It may be the URL of a store, where no process can claim a task. jobs: processes
+    on this machine, each with one thread; None chooses. With several, a script needs
+    `if __name__ == "__main__":`, as for any use of multiprocessing. shard: (i, n), every n-th task,
+    from the i-th on. scheduler: computes on the workers of a dask cluster, by its address or the
+    file that it writes.
 
     The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
     the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept.
@@ -76,21 +78,25 @@ def sweep(
     ClusterError for a cluster that cannot be reached.
     """
     plan = Plan.of(grid_from(config, **grid))
-    if out is None:
-        kept: Kept = Kept()
-    else:
-        kept = Shards(local_path(out, OutputError))
+    kept = kept_in(out)
+    if isinstance(kept, Shards):
         kept.begin(plan.document())
-    interrupted = not work(
-        plan, kept, jobs=jobs, shard=shard, scheduler=scheduler, progress=progress
-    )
+    return finish(plan, kept, jobs=jobs, shard=shard, scheduler=scheduler, progress=progress)
+
+
+# --------------------------------------------------------------------------------- the work itself
+
+
+def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **options: Any) -> Run:
+    """Compute what is not finished yet, and publish the whole unless it is a shard.
+
+    options: those of `work`.
+    """
+    interrupted = not work(plan, kept, shard=shard, **options)
     run = plan.run(kept, interrupted=interrupted)
     if isinstance(kept, Shards) and shard is None and not interrupted:
         publish(run, kept)
     return run
-
-
-# --------------------------------------------------------------------------------- the work itself
 
 
 def work(
@@ -244,13 +250,15 @@ def publish(run: Run, shards: Shards) -> None:
                 (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
                 sync_tree(draft)
                 (folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
-                for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN):
-                    target = folder / path.name
+                names = sorted((path.name for path in draft.iterdir()), key=RUN.__eq__)
+                for name in names:
+                    path, target = draft / name, folder / name
                     if target.is_dir():
                         shutil.rmtree(target)
                     path.replace(target)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+    shards.send(*names)
 
 
 #: Seconds that an estimate may take.

@@ -129,17 +129,17 @@ class Kept:
 class Shards(Kept):
     """The folder of a sweep. Raises OutputError where something else is there or nothing can be."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, where: str | None = None) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self.where = folder, where or str(folder)
         self._claims: dict[str, Any] = {}
 
     def begin(self, configuration: Mapping[str, Any]) -> None:
         """Make the folder, or go on with one, and write what is computed."""
         new = not (self.folder / CONFIG).exists()
-        if new and self.folder.exists() and any(self.folder.iterdir()):
+        if new and not self.is_empty():
             raise OutputError(
-                f"{self.folder} exists and is not the folder of a sweep; give another --out or "
+                f"{self.where} exists and is not the folder of a sweep; give another --out or "
                 "move it away, nothing was changed"
             )
         check_writable(self.folder)
@@ -147,12 +147,17 @@ class Shards(Kept):
         with self.writing():
             (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
             replace_file(self.folder / CONFIG, text.encode())
+        self.send(CONFIG)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is there."""
+        return not (self.folder.exists() and any(self.folder.iterdir()))
 
     def grid(self) -> Grid:
         """The grid that the folder was begun with."""
         if not (self.folder / CONFIG).exists():
             raise OutputError(
-                f"{self.folder} is no folder of a sweep; expected what `kvsim sweep ... --out` made"
+                f"{self.where} is no folder of a sweep; expected what `kvsim sweep ... --out` made"
             )
         return read_grid(self.folder / CONFIG)
 
@@ -201,6 +206,7 @@ class Shards(Kept):
             }
             text = json.dumps(sealed(document))
             replace_file(folder / f"{stem}.json", text.encode())
+        self.send(*(f"{PARTS}/{name}" for name in (*names, f"{stem}.json")))
         self._parts.pop(stem, None)
         self.look(stem)
         self.release(task)
@@ -247,6 +253,9 @@ class Shards(Kept):
     def _records(self, key: str) -> Sequence[Record]:
         return _decoded(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
 
+    def send(self, *names: str) -> None:
+        """Nothing: what is written to the folder is where it belongs."""
+
     def close(self) -> None:
         """Give up all claims."""
         for key in list(self._claims):
@@ -262,7 +271,7 @@ class Shards(Kept):
             raise
         except OSError as error:
             raise OutputError(
-                f"{self.folder} cannot be written ({error.strerror or error}), what is finished is "
+                f"{self.where} cannot be written ({error.strerror or error}), what is finished is "
                 "kept; make room or change the permissions, and run the same command again"
             ) from error
 
