@@ -4,6 +4,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
+import kvsim
+from kvsim.runner.decoding import Decoding, RunningModel
+
 
 def load(name):
     """A benchmark script as a module."""
@@ -75,6 +80,49 @@ def test_sweep_benchmark_prints_its_ratios(capsys):
         f"smallest: {way}" for way in ("cell after cell", "one process, one thread")
     }
     assert "values equal" in lines[1]
+
+
+def test_slope_benchmark_prints_its_slopes(capsys):
+    """The cost of a sweep is fitted over the sizes of each range."""
+    slopes = load("slopes")
+
+    measured, lines = slopes.run(slopes.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(measured) == {"errors, outputs recorded, tokens"}
+    assert [size for size, _ in slopes.AIM[0].shapes()] == [1024 << n for n in range(6)]
+
+
+@pytest.mark.peers
+def test_kvpress_benchmark_runs_the_same_grid_live(capsys):
+    """kvpress writes what a live run of kvsim writes, without a budget too; both are timed."""
+    pytest.importorskip("kvpress")
+    live = load("kvpress_live")
+    shape, model = live.SMALLEST, live.load_model("tiny")[0]
+    prompt = list(range(40, 40 + shape.prompt))
+
+    ratios, lines = live.run(shape)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == {"wall", "cpu", "ten times the cells"}
+    assert all(value > 0 for value in ratios.values())
+    for budget in (24, 200):
+        response = live.generation(model, shape, prompt, "KnormPress", budget)
+        decoding = Decoding(
+            RunningModel(model),
+            kvsim.policy("knorm"),
+            budget,
+            prompt_len=shape.prompt,
+            n_pos=shape.prompt + shape.new,
+            interval=shape.interval,
+            prefill=True,
+        )
+        with decoding:
+            logits = [decoding.feed(prompt)[-1]]
+            logits += [decoding.feed([token])[-1] for token in response[:-1]]
+        assert [int(row.argmax()) for row in logits] == response
 
 
 def test_capture_benchmark_prints_its_ratios(capsys):

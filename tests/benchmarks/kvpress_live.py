@@ -1,0 +1,293 @@
+"""A grid of policies and budgets: replayed by kvsim from one capture, and run live with kvpress.
+
+    python tests/benchmarks/kvpress_live.py                 # tiny: a minute
+    python tests/benchmarks/kvpress_live.py --model smollm2 # half an hour
+    python tests/benchmarks/kvpress_live.py --smallest      # seconds; what the test suite runs
+
+With `--doc docs/performance.md` the report is put into that page. What is measured is kept in
+`traces/kvpress-live-MODEL.json`, and the same command goes on with it.
+
+Same model, prompt and number of new tokens, one process, one thread. A cell of kvpress is one
+greedy generation under a press that compresses after the prompt and then every some rows. kvsim
+captures the generation with the full cache once, to disk, and `kvsim.sweep` replays and measures
+all cells, main metrics, into a folder. Before the cells of each budget kvsim does its whole work
+once more, so that both see the same machine; its seconds are the mean of these turns. CPU time
+counts, because with one thread it is the wall time of a machine that does nothing else.
+
+The outcomes are not the same quantity. kvpress gives the response of the compressed model. kvsim
+gives what each cell would have kept and how far attention outputs move on the full-cache states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import kvsim
+from kvsim.recorder import load_model
+
+with warnings.catch_warnings():  # what it imports warns about Python 3.13
+    warnings.simplefilter("ignore")
+    import kvpress
+
+sys.path.append(str(Path(__file__).parent))
+from replay import put
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is generated, and the grid. interval: rows between events; window: of SnapKV."""
+
+    model: str
+    prompt: int
+    new: int
+    budgets: tuple[int, ...]
+    interval: int
+    window: int
+    presses: tuple[str, ...] | None = None
+
+
+AIM = {name: Shape(name, 512, 256, (64, 96, 128, 192, 256), 64, 32) for name in ("tiny", "smollm2")}
+SMALLEST = Shape("tiny", 64, 12, (24,), 8, 4, ("KnormPress", "AdaKV(SnapKVPress)"))
+
+Press = kvpress.BasePress
+Make = Callable[[Shape, float], Press]
+
+
+def _snapkv(shape: Shape, ratio: float) -> Press:
+    return kvpress.SnapKVPress(ratio, window_size=shape.window)
+
+
+def _pyramid(shape: Shape, ratio: float) -> Press:
+    return kvpress.PyramidKVPress(ratio, window_size=shape.window)
+
+
+def _expected(_: Shape, ratio: float) -> Press:
+    return kvpress.ExpectedAttentionPress(ratio)
+
+
+#: Each press with the policy of kvsim next to it (docs/kvpress.md says how far they are the same),
+#: and whether the policy takes the window.
+PAIRS: dict[str, tuple[Make, str, bool]] = {
+    "RandomPress": (lambda _, ratio: kvpress.RandomPress(ratio, seed=0), "random", False),
+    "KnormPress": (lambda _, ratio: kvpress.KnormPress(ratio), "knorm", False),
+    "KeyDiffPress": (lambda _, ratio: kvpress.KeyDiffPress(ratio), "keydiff", False),
+    "StreamingLLMPress": (
+        lambda _, ratio: kvpress.StreamingLLMPress(ratio),
+        "streaming_llm",
+        False,
+    ),
+    "LagKVPress": (lambda _, ratio: kvpress.LagKVPress(ratio, lag_size=16), "lagkv", False),
+    "TOVAPress": (lambda _, ratio: kvpress.TOVAPress(ratio), "tova@kvpress", False),
+    "SnapKVPress": (_snapkv, "snapkv@kvpress", True),
+    "PyramidKVPress": (_pyramid, "pyramidkv@kvpress", True),
+    "ExpectedAttentionPress": (_expected, "expected_attention@kvpress", False),
+    "CriticalKV(SnapKVPress)": (
+        lambda *given: kvpress.CriticalKVPress(_snapkv(*given)),
+        "criticalkv+snapkv@kvpress",
+        True,
+    ),
+    "AdaKV(SnapKVPress)": (
+        lambda *given: kvpress.AdaKVPress(_snapkv(*given)),
+        "adakv@kvpress+snapkv@kvpress",
+        True,
+    ),
+    "AdaKV(ExpectedAttentionPress)": (
+        lambda *given: kvpress.AdaKVPress(_expected(*given)),
+        "adakv@kvpress+expected_attention@kvpress",
+        False,
+    ),
+}
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Wall and CPU seconds of a call, and its result."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return time.perf_counter() - wall, time.process_time() - cpu, result
+
+
+def both_phases(shape: Shape, name: str, budget: int) -> Press:
+    """A press that keeps `budget` entries after the prompt and after each interval."""
+    make = PAIRS[name][0]
+    # half an entry more, because a ratio in floating point would round to one entry fewer;
+    # PyramidKV rounds by itself
+    half = 0 if name == "PyramidKVPress" else 0.5
+    return kvpress.PrefillDecodingPress(
+        make(shape, max(0.0, 1 - (budget + half) / shape.prompt)),
+        kvpress.DecodingPress(
+            make(shape, 0.0), shape.interval, budget, max(shape.interval, shape.window)
+        ),
+    )
+
+
+def generation(
+    model: PreTrainedModel, shape: Shape, prompt: Sequence[int], name: str, budget: int
+) -> list[int]:
+    """The response of the model under a press, greedy, of `shape.new` tokens."""
+    ids = torch.tensor([list(prompt)])
+    how = {"do_sample": False, "eos_token_id": None, "max_new_tokens": shape.new}
+    kvpress.attention_patch.patch_attention_functions()  # without it AdaKV masks nothing
+    try:
+        with torch.inference_mode(), both_phases(shape, name, budget)(model):
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    finally:
+        ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+    response = out[0, shape.prompt :].tolist()
+    assert len(response) == shape.new, response
+    return response
+
+
+def replayed(
+    model: PreTrainedModel, shape: Shape, prompt: Sequence[int], names: Sequence[str]
+) -> dict[str, float]:
+    """CPU seconds of a capture to disk, and of a sweep of all cells into a folder; wall seconds."""
+    policies = [
+        {policy: {"window": shape.window}} if windowed else policy
+        for _, policy, windowed in (PAIRS[name] for name in names)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.zarr"
+
+        def capture() -> kvsim.Trace:
+            return kvsim.capture(
+                model, None, list(prompt), max_new_tokens=shape.new, out=path, progress=False
+            )
+
+        def sweep() -> kvsim.Run:
+            return kvsim.sweep(
+                traces=[str(path)],
+                policies=policies,
+                budgets=list(shape.budgets),
+                intervals=shape.interval,
+                prefill=True,
+                out=Path(folder) / "run",
+            )
+
+        wall, cpu, trace = seconds(capture)
+        assert trace.n_pos == shape.prompt + shape.new, trace
+        wall_sweep, cpu_sweep, run = seconds(sweep)
+    assert not run.failures, run.failures
+    assert run.parameters["done"] == len(names) * len(shape.budgets)
+    return {"capture": cpu, "sweep": cpu_sweep, "wall": wall + wall_sweep}
+
+
+class Measured:
+    """Seconds by the name of what was measured, in a file if there is one."""
+
+    def __init__(self, shape: Shape, file: Path | None) -> None:
+        self.file, self.shape = file, json.loads(json.dumps(asdict(shape)))
+        self.steps: dict[str, dict[str, float]] = {}
+        if file is not None and file.exists():
+            saved = json.loads(file.read_text())
+            if saved["shape"] == self.shape:
+                self.steps = saved["steps"]
+
+    def add(self, step: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Measure a step unless that is done."""
+        if step not in self.steps:
+            self.steps[step] = measure()
+            if self.file is not None:
+                document = {"shape": self.shape, "steps": self.steps}
+                self.file.write_text(json.dumps(document, indent=1))
+        return self.steps[step]
+
+
+def run(shape: Shape, file: Path | None = None) -> tuple[dict[str, float], list[str]]:
+    """Measure both, and return ratios and lines of the report."""
+    logging.getLogger("kvpress").setLevel(logging.ERROR)  # of ratios that it replaces by itself
+    torch.set_num_threads(1)
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()  # as if kvpress were not there
+    measured = Measured(shape, file)
+    names = shape.presses or tuple(PAIRS)
+    model, tokenizer = load_model(shape.model)
+    prompt = tokenizer("\n".join(topics.topics.values())[: 20 * shape.prompt])["input_ids"]
+    prompt = prompt[: shape.prompt]
+    before = model.generation_config.eos_token_id, model.config.eos_token_id
+    model.generation_config.eos_token_id = model.config.eos_token_id = None  # all of one length
+    live: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    turns = []
+
+    def cell(name: str, budget: int) -> dict[str, float]:
+        wall, cpu, _ = seconds(lambda: generation(model, shape, prompt, name, budget))
+        return {"wall": wall, "cpu": cpu}
+
+    try:
+        for budget in shape.budgets:
+            step = f"kvsim before {budget}"
+            turns.append(measured.add(step, lambda: replayed(model, shape, prompt, names)))
+            for name in names:
+                step = f"{name} {budget}"
+                live[name].append(measured.add(step, lambda: cell(name, budget)))  # noqa: B023  now
+    finally:
+        model.generation_config.eos_token_id, model.config.eos_token_id = before
+    return report(shape, live, turns)
+
+
+def report(
+    shape: Shape, live: dict[str, list[dict[str, float]]], turns: list[dict[str, float]]
+) -> tuple[dict[str, float], list[str]]:
+    """Ratios, and the lines of the report."""
+    cells = len(live) * len(shape.budgets)
+    capture, sweep = (sum(turn[x] for turn in turns) / len(turns) for x in ("capture", "sweep"))
+    wall = sum(cell["wall"] for of_press in live.values() for cell in of_press)
+    cpu = sum(cell["cpu"] for of_press in live.values() for cell in of_press)
+    wall_of_kvsim = sum(turn["wall"] for turn in turns) / len(turns)
+    ratios = {
+        "wall": wall / wall_of_kvsim,
+        "cpu": cpu / (capture + sweep),
+        "ten times the cells": 10 * cpu / (capture + 10 * sweep),
+    }
+    versions = (f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch"))
+    budgets = ", ".join(map(str, shape.budgets))
+    lines = [
+        f"{', '.join(versions)}, one thread; CPU seconds",
+        f"{shape.model}: {shape.prompt} + {shape.new} tokens, {len(live)} policies",
+        f"budgets {budgets}; events after the prompt and every {shape.interval} rows",
+        f"kvpress {cpu:8.1f}: {cells} generations of {cpu / cells:.2f}",
+        f"kvsim   {capture + sweep:8.1f}: capture {capture:.1f}, {cells} cells {sweep:.1f}",
+        f"ratio   {ratios['cpu']:8.1f} (of wall time {ratios['wall']:.1f})",
+        f"extrapolated to {10 * cells} cells {ratios['ten times the cells']:.0f}",
+    ]
+    for name, of_press in live.items():
+        each = sum(cell["cpu"] for cell in of_press) / len(of_press)
+        lines.append(f"  {name:31}{each:6.2f}   {PAIRS[name][1]}")
+    return ratios, lines
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=list(AIM), default="tiny")
+    parser.add_argument("--smallest", action="store_true", help="the size of the test suite")
+    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
+    given = parser.parse_args()
+    if given.smallest:
+        print(*run(SMALLEST)[1], sep="\n")
+        return
+    _, lines = run(AIM[given.model], ROOT / "traces" / f"kvpress-live-{given.model}.json")
+    print(*lines, sep="\n")
+    if given.doc:
+        marks = (f"<!-- {x} kvpress {given.model} -->" for x in ("begin", "end"))
+        put(given.doc, lines, *marks)
+
+
+if __name__ == "__main__":
+    main()
