@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 from kvsim.errors import ConfigError
-from kvsim.files import hidden, lock, sync_tree
+from kvsim.files import lock
 from kvsim.sweeps.cluster import on_a_cluster
-from kvsim.sweeps.folder import RUN
+from kvsim.sweeps.folder import replace_run
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
@@ -238,26 +237,15 @@ def _threads(plan: Plan) -> Iterator[None]:
 
 def publish(run: Run, shards: Shards) -> None:
     """Write the whole next to the parts: run.json, results.parquet, failures.json, and records."""
-    folder = shards.folder
-    with shards.writing():
-        draft = hidden(folder / "run", "tmp")
-        draft.mkdir()
-        try:
-            with (folder / "lock").open("ab") as locked:
-                lock(locked, wait=True)
-                run.write(draft)
-                failures = [vars(failure) for failure in run.failures]
-                (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
-                sync_tree(draft)
-                (folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
-                names = sorted((path.name for path in draft.iterdir()), key=RUN.__eq__)
-                for name in names:
-                    path, target = draft / name, folder / name
-                    if target.is_dir():
-                        shutil.rmtree(target)
-                    path.replace(target)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    failures = [vars(failure) for failure in run.failures]
+
+    def write(draft: Path) -> None:
+        run.write(draft)
+        (draft / "failures.json").write_text(json.dumps(failures, indent=2) + "\n")
+
+    with shards.writing(), (shards.folder / "lock").open("ab") as locked:
+        lock(locked, wait=True)
+        names = replace_run(shards.folder, write)
     shards.send(*names)
 
 

@@ -9,7 +9,9 @@ have no digests, and a remark says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import polars as pl
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
+from kvsim.files import sync, sync_tree, unbroken
 from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.store.records import write_records
 from kvsim.sweeps.tables import decode_table, encode_table
@@ -46,6 +49,55 @@ def write_run(
         write_records(folder / RECORDS, records)
     (folder / RESULTS).write_bytes(encode_table(table))  # the errors of a full disk are Python's
     bind(folder, description)
+
+
+def replace_run(folder: Path, write: Callable[[Path], None]) -> list[str]:
+    """Replace the run in a folder by the files that `write` puts into an empty one.
+
+    Returns their names, `run.json` last. For a process that has locked the folder; the draft of one
+    that was killed is removed.
+    """
+    draft = folder / ".run"
+    remove(draft)
+    draft.mkdir()
+    try:
+        write(draft)
+        sync_tree(draft)
+        (folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
+        names = sorted((path.name for path in draft.iterdir()), key=RUN.__eq__)
+        for name in names:
+            remove(folder / name)
+            (draft / name).rename(folder / name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync(folder)
+    return names
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(where: str, kept: Callable[[], str], again: str) -> Iterator[None]:
+    """Raise OutputError where the system refuses; an interrupt waits for the end.
+
+    kept: what is kept then. again: how to go on.
+    """
+    try:
+        with unbroken():
+            yield
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"{where} cannot be written ({error.strerror or error}), {kept()}; make room or change "
+            f"the permissions, and {again}"
+        ) from error
 
 
 def bind(folder: Path, description: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -36,10 +37,10 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
-from kvsim.files import check_writable, lock, replace_file, sync, sync_tree, unbroken
+from kvsim.files import check_writable, lock, replace_file, unbroken
 from kvsim.schema import plural
 from kvsim.store.inputs import read_file
-from kvsim.sweeps.folder import RUN
+from kvsim.sweeps.folder import RUN, remove, replace_run, writing
 from kvsim.sweeps.tables import decode_table, encode_table
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
@@ -290,38 +291,19 @@ class Parts:
         write: writes the files of the run into an empty folder. complete: nothing is left to do, so
         the parts are removed.
         """
-        draft = self.folder / ".run"
         with self._writing():
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir()
-            try:
-                write(draft)
-                sync_tree(draft)
-                (self.folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
-                for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN):
-                    _remove(self.folder / path.name)
-                    path.rename(self.folder / path.name)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
-            sync(self.folder)
+            replace_run(self.folder, write)
             for name in (SWEEP, PARTS, LOCK) if complete else ():
-                _remove(self.folder / name)
+                remove(self.folder / name)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         """Raise OutputError where the system refuses; an interrupt waits for the end."""
-        try:
-            with unbroken():
-                yield
-        except OutputError:
-            raise
-        except OSError as error:
-            count = sum(name.startswith("cell-") for name in self._names())
-            kept = f"with {plural(count, 'replayed cell')} kept" if count else "with nothing done"
-            raise OutputError(
-                f"{self.folder} cannot be written ({error.strerror or error}), {kept}; make room "
-                "or change the permissions, and continue with the same command and --resume"
-            ) from error
+        again = "continue with the same command and --resume"
+        return writing(str(self.folder), self._kept, again)
+
+    def _kept(self) -> str:
+        count = sum(name.startswith("cell-") for name in self._names())
+        return f"with {plural(count, 'replayed cell')} kept" if count else "with nothing done"
 
 
 def arrays_of(data: bytes) -> Arrays:
@@ -331,13 +313,6 @@ def arrays_of(data: bytes) -> Arrays:
             raise ValueError("larger than any part")
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
         return {key: stored[key] for key in stored.files}
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:

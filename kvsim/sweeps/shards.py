@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ import yaml
 from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
 from kvsim.core.record import Record
 from kvsim.errors import OutputError
-from kvsim.files import check_writable, lock, replace_file, unbroken
+from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
+from kvsim.sweeps.folder import writing
 from kvsim.sweeps.grid import Grid, read_grid
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.parts import PARTS, arrays_of, packed, unpacked
@@ -261,19 +263,9 @@ class Shards(Kept):
         for key in list(self._claims):
             self._release(key)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """Raise OutputError where the system refuses; an interrupt waits for the end."""
-        try:
-            with unbroken():
-                yield
-        except OutputError:
-            raise
-        except OSError as error:
-            raise OutputError(
-                f"{self.where} cannot be written ({error.strerror or error}), what is finished is "
-                "kept; make room or change the permissions, and run the same command again"
-            ) from error
+        return writing(self.where, lambda: "what is finished is kept", "run the same command again")
 
 
 def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
