@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +56,14 @@ def tune(
     interval: values.Interval = None,
     prefill: values.Prefill = None,
     device: values.Device = "cpu",
+    out: Annotated[
+        Path | None,
+        values.path_option(
+            "FILE.json",
+            "Write the outcome with all trials, traces by their digests, and versions to a new "
+            "file.",
+        ),
+    ] = None,
     as_json: values.Json = False,
 ) -> None:
     """Search the parameters of a policy offline, and show the gain on prompts held out.
@@ -61,8 +71,12 @@ def tune(
     Parameters are searched on some of the prompts, in the ranges that they declare. The gain on the
     others is what other prompts can be expected to have. Ctrl-C reports the best so far.
     """
+    from kvsim.files import check_output, write_file
+    from kvsim.sweeps.outcome import provenance
     from kvsim.sweeps.tuning import tune as tuned
 
+    if out is not None:
+        check_output(out, advice="give another --out")
     names = None if search is None else [key.replace("scorer.", "scorer__") for key in search]
     fixed = dict(map(values.parse_set, settings or ()))
     opened = values.open_traces(traces)
@@ -82,8 +96,14 @@ def tune(
     options = " ".join(
         f"--set {setting(key, x)}" for key, x in {**fixed, **tuning.parameters}.items()
     )
+    document = _document(tuning, options)
+    if out is not None:
+        terms = {"fixed": fixed, "interval": interval, "prefill": prefill, "device": device}
+        digests = {"traces": {trace.name: trace.digest for trace in opened}}
+        text = json.dumps({**document, **terms, **digests, **provenance()}, indent=2)
+        write_file(out, f"{text}\n")
     if as_json:
-        show.echo_json(_document(tuning, options))
+        show.echo_json(document)
     else:
         _print(tuning, options)
     if tuning.interrupted:

@@ -263,13 +263,14 @@ def test_without_optuna_the_extra_is_named(traces, monkeypatch):
 # --- the command ---
 
 
-def test_the_command_prints_gains_and_options(run, paths):
-    """A line for each part of the prompts, and options that a replay takes."""
+def test_the_command_prints_gains_and_options(run, paths, tmp_path):
+    """A line for each part of the prompts, options that a replay takes, and a file with all."""
     options = ["--policy", "snapkv", "--budget", "36", "--interval", "8", "--trials", "6"]
     status, out, err = run("tune", *paths, *options)
     pasted = re.search(r"^Parameters: (.*)$", out, re.MULTILINE)[1].split()
     replay = ["--budget", "36", "--interval", "8", "--json", "--metric", "output_error"]
-    document = json.loads(run("tune", *paths, *options, "--json")[1])
+    out_file = ["--out", str(tmp_path / "tuned.json")]
+    document = json.loads(run("tune", *paths, *options, *out_file, "--json")[1])
     of_replay = run("replay", *paths, "--policy", "snapkv", *pasted, *replay)[1]
     sizes = [row["n"] for row in document["gains"]]
     tuned = sum(row["tuned"] * row["n"] for row in document["gains"]) / sum(sizes)
@@ -280,6 +281,14 @@ def test_the_command_prints_gains_and_options(run, paths):
     assert "does not declare: window 1 to 36 (up to the budget), pool_kernel 1 to 35" in out
     assert document["options"] == " ".join(pasted)
     assert json.loads(of_replay)["cells"][0]["output_error"] == pytest.approx(tuned)
+    written = json.loads((tmp_path / "tuned.json").read_text())
+    assert written | document == written
+    assert len(written["trials"]) == 6
+    assert set(written["traces"]) == {*document["searched"], *document["held_out"]}
+    assert written["versions"]["kvsim"] == kvsim.__version__
+    assert (written["interval"], written["device"], written["fixed"]) == (8, "cpu", {})
+    status, _, err = run("tune", *paths, *options, *out_file)
+    assert (status, "give another --out" in err) == (2, True)
 
 
 def test_bad_options_are_one_line(run, paths):
