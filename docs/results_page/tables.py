@@ -109,18 +109,19 @@ def measure_trace(path: Path, plan: Plan, calibration: Path) -> pl.DataFrame:
     rows = table_policies(plan, str(calibration))
     terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
     alone = Schedule(None, prefill=True)
+    own: dict[str, Any] = {"own_schedule": True}
     at_the_prompt = [replace(one, schedule=alone) for one in prompt_policies(plan.sizes)]
     budgets = [budget for budget in plan.budgets if 2 * budget <= trace.n_pos]
     tried = [budget for budget in budgets if budget in (plan.tried or budgets)]
     for policies, at, options, also in (
         (rows.values(), budgets, terms | {"regret": True}, ("gkv", "sparsity_compressed")),
         (variants(plan.sizes), tried, terms, ("gkv", "sparsity_compressed")),
-        (at_the_prompt, tried, {}, ("expected_attention", "value_norm_overlap")),
+        (at_the_prompt, tried, own, ("expected_attention", "value_norm_overlap")),
     ):
         for batch in _batches(policies):
             run = sweep([trace], batch, at, metrics=_METRICS, **options)
             tables += [_table(run), _more(trace, run, *also)]
-    across = sweep([trace], across_policies(plan.sizes), budgets, metrics=_ACROSS)
+    across = sweep([trace], across_policies(plan.sizes), budgets, metrics=_ACROSS, **own)
     tables.append(_table(across))
     tables.append(kvsim.measure(trace, metrics=_OF_TRACES))
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)

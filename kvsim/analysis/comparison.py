@@ -35,6 +35,7 @@ from kvsim.analysis.summaries import (
     layers_of,
     main_variants,
     per_prompt,
+    sees_more,
     uneven,
 )
 from kvsim.errors import PolicyError, suggest
@@ -69,6 +70,7 @@ COLUMNS: dict[str, Any] = {
     "verdict": pl.Enum(VERDICTS),
     "needed": pl.Int64,
     "seen": pl.Float64,
+    "unfair": pl.Boolean,
     "front": pl.Boolean,
     "wipeout": pl.Float64,
     "wipeout_front": pl.Boolean,
@@ -123,8 +125,9 @@ def compare(
         bootstrap interval; `leads`, on how many prompts no other is better; the paired `difference`
         to `against` with its interval, its p-value and that after correction, the `verdict`, and
         where it is undecided how many prompts are `needed` if the difference stays as it is (at
-        most 10,000); `seen`, the mean entries that a row sees; whether no other result has both
-        fewer of them and a better mean (`front`), or less `wipeout` (`wipeout_front`). With a
+        most 10,000); `seen`, the mean entries that a row sees, and whether they are over 5 % more
+        than under another policy at this budget (`unfair`); whether no other result has both fewer
+        of them and a better mean (`front`), or less `wipeout` (`wipeout_front`). With a
         target: `bound`, the worse end of the 95 % t interval of the mean, whether this budget and
         all larger ones keep it on the right side (`meets`), and whether none is smaller
         (`smallest`).
@@ -329,6 +332,8 @@ def _on_fronts(
         of_metric = means.filter(metric=name).select(*keys, pl.col("value").alias(f"_{name}"))
         rows = rows.join(of_metric, on=keys, how="left", nulls_equal=True, maintain_order="left")
     rows = rows.rename({"_entries_seen": "seen", "_wipeout": "wipeout"})
+    rows = rows.with_columns(pl.when(pl.Series(ranked)).then("seen").alias("_seen"))
+    rows = rows.with_columns(unfair=sees_more("_seen", ["asked"]))
     size = "seen" if rows.filter(ranked)["seen"].null_count() == 0 else "entries"
     fronts = {"mean": ("front", higher), "wipeout": ("wipeout_front", False)}
     for column, (name, most) in fronts.items():

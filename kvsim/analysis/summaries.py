@@ -36,6 +36,19 @@ KEYS = ("policy", "params", "asked", "interval", "prefill", "metric", "variant",
 STAGES = ("early", "middle", "late")
 
 
+#: Entries that rows see beyond those under another policy at the same budget, as a share of them,
+#: from which on a comparison is unfair.
+UNFAIR = 0.05
+
+
+def sees_more(seen: str, by: Sequence[str]) -> pl.Expr:
+    """Whether rows see more entries (column `seen`) than under another policy of a group `by`.
+
+    By more than a share of `UNFAIR`; False where `seen` is null.
+    """
+    return (pl.col(seen) > (1 + UNFAIR) * pl.col(seen).min().over(by)).fill_null(value=False)
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean over prompts and its 95 % bootstrap interval; `n` prompts had a value."""

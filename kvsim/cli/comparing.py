@@ -184,7 +184,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             "p (Holm)": show.number(row["p_holm"], ".2g"),
             "verdict": row["verdict"] or ("-" if row["rank"] is None else "best"),
             "prompts needed": show.number(row["needed"], ",d"),
-            "entries seen": show.number(row["seen"], ".0f"),
+            "entries seen": show.number(row["seen"], ".0f") + "!" * row["unfair"],
             "wiped out": show.number(row["wipeout"], ".0%"),
             "front": ", ".join(name for name, best in fronts.items() if best) or "-",
         }
@@ -238,6 +238,8 @@ def _meaning(comparison: Comparison) -> list[str]:
         )
     size = "entries seen" if comparison.table["seen"].count() else "entries of budget"
     out.append(f"front: no other result has fewer {size} and is better in what is named.")
+    if comparison.table["unfair"].any():
+        out.append(show.UNFAIR_NOTE)
     if comparison.target is not None:
         out.append(
             "bound: the worse end of the 95 % t interval of the mean. A budget is enough if its "

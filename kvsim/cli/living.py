@@ -43,6 +43,7 @@ def live(
     interval: values.Interval = None,
     prefill: values.Prefill = None,
     compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
     layer: Annotated[
         str | None,
@@ -128,6 +129,7 @@ def live(
                 interval=interval,
                 prefill=prefill,
                 compress=compress,
+                own_schedule=own_schedule,
                 layers=layers,
                 max_new_tokens=new_tokens,
                 temperature=temperature,

@@ -72,6 +72,7 @@ def plot(
     ] = None,
     interval: values.Interval = None,
     prefill: values.Prefill = None,
+    own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
     metric: Annotated[
         list[str] | None,
@@ -128,6 +129,7 @@ def plot(
     runs = [source for source in sources if (Path(source) / "run.json").is_file()]
     given: dict[str, Any] = {"policy": policy, "budget": budget}
     given |= {"interval": interval, "prefill": prefill, "set": settings}
+    given |= {"own-schedule": own_schedule or None}
     _check_given(name, figure, sources, runs, given)
     if runs:
         data = read(runs, policy, budget)
@@ -148,6 +150,7 @@ def plot(
             data = _planned(traces[0], policies[0], (budget or [])[0], schedule)
         else:
             measured = figure.metrics if metric is None else (*metric, "entries_seen")
+            schedule["own_schedule"] = own_schedule
             data = _swept(traces, policies, budget or [], schedule, measured)
 
     from kvsim import plots
@@ -233,14 +236,15 @@ def _check_given(
         raise OptionError(f"{runs[0]} is a run and {trace} is none; give either runs or traces")
     required: dict[str, str] = {}
     if runs:
-        unused, lead = {"interval", "prefill", "set"}, f"{runs[0]} is replayed already"
+        unused = {"interval", "prefill", "set", "own-schedule"}
+        lead = f"{runs[0]} is replayed already"
     elif figure.replay is None:
         unused, lead = {*given}, f"{name} shows no policies"
     else:
         required = {"policy": "--policy NAME (as `kvsim policies` lists them)"}
         unused, lead = set(), ""
         if figure.replay == "once":
-            unused = {"budget", "interval", "prefill"}
+            unused = {"budget", "interval", "prefill", "own-schedule"}
             lead = f"{name} shows one eviction of each --ratio of the entries"
         else:
             required["budget"] = "--budget N"
@@ -416,4 +420,4 @@ def _swept(
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"
         raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
     layers = {record.trace: record.layers for record in run.records}
-    return Data(traces, run.records, run.table, [r.remark for r in run.records], layers)
+    return Data(traces, run.records, run.table, run.remarks, layers)

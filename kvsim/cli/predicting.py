@@ -27,6 +27,7 @@ def predict(
     interval: values.Interval = None,
     prefill: values.Prefill = None,
     compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
     calibration: Annotated[
         Path | None,
@@ -50,6 +51,7 @@ def predict(
     recorded = values.open_traces(traces)
     fitted = prediction.calibration_of(recorded, calibration)
     terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
+    terms["own_schedule"] = own_schedule
     try:
         with show.bar("cells") as report:
             run = sweep(

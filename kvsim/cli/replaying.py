@@ -37,6 +37,7 @@ def replay(
     interval: values.Interval = None,
     prefill: values.Prefill = None,
     compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
     sink: Annotated[
         int,
@@ -110,6 +111,7 @@ def replay(
                 interval=interval,
                 prefill=prefill,
                 compress=compress,
+                own_schedule=own_schedule,
                 metrics=metric if metric or out is not None else available(SUMMARY, opened),
                 regret=regret,
                 events=events,

@@ -140,7 +140,8 @@ def echo_results(
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
     rows = []
     settings = _settings(summary)
-    for row in summary.filter(~repeated).to_dicts():
+    summary = flagged(summary.filter(~repeated), free)
+    for row in summary.to_dicts():
         bounded = row["policy"] not in free
         compress = json.loads(row["params"]).get("compress", "prompt")
         after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
@@ -152,6 +153,9 @@ def echo_results(
         for name in shown:
             header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
             line[header] = number(row[name], form)
+            if name == "entries_seen" and summary["unfair"].any():
+                times = row[name] / row["budget"] if bounded and row[name] else None
+                line["seen /\nbudget"] = number(times, ".1f") + "!" * row["unfair"]
         rows.append(line | more(row))
     right, common = 3, {row["evicts after"] for row in rows} - {"never"}
     if len(common) == 1:
@@ -160,6 +164,28 @@ def echo_results(
         for row in rows:
             del row["evicts after"]
     echo_table(list(rows[0]), [list(row.values()) for row in rows], right=right)
+    if summary["unfair"].any():
+        echo_text(f"\n{UNFAIR_NOTE}")
+
+
+UNFAIR_NOTE = (
+    "!: rows see over 5 % more entries than under another policy at the same budget, so part of "
+    "what is better may be due to that."
+)
+
+
+def flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
+    """Return a summary with a column `unfair`: rows see more than under another bounded policy."""
+    import polars as pl
+
+    from kvsim.analysis.summaries import sees_more
+
+    if "entries_seen" not in summary:
+        return summary.with_columns(unfair=pl.lit(value=False))
+    seen = pl.when(~pl.col("policy").is_in(list(unbounded))).then("entries_seen")
+    size = pl.coalesce("share", pl.col("budget").cast(pl.String))
+    more = summary.select(seen=seen, size=size).select(sees_more("seen", ["size"]))
+    return summary.with_columns(unfair=more.to_series())
 
 
 def _settings(summary: pl.DataFrame) -> dict[tuple[str, str], str]:

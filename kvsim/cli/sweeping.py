@@ -49,9 +49,11 @@ def sweep(
             "--interval",
             callback=values.split,
             metavar="N|own[,...]",
-            help="Rows between events; own: each policy's own schedule.  [default: own]",
+            help="Rows between events; own: each policy's own schedule. Default: the policies' own "
+            "schedule where they have the same one, otherwise 32.",
         ),
     ] = None,
+    own_schedule: values.OwnSchedule = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -135,7 +137,7 @@ def sweep(
     given = {
         "policies": policy,
         "budgets": budget,
-        "intervals": interval,
+        "intervals": ["own"] if own_schedule and not interval else interval,
         "set": settings,
         "prefill": prefill,
         "compress": compress,
@@ -145,6 +147,8 @@ def sweep(
         "memory": memory,
         "device": None if device == "cpu" else device,
     }
+    if own_schedule and interval:
+        raise OptionError("--interval and --own-schedule were both given; expected one of them")
     _check(out, shard=shard, slurm=slurm, scheduler=scheduler, folder_only=status or collect)
     part = None if shard is None else _shard(shard)
     kept = kept_in(out)
@@ -222,7 +226,7 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
     document = {name: value for name, value in given.items() if value is not None}
     document |= {"layers": numbers, "traces": [str(values.locate(path)) for path in source]}
     document["policies"] = _policies(given["policies"], document.pop("set", None) or [])
-    document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ["own"]]
+    document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ()]
     return grid_of(document, Path(), where="the options")
 
 

@@ -44,6 +44,7 @@ def fidelity(
     interval: values.Interval = None,
     prefill: values.Prefill = None,
     compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
     max_new_tokens: Annotated[
         int,
@@ -97,6 +98,7 @@ def fidelity(
     for trace in recorded if calibration is not None else ():
         check_arrays(trace, ["layer_error"])
     terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
+    terms["own_schedule"] = own_schedule
     try:
         decoder, tokenizer = load(model, recorded, device, trust_remote_code)
         with show.bar("cells run") as report:

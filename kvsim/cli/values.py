@@ -93,15 +93,22 @@ Interval = Annotated[
     typer.Option(
         min=1,
         help="Rows between events. All policies then have the same events, one of them after the "
-        "prompt; default: each policy's own schedule.",
+        "prompt; default: the policies' own schedule where they have the same one, otherwise 32.",
+    ),
+]
+OwnSchedule = Annotated[
+    bool,
+    typer.Option(
+        "--own-schedule",
+        help="Each policy evicts when its paper says, instead of all after the same rows.",
     ),
 ]
 Prefill = Annotated[
     bool | None,
     typer.Option(
         "--prefill/--no-prefill",
-        help="Whether an event follows the prompt; default: yes with --interval, otherwise each "
-        "policy's own schedule.",
+        help="Whether an event follows the prompt; default: yes, unless policies keep their own "
+        "schedule.",
     ),
 ]
 Compress = Annotated[

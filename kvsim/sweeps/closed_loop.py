@@ -25,7 +25,7 @@ from kvsim.runner.decoding import RunningModel, check_live
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
-from kvsim.sweeps.run import cells_of, check_names, finished, shared_prefill
+from kvsim.sweeps.run import cells_of, check_names, finished, shared_terms
 
 
 def live(
@@ -38,6 +38,7 @@ def live(
     interval: int | None = None,
     prefill: bool | None = None,
     compress: Literal["prompt", "context", "both"] | None = None,
+    own_schedule: bool = False,
     layers: Sequence[int] | None = None,
     max_new_tokens: int = 0,
     temperature: float = 0.0,
@@ -68,12 +69,13 @@ def live(
     check_progress(progress)
     check_names(policies)
     check_distinct(traces)
-    prefill = shared_prefill(interval, prefill)
+    terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
+    notes = tuple(filter(None, [shared]))
     new_tokens = integer(max_new_tokens)
     if new_tokens is None or new_tokens < 0:
         raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
     chosen = choose_live(metrics)
-    cells = cells_of(traces, policies, budgets, [(interval, prefill, compress)])
+    cells = cells_of(traces, policies, budgets, [terms])
     for cell in cells:
         check_live(cell.policy)
         check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)
@@ -86,9 +88,7 @@ def live(
         "loop": "closed",
         "policies": {policy.name: policy.params for policy in policies},
         "budgets": [str(budget) for budget in budgets],
-        "interval": interval,
-        "prefill": prefill,
-        "compress": compress,
+        **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
         "layers": None if layers is None else list(layers),
         "max_new_tokens": new_tokens,
         "temperature": temperature,
@@ -104,14 +104,15 @@ def live(
 
     def work(parts: Parts | None = None) -> Run:
         loops = _Loops(running, tokenizer, writing, layers)
-        return _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
+        run = _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
+        return replace(run, notes=notes)
 
     if out is None:
         return work()
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
-        return finished(folder, parameters)
+        return replace(finished(folder, parameters), notes=notes)
     with Parts(folder, content, resume=resume) as parts:
         run = work(parts)
         if run.records:

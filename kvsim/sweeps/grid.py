@@ -24,7 +24,7 @@ from kvsim.policies import policy as build
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.sweeps.cells import Cell
-from kvsim.sweeps.run import SUMMARY, Terms, cells_of, shared_prefill
+from kvsim.sweeps.run import SUMMARY, Terms, cells_of, shared_terms
 from kvsim.tiny.sample import SAMPLES, sample_trace
 
 #: Most bytes of a configuration, and most cells of a sweep.
@@ -40,8 +40,9 @@ class Grid:
 
     traces: paths, URLs, and names of traces that ship. policies: names, each alone or with
     settings, of which a list of values stands for as many policies. budgets: entries, or shares
-    (`25%`). intervals: rows between events; None for each policy's own schedule. layers: numbers of
-    layers in the trace, all by default. metrics: names; by default the main ones that the traces
+    (`25%`). intervals: rows between events; None for each policy's own schedule; by default one
+    schedule for all (`kvsim.sweeps.run.shared_terms`). layers: numbers of layers in the trace, all
+    by default. metrics: names; by default the main ones that the traces
     have the arrays for. protect: what every policy protects. records: keep them too. The others are
     those of `kvsim.replay` and `kvsim.measure`.
 
@@ -51,7 +52,7 @@ class Grid:
     traces: tuple[str | Trace, ...]
     policies: tuple[tuple[str | Policy, Mapping[str, Any]], ...]
     budgets: tuple[str, ...]
-    intervals: tuple[int | None, ...] = (None,)
+    intervals: tuple[int | None, ...] = ()
     prefill: bool | None = None
     compress: Compress | None = None
     layers: tuple[int, ...] | None = None
@@ -95,18 +96,26 @@ class Grid:
             check_arrays(trace, names)
         return list(names)
 
+    def schedules(self, policies: Sequence[Policy]) -> list[tuple[Terms, str]]:
+        """The schedules of policies that are compared, and a remark on each."""
+        return [
+            shared_terms(
+                policies,
+                (interval, self.prefill, self.compress),
+                own_schedule=bool(self.intervals) and interval is None,
+            )
+            for interval in self.intervals or (None,)
+        ]
+
     def cells(self, traces: Sequence[Trace]) -> list[Cell]:
         """Every cell, numbered: trace by trace, policy by policy, budget by budget."""
         policies: list[Policy] = []
         for each in self.built():
             policies += [each] * (each not in policies)
-        count = len(traces) * len(policies) * len(self.budgets) * len(self.intervals)
+        schedules = [terms for terms, _ in self.schedules(policies)]
+        count = len(traces) * len(policies) * len(self.budgets) * len(schedules)
         if count > _CELLS:
             raise ConfigError(f"the grid has {count} cells, expected at most {_CELLS}; split it")
-        schedules: list[Terms] = [
-            (interval, shared_prefill(interval, self.prefill), self.compress)
-            for interval in self.intervals
-        ]
         cells = cells_of(traces, policies, self.budgets, schedules)
         # a budget given twice, or an interval that is a policy's own, is the same cell again
         different = {

@@ -125,7 +125,8 @@ class Plan(NamedTuple):
             for key in keys[number]
             if key in failed and key not in parts
         }
-        remarks = dict.fromkeys(one for key in wanted for one in parts[key].remarks)
+        shared = (remark for _, remark in self.grid.schedules(self.grid.built()) if remark)
+        remarks = dict.fromkeys((*shared, *(one for key in wanted for one in parts[key].remarks)))
         return Run(
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,

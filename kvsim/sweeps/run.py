@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
-from kvsim.errors import BudgetError, OutputError, PolicyError, local_path
+from kvsim.errors import BudgetError, ConfigError, OutputError, PolicyError, local_path
+from kvsim.schema import schedule
 from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.folder import RECORDS, read_run
@@ -46,6 +48,14 @@ def resolve_budget(budget: int | str, n_pos: int) -> int:
     return max(1, int(n_pos * share / 100 + 1e-9))
 
 
+#: Rows between events of policies that are compared, where their own schedules differ.
+INTERVAL = 32
+
+#: What replaces the schedules of policies: interval, prefill and compress, each None where a
+#: policy's own stays.
+Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None]
+
+
 def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
     """Whether the prefill event fires where policies are compared; None is each policy's own.
 
@@ -53,6 +63,35 @@ def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
     also for those whose own schedule leaves it out, unless `prefill` decides.
     """
     return True if interval is not None and prefill is None else prefill
+
+
+def shared_terms(
+    policies: Sequence[Policy], terms: Terms, *, own_schedule: bool = False
+) -> tuple[Terms, str]:
+    """One schedule for policies that are compared, and a remark if it is none of what was given.
+
+    Without an interval, policies whose own schedules differ act after the prompt and every
+    `INTERVAL` rows: between events a cache grows, so one that acts less often holds more than its
+    budget, and seems to win. own_schedule: each keeps its own. Raises ConfigError for an interval
+    beside that.
+    """
+    interval, prefill, compress = terms
+    if own_schedule and interval is not None:
+        raise ConfigError(
+            f"an interval of {interval} and own schedules exclude each other; give one of them"
+        )
+    own = {policy.schedule.override(*terms) for policy in policies}
+    acting = [each for each in own if each.prefill or each.interval is not None]
+    if interval is not None or own_schedule or len(acting) < 2:
+        return (interval, shared_prefill(interval, prefill), compress), ""
+    shared = shared_prefill(INTERVAL, prefill)
+    after = schedule(INTERVAL, prefill=bool(shared), compress=compress or "prompt")
+    remark = (
+        "the policies' own schedules differ, so that they would hold different numbers of entries; "
+        f"all act after the same rows ({after}): --interval N gives others, --own-schedule each "
+        "policy its own"
+    )
+    return (INTERVAL, shared, compress), remark
 
 
 def sweep(
@@ -63,6 +102,7 @@ def sweep(
     interval: int | None = None,
     prefill: bool | None = None,
     compress: Literal["prompt", "context", "both"] | None = None,
+    own_schedule: bool = False,
     metrics: Sequence[str] | None = None,
     regret: bool = False,
     events: bool = False,
@@ -75,10 +115,11 @@ def sweep(
     """Replay every policy at every budget over every trace and measure the outcome.
 
     interval: rows between events, the same events for every policy; the prefill event is one of
-    them unless prefill is False. Without an interval each policy keeps its own schedule, of which
-    prefill replaces the prefill event alone; compress says after what it fires, as for
-    `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded with
-    every result.
+    them unless prefill is False. Without an interval, policies whose own schedules differ act every
+    `INTERVAL` rows, and others keep the schedule that they share. own_schedule: each policy keeps
+    its own, of which prefill replaces the prefill event alone. compress says after what that fires,
+    as for `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded
+    with every result.
 
     regret: replay the mass oracle beside each cell, at the same events and with the same entries
     protected, and measure by how much it retains more (metric `regret`). Policies that no budget
@@ -100,37 +141,35 @@ def sweep(
     check_progress(progress)
     check_names(policies)
     check_distinct(traces)
-    prefill = shared_prefill(interval, prefill)
+    terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
     if regret and metrics is not None:
         metrics = list(dict.fromkeys([*metrics, "regret"]))
     chosen = choose(metrics, oracles=regret)
     if metrics is not None:
         for trace in traces:
             check_arrays(trace, chosen)
-    cells = cells_of(traces, policies, budgets, [(interval, prefill, compress)])
+    cells = cells_of(traces, policies, budgets, [terms])
     for cell in cells:
         check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
     parameters: dict[str, Any] = {
         "policies": {policy.name: policy.params for policy in policies},
         "budgets": [str(budget) for budget in budgets],
-        "interval": interval,
-        "prefill": prefill,
-        "compress": compress,
+        **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
         "metrics": None if metrics is None else list(metrics),
         "regret": regret,
         "events": events,
         "memory": memory,
         "device": resolve_device(device),
     }
-    report = progress or (lambda *_: None)
+    report, notes = progress or (lambda *_: None), tuple(filter(None, [shared]))
     if out is None:
-        return Cells(cells, chosen, parameters, report).run()
+        return replace(Cells(cells, chosen, parameters, report).run(), notes=notes)
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
-        return finished(folder, parameters)
+        return replace(finished(folder, parameters), notes=notes)
     with Parts(folder, content, resume=resume) as parts:
-        run = Cells(cells, chosen, parameters, report, parts).run()
+        run = replace(Cells(cells, chosen, parameters, report, parts).run(), notes=notes)
         if run.records:
             parts.publish(run.write, complete=not (run.interrupted or run.failures))
     return run
@@ -146,11 +185,6 @@ def finished(folder: Path, parameters: dict[str, Any]) -> Run:
     return Run(tuple(read_records(folder / RECORDS)), saved.table, (), parameters)
 
 
-#: What replaces the schedules of policies: interval, prefill and compress, each None where a
-#: policy's own stays.
-Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None]
-
-
 def cells_of(
     traces: Sequence[Trace],
     policies: Sequence[Policy],
@@ -163,8 +197,8 @@ def cells_of(
         size = str(budget).strip()
         share = size if size.endswith("%") else None
         entries = resolve_budget(budget, trace.n_pos)
-        schedule = policy.schedule.override(*terms)
-        cells.append(Cell(len(cells), trace, policy, entries, share, schedule))
+        events = policy.schedule.override(*terms)
+        cells.append(Cell(len(cells), trace, policy, entries, share, events))
     return cells
 
 

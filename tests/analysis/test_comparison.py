@@ -41,6 +41,17 @@ def table(values, metric="output_error", budget=64, traces=None, **more):
     return pl.DataFrame(rows, schema=OF_TABLE)
 
 
+def test_results_whose_rows_see_more_entries_are_flagged():
+    """Over 5 % more than another ranked policy at the budget; references are no yardstick."""
+    values = {"tova": [0.1], "ams": [0.1], "h2o": [0.1], "full": [0.1], "oracle": [0.1]}
+    seen = {"tova": [100], "ams": [105.1], "h2o": [104.9], "full": [900], "oracle": [50]}
+    both = pl.concat([table(values), table(seen, "entries_seen")])
+
+    rows = compare(both).table
+
+    assert rows.filter(pl.col("unfair"))["policy"].to_list() == ["ams"]
+
+
 def simulated(rng, prompts, shifts, budgets=(64,)):
     """A Table in which policies differ by shifts of the mean, over prompts of various hardness."""
     hardness = rng.gamma(4, 0.1, prompts)

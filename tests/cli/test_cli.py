@@ -1270,6 +1270,18 @@ def test_interrupted_capture_keeps_what_is_committed(run, tmp_path):
     assert list(tmp_path.glob("*.zarr")) == [out]
 
 
+def test_a_table_flags_what_sees_more_entries(run, trace):
+    """With schedules of their own, a policy that acts less often is marked; with one, none is."""
+    asked = ["--policy", "tova,snapkv", "--set", "window=4", "--budget", "8"]
+    own = run("replay", trace, *asked, "--own-schedule")[1].splitlines()
+    shared = run("replay", trace, *asked)[1]
+
+    assert [line.split()[0] for line in own if re.search(r"\d!\s", line)] == ["snapkv"]
+    assert "!: rows see over 5 % more entries" in "\n".join(own)
+    assert "!" not in shared
+    assert "the policies' own schedules differ" in shared
+
+
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):
     """`--set scorer.NAME` goes one part in; a budget that shortens something is remarked on."""
     asked = ["--set", "window=16", "--set", "scorer.window=8", "--budget", "20", "--interval", "8"]

@@ -11,7 +11,14 @@ import torch
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
-from kvsim.errors import BudgetError, MemoryLimitError, OutputError, PolicyError, ScoreError
+from kvsim.errors import (
+    BudgetError,
+    ConfigError,
+    MemoryLimitError,
+    OutputError,
+    PolicyError,
+    ScoreError,
+)
 from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.policies.oracle import Oracle
 from kvsim.store.records import read_records
@@ -107,16 +114,41 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
     assert set(run.table["prefill"].drop_nulls()) == {prefill is None}
 
 
-def test_without_an_interval_each_policy_keeps_its_own_schedule():
+def test_policies_that_are_compared_act_after_the_same_rows():
+    """Unless nothing is to be shared: one schedule among them, or an interval."""
+    trace = make_trace()
+    names = ("full", "tova", "ams", "snapkv")
+    policies = [
+        kvsim.policy(name, **{"window": 4} if has_parameter(name, "window") else {})
+        for name in names
+    ]
+
+    run = sweep([trace], policies, [16], metrics=["entries_seen"])
+    alike = sweep([trace], [policies[3], kvsim.policy("knorm")], [16], metrics=["entries_seen"])
+    alone = sweep([trace], policies[:2], [16], metrics=["entries_seen"])
+
+    assert [record.events for record in run.records] == [[], *[[29, 61]] * 3]
+    assert (run.parameters["interval"], run.parameters["prefill"]) == (32, True)
+    (remark,) = (one for one in run.remarks if "schedule" in one)
+    assert "the prompt, every 32 rows" in remark
+    assert [record.interval for record in alike.records] == [None, None]
+    assert [record.interval for record in alone.records] == [None, 1]
+    assert not any("schedule" in one for one in alike.remarks + alone.remarks)
+
+
+def test_each_policy_keeps_its_own_schedule_on_request():
     """Given alone, prefill decides about the prefill event and leaves the intervals."""
     trace, both = make_trace(), [kvsim.policy("tova"), kvsim.policy("ams", window=4, recent=4)]
+    options = {"own_schedule": True, "metrics": ["entries_seen"]}
 
-    own = sweep([trace], both, [16], metrics=["entries_seen"]).records
-    after = sweep([trace], both, [16], prefill=True, metrics=["entries_seen"]).records
+    own = sweep([trace], both, [16], **options).records
+    after = sweep([trace], both, [16], prefill=True, **options).records
 
     assert [(one.interval, one.prefill) for one in own] == [(1, True), (512, False)]
     assert [(one.interval, one.prefill) for one in after] == [(1, True), (512, True)]
     assert [one.own_schedule for one in (*own, *after)] == [True, True, True, False]
+    with pytest.raises(ConfigError, match="exclude each other; give one of them"):
+        sweep([trace], both, [16], interval=8, **options)
 
 
 def test_every_metric_of_a_policy_has_a_main_variant():
