@@ -38,6 +38,23 @@ def policies() -> str:
     return "\n".join(lines)
 
 
+def lengths() -> str:
+    """The lengths that `@scaled` scales, and the budgets that they are meant for."""
+    from kvsim.policies import CATALOGUE, names, policy  # noqa: PLC0415 - as policies()
+
+    lines = ["| policy | meant for | values, and at a budget of 64 |", "| --- " * 3 + "|"]
+    for name in names():
+        base, _, preset = name.partition("@")
+        entry = CATALOGUE[base].preset(preset)
+        inside = "" if entry.innermost or entry.default else "+tova"
+        built = policy(name + inside, **entry.required)
+        own = [one for one in built.lengths if one.depth == 0]
+        values = (f"`{one.name}` {one.value}, {one.at(64)}" for one in own)
+        if own:
+            lines.append(f"| `{name}` | {own[0].entries} | {'; '.join(values)} |")
+    return "\n".join(lines)
+
+
 def policy_names() -> str:
     """The names alone, by what they are."""
     from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
@@ -172,6 +189,7 @@ def _help(command: Any, path: list[str]) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "figures": figures,
+    "lengths": lengths,
     "metrics": metrics,
     "policies": policies,
     "policy_names": policy_names,

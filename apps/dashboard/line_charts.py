@@ -10,7 +10,8 @@ import polars as pl
 import streamlit as st
 from plotly.subplots import make_subplots
 
-from kvsim.plots.style import COLOURS, asked_order, series
+from kvsim.plots.style import COLOURS, asked_order, far_off, series
+from kvsim.schema import visible
 
 from . import elements
 
@@ -112,6 +113,13 @@ def over_budgets(
     figure.update_yaxes(title=label, col=1)
     if logarithmic:
         figure.update_yaxes(type="log")
+    elif (most := far_off(means["mean"])) is not None and not zero:
+        least = min(means["mean"].drop_nulls())
+        margin = 0.08 * ((most - least) or most)
+        figure.update_yaxes(range=[least - margin, most + margin])
+        beyond = means.filter(pl.col("mean") > most).select("policy", "asked", "mean").rows()
+        names = ", ".join(f"{policy} at {asked} ({mean:.2g})" for policy, asked, mean in beyond)
+        st.text(visible(f"Far above the picture: {names}"))
     draw(figure, key, 420 if down == 1 else 290 * down + 60)
 
 

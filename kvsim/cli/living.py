@@ -45,6 +45,7 @@ def live(
     compress: values.Compress = None,
     own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
+    fit: values.Fit = False,
     layer: Annotated[
         str | None,
         typer.Option(
@@ -103,7 +104,7 @@ def live(
     if out is not None:
         check_output(out, resume=resume)
     choose_live(metric)
-    policies = values.build_policies(policy, settings)
+    policies = values.build_policies(policy, settings, fit=fit)
     for each in policies:
         check_live(each)
     layers = None if layer is None else values.parse_layers(layer)

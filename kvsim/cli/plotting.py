@@ -74,6 +74,7 @@ def plot(
     prefill: values.Prefill = None,
     own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
+    fit: values.Fit = False,
     metric: Annotated[
         list[str] | None,
         typer.Option(
@@ -135,7 +136,7 @@ def plot(
         data = read(runs, policy, budget)
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
-        policies = values.build_policies(policy or (), settings)
+        policies = values.build_policies(policy or (), settings, fit=fit)
         traces = values.open_traces(sources)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))

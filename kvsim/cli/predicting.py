@@ -29,6 +29,7 @@ def predict(
     compress: values.Compress = None,
     own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
+    fit: values.Fit = False,
     calibration: Annotated[
         Path | None,
         values.path_option(
@@ -47,7 +48,7 @@ def predict(
     from kvsim.analysis import prediction
     from kvsim.sweeps.run import sweep
 
-    policies = values.build_policies(policy, settings)
+    policies = values.build_policies(policy, settings, fit=fit)
     recorded = values.open_traces(traces)
     fitted = prediction.calibration_of(recorded, calibration)
     terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}

@@ -39,6 +39,7 @@ def replay(
     compress: values.Compress = None,
     own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
+    fit: values.Fit = False,
     sink: Annotated[
         int,
         typer.Option(
@@ -100,7 +101,7 @@ def replay(
         check_output(out, resume=resume)
     choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
-    policies = values.build_policies(policy, settings, protect)
+    policies = values.build_policies(policy, settings, protect, fit=fit)
     opened = values.open_traces(traces)
     try:
         with show.bar("cells") as report:
@@ -153,8 +154,7 @@ def show_run(
 
     whole: print all of what the model of a live run wrote.
     """
-    cells = len(run.parameters["policies"]) * len(run.parameters["budgets"])
-    total = len(opened) * cells
+    total = len(opened) * len(policies) * len(run.parameters["budgets"])
     if not run.records and run.interrupted:
         done = "no cell was done and nothing was written"
         raise Stop(f"interrupted, {_unmeasured(run, total, out) or done}", 130)
@@ -316,7 +316,7 @@ def finish(run: Run, total: int, out: Path | None) -> None:
         done = f"{len(run.records)} of {total} cells are done and {kept}"
         raise Stop(f"interrupted, {done}{', ' * bool(more)}{more or again}", 130)
     if run.failures:
-        failed = len({(each.trace, each.policy, each.budget) for each in run.failures})
+        failed = len({failure.cell for failure in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)
 
 

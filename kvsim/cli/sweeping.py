@@ -54,15 +54,8 @@ def sweep(
         ),
     ] = None,
     own_schedule: values.OwnSchedule = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="[POLICY.]KEY=VALUE[,VALUE...]",
-            help="Values of a parameter, each of which is tried: of one policy, or of all that "
-            "have it.",
-        ),
-    ] = None,
+    settings: values.Settings = None,
+    fit: values.Fit = False,
     prefill: values.Prefill = None,
     compress: values.Compress = None,
     layers: Annotated[
@@ -139,6 +132,7 @@ def sweep(
         "budgets": budget,
         "intervals": ["own"] if own_schedule and not interval else interval,
         "set": settings,
+        "fit": fit or None,
         "prefill": prefill,
         "compress": compress,
         "layers": layers,
@@ -225,36 +219,10 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
     numbers = None if given["layers"] is None else values.parse_layers(given["layers"])
     document = {name: value for name, value in given.items() if value is not None}
     document |= {"layers": numbers, "traces": [str(values.locate(path)) for path in source]}
-    document["policies"] = _policies(given["policies"], document.pop("set", None) or [])
+    settings = values.settings_of(given["policies"], document.pop("set", None) or [])
+    document["policies"] = [{name: lists} for name, lists in settings.items()]
     document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ()]
     return grid_of(document, Path(), where="the options")
-
-
-def _policies(names: Sequence[str], settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Return policies with their settings. Raises OptionError for a setting that goes nowhere."""
-    from kvsim.policies import has_parameter
-
-    out: list[dict[str, Any]] = [{name: {}} for name in names]
-    for text in settings:
-        key, equals, value = text.partition("=")
-        owner = next((name for name in names if key.startswith(f"{name}.")), None)
-        bare = key if owner is None else key[len(owner) + 1 :]
-        read = [values.parse_set(f"{bare}={one}") for one in value.split(",")] if equals else []
-        if not read:
-            raise OptionError(f"--set is {text!r}; expected KEY=VALUE, such as ams.window=16,32")
-        spelt = read[0][0]
-        takes = [
-            name
-            for name in names
-            if owner in (None, name) and (":" in name or has_parameter(name, spelt))
-        ]
-        if not takes:
-            raise OptionError(f"--set {key}: none of {', '.join(names)} has this parameter")
-        for one in out:
-            (name,) = one
-            if name in takes:
-                one[name][spelt] = [each for _, each in read]
-    return out
 
 
 # ------------------------------------------------------------------------------------- the output

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show, values
-from kvsim.cli.values import Stop
+from kvsim.cli.values import OptionError, Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def tune(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A parameter that is not searched."),
+        typer.Option(
+            "--set", metavar="[POLICY.]KEY=VALUE", help="A parameter that is not searched."
+        ),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Settings to try.")] = 50,
     held_out: Annotated[
@@ -78,7 +80,12 @@ def tune(
     if out is not None:
         check_output(out, advice="give another --out")
     names = None if search is None else [key.replace("scorer.", "scorer__") for key in search]
-    fixed = dict(map(values.parse_set, settings or ()))
+    (given,) = values.settings_of([policy], settings or ()).values()
+    fixed = {key: value for key, (value, *_) in given.items()}
+    if any(len(each) > 1 for each in given.values()):
+        raise OptionError(
+            "--set of `kvsim tune` takes one value of a parameter; leave it out to search it"
+        )
     opened = values.open_traces(traces)
     with show.bar("trials") as report:
         tuning = tuned(

@@ -46,6 +46,7 @@ def fidelity(
     compress: values.Compress = None,
     own_schedule: values.OwnSchedule = False,
     settings: values.Settings = None,
+    fit: values.Fit = False,
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -91,7 +92,7 @@ def fidelity(
         check_output(out, resume=resume)
     if calibration is not None:
         check_free(calibration, advice="give a path where nothing is yet")
-    policies = values.build_policies(policy, settings)
+    policies = values.build_policies(policy, settings, fit=fit)
     for each in policies:
         check_live(each)
     recorded = values.open_traces(traces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import sys
@@ -77,7 +78,11 @@ PolicyNames = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A parameter, for each policy that has it."),
+    typer.Option(
+        "--set",
+        metavar="[POLICY.]KEY=VALUE[,...]",
+        help="A parameter of one policy, or of each that has it; of several values each is tried.",
+    ),
 ]
 Budgets = Annotated[
     list[str],
@@ -101,6 +106,14 @@ OwnSchedule = Annotated[
     typer.Option(
         "--own-schedule",
         help="Each policy evicts when its paper says, instead of all after the same rows.",
+    ),
+]
+Fit = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="Scale windows and segments to the budget, by the budgets that the papers' values are "
+        "meant for: POLICY@scaled.",
     ),
 ]
 Prefill = Annotated[
@@ -253,36 +266,83 @@ def parse_layers(text: str) -> list[int]:
 
 
 def build_policies(
-    names: Sequence[str], settings: Iterable[str] | None, protect: Protection | None = None
+    names: Sequence[str],
+    settings: Iterable[str] | None,
+    protect: Protection | None = None,
+    *,
+    fit: bool = False,
 ) -> list[Policy]:
-    """Build the policies by name; each setting goes to every policy that has its key.
+    """Build the policies by name, one for each combination of settings (`settings_of`).
 
-    protect: entries that every policy protects in addition to its own. Raises PolicyError if no
-    policy has the key of a setting.
+    protect: entries that every policy protects in addition to its own. fit: scale lengths that no
+    setting gives to the budget (`Policy.fitted`).
     """
+    from kvsim.core.policy import Protection
+    from kvsim.policies import policy
+
+    if any(":" in name for name in names):
+        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
+    built = [
+        policy(name, **dict(zip(lists, combination, strict=True)))
+        for name, lists in settings_of(names, settings or ()).items()
+        for combination in itertools.product(*lists.values())
+    ]
+    fitted = (each.fitted() if fit else each for each in built)
+    return [replace(each, protect=each.protect | (protect or Protection())) for each in fitted]
+
+
+def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict[str, list[Value]]]:
+    """Return for each policy its settings, a list of values for each key.
+
+    `snapkv.window=8,16` is of the policy that is called so, or begins so (`ams.recent=8` is also of
+    `ams+expected_attention`); `window=8` of each that has the key, which is said on standard error
+    if there are several. Raises PolicyError if no policy has the key.
+    """
+    from kvsim.cli.show import echo_text
     from kvsim.policies import has_parameter, parameters, policy
 
     custom = [name for name in names if ":" in name]
-    if custom:
-        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
-    requested = dict(map(parse_set, settings or ()))
-
-    def takes(name: str, key: str) -> bool:
-        return key in keys_of[name] or (name not in custom and has_parameter(name, key))
-
     keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
-    for key in requested:
-        if not any(takes(name, key) for name in keys_of):
-            keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
+    out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
+    parsed = [(text, *_owners(text.partition("=")[0].strip(), names)) for text in settings]
+    # that of one policy wins over that of all
+    for text, owners, bare in sorted(parsed, key=lambda each: not each[0].startswith(each[2])):
+        _, equals, right = text.partition("=")
+        pairs = [parse_set(f"{bare}{equals}{value}") for value in right.split(",")]
+        key = pairs[0][0]
+        takers = [
+            name
+            for name in owners
+            if key in keys_of[name] or (name not in custom and has_parameter(name, key))
+        ]
+        if not takers:
+            keys = dict.fromkeys(key for name in owners for key in keys_of[name])
             typed, *listed = (each.replace("scorer__", "scorer.") for each in (key, *keys))
             raise PolicyError(
-                f"--set {typed}: none of {', '.join(names)} has this parameter"
+                f"--set {typed}: none of {', '.join(owners)} has this parameter"
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
-    built = (
-        policy(name, **{key: value for key, value in requested.items() if takes(name, key)})
-        for name in keys_of
-    )
-    if protect is None:
-        return list(built)
-    return [replace(each, protect=each.protect | protect) for each in built]
+        if len(takers) > 1:
+            echo_text(
+                f"Note: --set {text} changes {', '.join(takers)}; --set {takers[0]}.{text} would "
+                f"change {takers[0]} alone.",
+                err=True,
+            )
+        for name in takers:
+            out[name][key] = [value for _, value in pairs]
+    return out
+
+
+def _owners(key: str, names: Sequence[str]) -> tuple[list[str], str]:
+    """Return the policies that a key of `--set` names, all if it names none, and the bare key."""
+
+    def titles(name: str) -> tuple[str, ...]:
+        outer = name.partition("+")[0]
+        return name, outer, outer.partition("@")[0]
+
+    for place in range(3):  # the whole name first: `ams.recent` is not of `ams+knorm` beside `ams`
+        for title in dict.fromkeys(titles(name)[place] for name in names):
+            if key.startswith(f"{title}."):
+                owners = [name for name in names if titles(name)[place] == title]
+                return owners, key[len(title) + 1 :]
+    return list(names), key

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
@@ -47,6 +47,36 @@ __all__ = [
 ]
 
 
+#: Rows of the smallest window of any paper in the catalogue.
+_WINDOW = 8
+
+
+class Length(NamedTuple):
+    """A parameter that is a number of entries or rows: its value, and the budget it is meant for.
+
+    depth: of its piece among `Policy.levels`.
+    """
+
+    depth: int
+    name: str
+    value: int
+    entries: int
+
+    def at(self, budget: int) -> int:
+        """The same share of a smaller budget, never above the value.
+
+        At least 1, and of a window 8 rows as far as half of the budget holds them: the smallest
+        that a paper uses (R-KV, PyramidKV, FastKV, DropKV); fewer rows say little.
+        """
+        least = max(1, min(_WINDOW, budget // 2)) if self.name == "window" else 1
+        return min(self.value, max(least, round(self.value * budget / self.entries)))
+
+    @property
+    def share(self) -> str:
+        """The value at any smaller budget, in words: `128 * budget / 512`."""
+        return f"{self.value} * budget / {self.entries}"
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy, ready to replay: named pieces, no state.
@@ -56,6 +86,8 @@ class Policy:
     their position in the sequence (the output of the attention changes, the kept sets do not).
     per_query_head: keep one set per query head, which a grouped cache cannot store; for analysis.
     propagation: which rows of the prompt reach deeper layers; None for all of them.
+    scaled: lengths that shrink with the budget; lengths: all that may, for smaller budgets than
+    those that they are meant for.
     """
 
     name: str
@@ -67,6 +99,8 @@ class Policy:
     positions: Literal["absolute", "slot"] = "absolute"
     per_query_head: bool = False
     propagation: Propagation | None = None
+    scaled: tuple[Length, ...] = ()
+    lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, self.name)
@@ -160,10 +194,78 @@ class Policy:
             f"{self.name}: {where} is below the {protected} entries that it protects; {way_out}"
         )
 
+    def at(self, budget: int) -> Policy:
+        """The policy with the values that its scaled lengths have at a budget."""
+        if not self.scaled:
+            return self
+        values: dict[int, dict[str, int]] = {}
+        for each in self.scaled:
+            values.setdefault(each.depth, {})[each.name] = each.at(budget)
+        pieces: dict[int, Any] = {}
+        for depth, given in values.items():
+            for piece in self.levels[depth]:
+                own = {name: x for name, x in given.items() if name in parameters(type(piece))}
+                pieces[id(piece)] = replace(piece, **own)
+
+        def scorer(outer: Any) -> Any:
+            new = pieces.get(id(outer), outer)
+            return replace(new, scorer=scorer(outer.scorer)) if hasattr(outer, "scorer") else new
+
+        return replace(
+            self,
+            scorer=scorer(self.scorer),
+            **{
+                name: pieces.get(id(piece), piece)
+                for name in ("allocator", "layer_budgets", "propagation")
+                for piece in [getattr(self, name)]
+            },
+        )
+
+    def fitted(self) -> Policy:
+        """The policy with all lengths scaled to the budget, called NAME@scaled; else itself."""
+        if not self.lengths or self.scaled == self.lengths:
+            return self
+        parts = self.name.split("+")
+        for depth in {each.depth for each in self.lengths} & set(range(len(parts))):
+            parts[depth] = parts[depth].removesuffix("@scaled") + "@scaled"
+        return replace(self, name="+".join(parts), scaled=self.lengths)
+
     def remark(self, budget: int) -> str:
         """What a reader of results at this budget should know; empty for nothing."""
-        remark = self.allocator.remark(budget) if self.bounded else ""
-        return f"{self.name}: {remark}" if remark else ""
+        if not self.bounded:
+            return ""
+        remarks = [self.allocator.remark(budget)]
+        if self.scaled:
+            values = (f"{self._key(one)}={one.at(budget)}" for one in self.scaled)
+            remarks.append(f"scaled to budget {budget}: {', '.join(values)}")
+        first = {each._replace(depth=0): each for each in reversed(self.lengths)}  # not taken over
+        large = [
+            each
+            for each in self.lengths
+            if each in first.values()
+            and each not in self.scaled
+            and each.name in ("window", "recent")
+            and 2 * each.value >= budget
+            and each.at(budget) < each.value
+        ]
+        if large:
+            given = " and ".join(f"{self._key(one)}={one.value}" for one in large)
+            options = (f"--set {self.name}.{self._key(one)}={one.at(budget)}" for one in large)
+            remarks.append(
+                f"{given}: meant for budget {max(one.entries for one in large)}, and half of "
+                f"{budget} or more; scale with {' '.join(options)}, or all lengths with --fit"
+            )
+        text = "; ".join(filter(None, remarks))
+        return f"{self.name}: {text}" if text else ""
+
+    def _key(self, length: Length) -> str:
+        """The name under which `--set` takes a length."""
+        hidden = sum(
+            length.name in parameters(type(piece))
+            for level in self.levels[: length.depth]
+            for piece in level
+        )
+        return "scorer." * hidden + length.name
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
@@ -192,12 +294,14 @@ class Policy:
         """The parameters of all pieces, by the names under which `kvsim.policy` takes them."""
         out: dict[str, Any] = {}
         seen: dict[str, int] = {}
+        scaled = {(each.depth, each.name): each.share for each in self.scaled}
         levels = enumerate(self.levels)
         for depth, piece in ((depth, piece) for depth, level in levels for piece in level):
             for name in parameters(type(piece)):
                 if name == "scorer" or seen.get(name) == depth:  # pieces of one level share it
                     continue
-                out["scorer__" * (seen.get(name, -1) + 1) + name] = getattr(piece, name)
+                value = scaled.get((depth, name), getattr(piece, name))
+                out["scorer__" * (seen.get(name, -1) + 1) + name] = value
                 seen[name] = depth
         if self.protect != Protection():
             out["protect"] = asdict(self.protect)

@@ -147,6 +147,7 @@ def estimate(
     BudgetError and PolicyError as a replay would.
     """
     prompt = context if prompt is None else prompt
+    policy = policy.at(budget)
     _check(policy, model, budget, context, prompt)
     selection = find_selection(policy, model, budget, prompt, selection_layer, trace)
     cases = [

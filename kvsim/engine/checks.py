@@ -55,6 +55,7 @@ def check_cell(
     BudgetError: no rule for the budget. NeedsError: an array that the trace lacks. PolicyError: an
     event before there are enough rows for the scorer. MemoryLimitError.
     """
+    policy = policy.at(whole(budget))
     schedule = schedule or policy.schedule
     _check_context(trace, policy, schedule)
     missing = sorted(name for name in policy.scorer.needs if not trace.has(name))

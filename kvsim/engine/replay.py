@@ -81,6 +81,7 @@ class Options:
 
 def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: Options) -> Record:
     """`replay` with the schedule resolved, and the options of tests."""
+    policy = policy.at(budget)
     source = trace.per_query_head() if policy.per_query_head else trace
     check_cell(trace, policy, budget, options.memory, schedule)
     chosen = replayed(trace, options.layers)

@@ -181,6 +181,59 @@ class Panels:
             name_axes(axis, y=up)
 
 
+#: A value is far off if it is so many times the next smaller one, and at most half of all are.
+_FAR = 3
+
+
+def far_off(values: Iterable[float | None]) -> float | None:
+    """The largest value that a chart is drawn for, where some are far above all others; else None.
+
+    They would press the others onto one line.
+    """
+    rising = sorted(value for value in values if value is not None and not math.isnan(value))
+    half = max(1, len(rising) // 2)
+    for last, following in zip(rising[half - 1 :], rising[half:], strict=False):
+        if 0 < _FAR * last < following:
+            return last
+    return None
+
+
+def clip_far(
+    axis: Axes,
+    points: Sequence[tuple[str, float, float]],
+    styles: Mapping[str, Mapping[str, Any]],
+    *,
+    ends: Iterable[float] = (),
+) -> None:
+    """End the vertical axis below values that are far off, mark them at its edge and name them.
+
+    points: name of a series, place and value of each. ends: of intervals, in view as far as they
+    are not far off either.
+    """
+    most = far_off(value for _, _, value in points)
+    if most is None:
+        return
+    shown = [value for _, _, value in points if value <= most]
+    shown += [end for end in ends if end <= _FAR * most]
+    beyond: dict[str, list[str]] = {}
+    for name, place, value in points:
+        if value > most:
+            beyond.setdefault(name, []).append(f"{value:.2g}")
+            edge: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+            axis.plot(place, 1, "^", ms=6, color=styles[name]["color"], **edge)
+    low, high = min(shown), max(shown)
+    height = high - low or high
+    axis.set_ylim(low - 0.05 * height, high + (0.07 + 0.07 * len(beyond)) * height)
+    lines = [f"above: {short_text(name, 24)} {', '.join(far)}" for name, far in beyond.items()]
+    at: dict[str, Any] = {
+        "transform": axis.transAxes,
+        "ha": "center",
+        "va": "top",
+        "parse_math": False,
+    }
+    axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, **at)
+
+
 def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
     """Build a figure of constrained layout with one panel, in inches."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")

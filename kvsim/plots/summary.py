@@ -27,7 +27,9 @@ from kvsim.plots.style import (
     asked_order,
     bare_series,
     caption,
+    clip_far,
     counted,
+    far_off,
     finish,
     mean_line,
     name_axes,
@@ -66,6 +68,11 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
             axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
+        points = of_metric.select("policy", "asked", "mean").rows()
+        ends = of_metric["high"].drop_nulls()
+        clip_far(
+            axis, [(one, budgets.index(at), mean) for one, at, mean in points], styles, ends=ends
+        )
         plain(axis, _budget_label(budgets), metric_label(name))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
     return figure
@@ -102,6 +109,12 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
             axis.plot(at, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
             on = part["best"].to_numpy()
             axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
+        clip_far(
+            axis,
+            points.select("policy", "seen", "mean").rows(),
+            styles,
+            ends=points["high"].drop_nulls(),
+        )
         plain(axis, "entries that a row sees, mean", metric_label(name))
     neutral = any(METRICS[name].better is None for name in shown)
     marked = "on the front" + ", where one direction is better" * neutral
@@ -115,9 +128,10 @@ def ranking(
 ) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
-    Filled where the paired difference to the best policy, or to `against`, is beyond chance after
-    correction for the number of comparisons (`kvsim.analysis.comparison`); the dotted line is the
-    mean of that policy. References that have no rank are at the bottom, in grey.
+    A mean that is far above all others is a triangle at the edge. Filled where the paired
+    difference to the best policy, or to `against`, is beyond chance after correction for the number
+    of comparisons (`kvsim.analysis.comparison`); the dotted line is the mean of that policy.
+    References that have no rank are at the bottom, in grey.
 
     metrics: one, with a better direction. against: as in `kvsim.compare`.
     """
@@ -132,13 +146,19 @@ def ranking(
     figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
     for axis, asked in zip(axes, budgets, strict=True):
         part = rows.filter(asked=asked)
+        most = far_off(part["mean"])
         for place, row in enumerate(part.iter_rows(named=True)):
             colour = NEUTRAL if row["rank"] is None else styles[row["policy"]]["color"]
-            if row["low"] is not None:
+            if row["low"] is not None and (most is None or row["mean"] <= most):
                 axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
             decided = row["against"] is None or row["verdict"] in ("better", "worse")
             face = colour if decided and row["rank"] is not None else "white"
-            axis.plot(row["mean"], place, "o", ms=5, color=colour, mfc=face)
+            far = most is not None and row["mean"] > most
+            at = (edge := 1.12 * (most or 0)) if far else row["mean"]
+            axis.plot(at, place, ">" if far else "o", ms=5, color=colour, mfc=face)
+            if far:
+                text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5}
+                axis.text(0.96 * edge, place, f"{row['mean']:.2g}", **text)
         for mean in part.filter(pl.col("policy").is_in(part["against"].drop_nulls()))["mean"]:
             axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)
         names = [short_text(policy, 30) for policy in part["policy"]]

@@ -49,6 +49,7 @@ class Preset:
     params: Mapping[str, Any] = field(default_factory=dict)
     policy: Mapping[str, Any] = field(default_factory=dict)
     inner: Mapping[str, Mapping[str, Any]] | None = None
+    meant_for: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Entry:
     parameters of the same names. policy: other fields of the Policy. inner: parameters that a
     scorer inside, by name, takes for its defaults there. default: the scorer inside where none is
     named. shares: of a propagation, parameters whose values that scorer takes over. required:
-    parameters without a default, and an example of each.
+    parameters without a default, and an example of each. meant_for: parameters that are lengths,
+    and the budget that their values are meant for; the preset `scaled` shrinks them with it.
     """
 
     summary: str
@@ -75,6 +77,8 @@ class Entry:
     default: str = ""
     shares: tuple[str, ...] = ()
     required: Mapping[str, Any] = field(default_factory=dict)
+    meant_for: Mapping[str, int] = field(default_factory=dict)
+    scaled: bool = False
 
     @property
     def kind(self) -> str:
@@ -91,7 +95,10 @@ class Entry:
         return self.kind == "scorer" or (self.kind == "propagation" and self.piece.alone)
 
     def preset(self, name: str) -> Entry:
-        """The entry as the preset has it."""
+        """The entry as the preset has it; `PRESET@scaled` or `scaled` alone also scales lengths."""
+        name, scaled = self.split(name)
+        if scaled:
+            return replace(self.preset(name), scaled=True)
         if not name:
             return self
         preset = self.presets[name]
@@ -105,7 +112,21 @@ class Entry:
             params={**self.params, **preset.params},
             policy=policy,
             inner=self.inner if preset.inner is None else preset.inner,
+            meant_for=self.meant_for if preset.meant_for is None else preset.meant_for,
         )
+
+    @staticmethod
+    def split(preset: str) -> tuple[str, bool]:
+        """A preset without `scaled`, and whether it was there."""
+        if preset == "scaled" or preset.endswith("@scaled"):
+            return preset.removesuffix("scaled").removesuffix("@"), True
+        return preset, False
+
+    def has_preset(self, name: str) -> bool:
+        """Whether there is such a preset; `scaled` of what has lengths."""
+        rest, scaled = self.split(name)
+        there = not rest or rest in self.presets
+        return there and (not scaled or bool(self.preset(rest).meant_for))
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -400,12 +421,42 @@ _PRESETS: Mapping[str, Preset] = {
     "fastkv@proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2}),
 }
 
+# Lengths, and the budget for which a paper or its authors' code has these values. G-KV, section 7,
+# also for its baselines: window 16 at budget 512.
+_GKV = {"window": 512}
+_MEANT_FOR: Mapping[str, Mapping[str, int]] = {
+    # Tables 15 to 19: T_keep 512; so the release, and its baselines
+    "ams": dict.fromkeys(("window", "recent", "min_segment", "max_segment", "segment_length"), 512),
+    "rkv@ams": {"window": 512},
+    "rpc@ams": {"window": 512},
+    # the smallest budget of the published configurations, ablation_c1024_w32_k7_maxpool
+    "snapkv": {"window": 1024},
+    # the defaults of the authors' code: window_size 64, max_capacity_prompt 256 + 64
+    "snapkv@kvpress": {"window": 320},
+    "pyramidkv@kvpress": {"window": 320},
+    # the smallest budget of the paper's experiments
+    "pyramidkv": {"window": 64},
+    # section 5.1 and appendix C: a budget of 2048 with window 32
+    "asl": {"window": 2048},
+    "asl_2pass": {"window": 2048},
+    # the released scripts: window 8 and 2048 rows at budget 512
+    "fastkv": {"window": 512, "rows": 512},
+    **dict.fromkeys(
+        ("gkv", "global_max", "global_mean", "global_sum", "rkv", "morphkv", "snapkv@gkv"), _GKV
+    ),
+    "cake@gkv": _GKV,
+    "morphkv@original": {},
+    "rkv@original": {},
+    "pyramidkv@reference": {},
+}
+
 CATALOGUE: Mapping[str, Entry] = {
     name: replace(
         entry,
         paper=_PAPERS.get(name, ""),
+        meant_for=_MEANT_FOR.get(name, {}),
         presets={
-            full.removeprefix(f"{name}@"): preset
+            full.removeprefix(f"{name}@"): replace(preset, meant_for=_MEANT_FOR.get(full))
             for full, preset in _PRESETS.items()
             if full.startswith(f"{name}@")
         },

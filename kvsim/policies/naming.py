@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.policy import Everything, Policy, Protection, Schedule, Scorer, Uniform
+from kvsim.core.policy import (
+    Everything,
+    Length,
+    Policy,
+    Protection,
+    Schedule,
+    Scorer,
+    Uniform,
+)
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies.catalogue import CATALOGUE, Entry
 from kvsim.policies.full import Full
@@ -61,7 +69,32 @@ def policy(name: str, **params: Any) -> Policy:
         if entry.schedule is not None:
             built = replace(built, schedule=entry.schedule)
     title = built.name if innermost is None and not outer else name
-    return replace(built, name=title, protect=built.protect | protect)
+    built = replace(built, name=title, protect=built.protect | protect)
+    lengths, scaled = _lengths(built, chain, routed)
+    return replace(built, lengths=lengths, scaled=scaled)
+
+
+def _lengths(
+    built: Policy, chain: Sequence[tuple[str, Entry | None]], routed: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[Length, ...], tuple[Length, ...]]:
+    """The lengths of a policy that are not given, and those that its name wants scaled."""
+    every: list[Length] = []
+    scaled: list[Length] = []
+    outer = chain[0][1]
+    for depth, (part, entry) in enumerate(chain):
+        if entry is None:
+            continue
+        meant_for, given, scales = dict(entry.meant_for), set(routed[depth]), entry.scaled
+        if depth and outer is not None and part == outer.default:  # it takes values over
+            meant_for |= {x: y for x, y in outer.meant_for.items() if x in outer.shares}
+            given |= set(routed[0]) & set(outer.shares)
+            scales |= outer.scaled
+        for name in meant_for.keys() - given:
+            values = [getattr(x, name) for x in built.levels[depth] if hasattr(x, name)]
+            if values and type(values[0]) is int:
+                every.append(Length(depth, name, values[0], meant_for[name]))
+                scaled += every[-1:] * scales
+    return tuple(sorted(every)), tuple(sorted(scaled))
 
 
 def names() -> list[str]:
@@ -172,10 +205,11 @@ def _parse(name: str) -> list[tuple[str, Entry | None]]:
             names = ", ".join(CATALOGUE)
             raise PolicyError(f"unknown policy {base!r}{suggest(base, CATALOGUE)}; known: {names}")
         entry = CATALOGUE[base]
-        if at and preset not in entry.presets:
-            presets = ", ".join(f"{base}@{p}" for p in entry.presets) or "none"
+        if at and not entry.has_preset(preset):
+            available = [*entry.presets, *["scaled"] * entry.has_preset("scaled")]
+            presets = ", ".join(f"{base}@{p}" for p in available) or "none"
             raise PolicyError(
-                f"{base} has no preset {preset!r}{suggest(preset, entry.presets)}; "
+                f"{base} has no preset {preset!r}{suggest(preset, available)}; "
                 f"presets of {base}: {presets}"
             )
         chain.append((part, entry.preset(preset)))

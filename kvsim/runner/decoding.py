@@ -70,6 +70,7 @@ class Decoding:
         observe: Callable[[KernelCall], None] | None = None,
     ) -> None:
         check_live(policy)
+        policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
         self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
         self.sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)

@@ -25,7 +25,7 @@ from kvsim.runner.decoding import RunningModel, check_live
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
-from kvsim.sweeps.run import cells_of, check_names, finished, shared_terms
+from kvsim.sweeps.run import cells_of, check_names, finished, params_of, shared_terms
 
 
 def live(
@@ -39,6 +39,7 @@ def live(
     prefill: bool | None = None,
     compress: Literal["prompt", "context", "both"] | None = None,
     own_schedule: bool = False,
+    fit: bool = False,
     layers: Sequence[int] | None = None,
     max_new_tokens: int = 0,
     temperature: float = 0.0,
@@ -67,6 +68,7 @@ def live(
     another model than the recorded one; and what `sweep` raises.
     """
     check_progress(progress)
+    policies = [each.fitted() for each in policies] if fit else policies
     check_names(policies)
     check_distinct(traces)
     terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
@@ -86,7 +88,7 @@ def live(
     running = RunningModel(model)
     parameters: dict[str, Any] = {
         "loop": "closed",
-        "policies": {policy.name: policy.params for policy in policies},
+        "policies": params_of(policies),
         "budgets": [str(budget) for budget in budgets],
         **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
         "layers": None if layers is None else list(layers),

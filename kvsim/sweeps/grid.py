@@ -42,9 +42,10 @@ class Grid:
     settings, of which a list of values stands for as many policies. budgets: entries, or shares
     (`25%`). intervals: rows between events; None for each policy's own schedule; by default one
     schedule for all (`kvsim.sweeps.run.shared_terms`). layers: numbers of layers in the trace, all
-    by default. metrics: names; by default the main ones that the traces
-    have the arrays for. protect: what every policy protects. records: keep them too. The others are
-    those of `kvsim.replay` and `kvsim.measure`.
+    by default. metrics: names; by default the main ones that the traces have the arrays for.
+    protect: what every policy protects. fit: windows and segments are scaled to the budget
+    (`Policy.fitted`). records: keep them too. The others are those of `kvsim.replay` and
+    `kvsim.measure`.
 
     Raises ConfigError for a value of another kind.
     """
@@ -58,6 +59,7 @@ class Grid:
     layers: tuple[int, ...] | None = None
     metrics: tuple[str, ...] | None = None
     protect: Protection = field(default_factory=Protection)
+    fit: bool = False
     regret: bool = False
     events: bool = False
     records: bool = False
@@ -78,6 +80,7 @@ class Grid:
                 build(name, **dict(zip(settings, values, strict=True)))
                 for values in itertools.product(*lists)
             ]
+        policies = [each.fitted() for each in policies] if self.fit else policies
         return [replace(each, protect=each.protect | self.protect) for each in policies]
 
     def opened(self) -> list[Trace]:
@@ -335,5 +338,5 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "protect": _protection,
     "memory": _size,
     "device": resolve_device,
-    **{key: _flag(key) for key in ("prefill", "regret", "events", "records")},
+    **{key: _flag(key) for key in ("prefill", "fit", "regret", "events", "records")},
 }

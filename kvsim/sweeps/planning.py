@@ -16,6 +16,7 @@ from kvsim.errors import ConfigError
 from kvsim.sweeps.cells import Cell, in_cell_order
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
+from kvsim.sweeps.run import params_of
 from kvsim.sweeps.shards import Kept
 from kvsim.sweeps.tasks import Task, tasks_of
 
@@ -139,14 +140,9 @@ class Plan(NamedTuple):
 
     def _parameters(self, done: int) -> dict[str, Any]:
         """What was computed, ready for JSON."""
-        policies: dict[str, list[Any]] = {}
-        for one in self.grid.built():
-            policies.setdefault(one.name, []).append(one.params)
         names = ("budgets", "intervals", "prefill", "compress", "layers", "regret", "events")
         return {
-            "policies": {
-                x: given[0] if len(given) == 1 else given for x, given in policies.items()
-            },
+            "policies": params_of(self.grid.built()),
             **{name: getattr(self.grid, name) for name in (*names, "memory", "device")},
             "metrics": self.grid.chosen(self.traces),
             "cells": len(self.cells),

@@ -103,6 +103,7 @@ def sweep(
     prefill: bool | None = None,
     compress: Literal["prompt", "context", "both"] | None = None,
     own_schedule: bool = False,
+    fit: bool = False,
     metrics: Sequence[str] | None = None,
     regret: bool = False,
     events: bool = False,
@@ -119,7 +120,7 @@ def sweep(
     `INTERVAL` rows, and others keep the schedule that they share. own_schedule: each policy keeps
     its own, of which prefill replaces the prefill event alone. compress says after what that fires,
     as for `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded
-    with every result.
+    with every result. fit: scale windows and segments to the budget (`Policy.fitted`).
 
     regret: replay the mass oracle beside each cell, at the same events and with the same entries
     protected, and measure by how much it retains more (metric `regret`). Policies that no budget
@@ -139,6 +140,7 @@ def sweep(
     the last cells unmeasured.
     """
     check_progress(progress)
+    policies = [each.fitted() for each in policies] if fit else policies
     check_names(policies)
     check_distinct(traces)
     terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
@@ -152,7 +154,7 @@ def sweep(
     for cell in cells:
         check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
     parameters: dict[str, Any] = {
-        "policies": {policy.name: policy.params for policy in policies},
+        "policies": params_of(policies),
         "budgets": [str(budget) for budget in budgets],
         **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
         "metrics": None if metrics is None else list(metrics),
@@ -203,14 +205,24 @@ def cells_of(
 
 
 def check_names(policies: Sequence[Policy]) -> None:
-    """Raise PolicyError where two policies of one name differ."""
+    """Raise PolicyError where two policies differ in neither name nor parameters, and yet do."""
     by_name: dict[str, Policy] = {}
     for policy in policies:
-        if by_name.setdefault(policy.name, policy) != policy:
+        label = f"{policy.name} {json.dumps(policy.params, sort_keys=True)}"
+        if by_name.setdefault(label, policy) != policy:
             raise PolicyError(
-                f"two different policies are called {policy.name!r}; expected one of a name, so "
-                "that results can be told apart: replay them one by one or name them differently"
+                f"two different policies are called {policy.name!r} and have the same parameters, "
+                "so that results could not be told apart; replay them one by one or name them "
+                "differently"
             )
+
+
+def params_of(policies: Sequence[Policy]) -> dict[str, Any]:
+    """The parameters of policies by name, in a list where several have one."""
+    by_name: dict[str, list[Any]] = {}
+    for policy in policies:
+        by_name.setdefault(policy.name, []).append(policy.params)
+    return {name: each[0] if len(each) == 1 else each for name, each in by_name.items()}
 
 
 #: Metrics of the summary, in the order in which they are shown.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -194,7 +194,7 @@ def _space(
     name: str, entries: int, search: Sequence[str] | None, fixed: Mapping[str, Any]
 ) -> list[Dimension]:
     """The dimensions of a policy that are to be searched; entries: of the largest budget."""
-    values = policy(name, **fixed).params
+    values = replace(policy(name, **fixed).at(entries), scaled=()).params
     every = {key: dimension(key, x, values.get(key), entries) for key, x in declared(name).items()}
     free = {key: x for key, x in every.items() if x is not None and key not in fixed}
     if search is not None:

@@ -12,6 +12,8 @@ from kvsim.plots.style import (
     Panels,
     bare_series,
     caption,
+    clip_far,
+    far_off,
     finish,
     legend_below,
     plain_text,
@@ -35,6 +37,37 @@ def widest(figure):
     return max(one.get_window_extent().width for one in (*parts, *figure.legends)) / (
         figure.bbox.width
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "most"),
+    [
+        ([0.1, 0.2, 0.15, 1.9], 0.2),
+        ([0.1, 0.2, 1.9, 2.0], 0.2),
+        ([0.1, 1.7, 1.8, 1.9], None),  # it is the other one that differs
+        ([0.1, 0.2, 0.5, 1.4], None),
+        ([0.0, 0.0, 0.0, 0.3], None),
+        ([0.2, None, float("nan"), 0.9], 0.2),
+        ([0.4], None),
+        ([], None),
+    ],
+)
+def test_values_are_far_off_above_a_gap(values, most):
+    """More than three times the next smaller one, which is the largest of at least half of all."""
+    assert far_off(values) == most
+
+
+def test_a_line_that_is_far_off_is_named_at_the_edge():
+    """The axis ends above the others, and the text has the value."""
+    _, axis = lines(["a", "b"])
+    points = [("a", 0, 0.1), ("a", 1, 0.2), ("b", 0, 0.15), ("b", 1, 7.0)]
+
+    clip_far(axis, points, series(["a", "b"]), ends=[0.25, 9.0])
+
+    low, high = axis.get_ylim()
+    assert low < 0.1
+    assert 0.25 < high < 0.3
+    assert [text.get_text() for text in axis.texts] == ["above: b 7"]
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,10 @@ def test_tight_budgets_of_ams_are_said():
     assert "holds 4 of 4 sinks and 16 of 32 recent entries" in strict.remark
     assert "holds 0 of 4 sinks and 20 of 32 recent entries" in release.remark
     assert strict.retained(trace.n_pos - 1)[..., :4].all()
-    assert kvsim.replay(trace, kvsim.policy("ams", window=8), budget=50, interval=4).remark == ""
+    assert (
+        kvsim.replay(trace, kvsim.policy("ams", window=8, recent=8), budget=50, interval=4).remark
+        == ""
+    )
 
 
 def test_a_policy_that_never_acts_is_remarked_on():

@@ -172,19 +172,19 @@ def test_the_budget_of_a_summary_is_a_mean_over_traces():
     assert summarise(short)["budget"].to_list() == [18]
 
 
-def test_two_policies_of_one_name_are_refused():
-    """Their results could not be told apart; what a policy protects is part of what it is."""
+def test_two_policies_that_look_alike_are_refused():
+    """Unless parameters tell their results apart; what a policy protects is one of them."""
     first = kvsim.policy("tova")
     second = replace(first, protect=Protection(sink=4))
 
     with pytest.raises(PolicyError, match="two different policies are called 'tova'"):
-        sweep([make_trace()], [first, second], [16])
-    run = sweep([make_trace()], [second], [16])
-    assert run.parameters["policies"]["tova"]["protect"] == {
-        "sink": 4,
-        "recent": 0,
-        "prompt": False,
-    }
+        sweep([make_trace()], [first, replace(first, schedule=Schedule(4))], [16])
+    run = sweep([make_trace()], [first, second], [16], metrics=["entries_seen"])
+    protect = {"sink": 4, "recent": 0, "prompt": False}
+    assert run.parameters["policies"]["tova"] == [
+        first.params,
+        {**first.params, "protect": protect},
+    ]
 
 
 def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():

@@ -1,0 +1,90 @@
+"""Lengths that fit the budget: the preset `scaled`, and the remark that says how to mend it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import kvsim
+from kvsim.errors import PolicyError
+from kvsim.policies import names
+from kvsim.policies.catalogue import CATALOGUE
+from kvsim.sweeps.run import sweep
+from tests.sweeps.test_sweeps import make_trace
+
+#: In the paper's Table 15, for 512 entries; recent is the release's.
+AMS = {"window": 128, "recent": 32, "min_segment": 16, "max_segment": 256, "segment_length": 128}
+
+
+def scaled(value, budget, least=1):
+    """A length at a budget, of one meant for 512."""
+    return min(value, max(least, round(value * budget / 512)))
+
+
+@pytest.mark.parametrize("budget", [16, 40, 512, 4096])
+def test_a_scaled_policy_is_the_one_with_lengths_of_the_same_share(budget):
+    """Of the budget that the paper's are meant for; a window has 8 rows if half the budget does."""
+    least = {"window": min(8, budget // 2)}
+    given = {name: scaled(value, budget, least.get(name, 1)) for name, value in AMS.items()}
+    trace = make_trace()
+
+    policy = kvsim.policy("ams@scaled")
+    record = kvsim.replay(trace, policy, budget, interval=8)
+    expected = kvsim.replay(trace, kvsim.policy("ams", **given), budget, interval=8)
+
+    assert policy.at(budget).allocator == kvsim.policy("ams", **given).allocator
+    assert np.array_equal(record.evicted_at, expected.evicted_at)
+    assert record.params["window"] == "128 * budget / 512"
+    assert record.params == kvsim.replay(trace, policy, 20, interval=8).params
+
+
+def test_what_is_given_and_other_parts_are_not_scaled():
+    """Only lengths of the part that is called so, and of a scorer that takes its values over."""
+    given = kvsim.policy("ams@release@scaled+snapkv", recent=24).at(64)
+    inner = kvsim.policy("ams+snapkv@scaled").at(64)
+    asl = kvsim.policy("asl@scaled").at(256)
+    fastkv = kvsim.policy("fastkv@scaled", rows=0.5).at(64)
+
+    assert (given.allocator.recent, given.allocator.max_segment) == (24, 128)
+    assert (given.scorer.window, given.allocator.window) == (32, 8)
+    assert (inner.scorer.window, inner.allocator.window) == (8, 128)
+    assert asl.propagation.window == asl.scorer.window == 8
+    assert (fastkv.propagation.rows, fastkv.propagation.window) == (0.5, 8)
+    assert kvsim.policy("snapkv").fitted() == kvsim.policy("snapkv@scaled")
+    assert kvsim.policy("tova").fitted() == kvsim.policy("tova")
+    with pytest.raises(PolicyError, match="tova has no preset 'scaled'"):
+        kvsim.policy("tova@scaled")
+
+
+def test_a_sweep_fits_policies_under_one_label():
+    """At every budget the same name and parameters, and remarks with the values."""
+    policies = [kvsim.policy(name) for name in ("ams+snapkv", "tova")]
+
+    run = sweep([make_trace()], policies, [16, 40], fit=True, metrics=["entries_seen"])
+
+    assert {record.policy for record in run.records} == {"ams@scaled+snapkv@scaled", "tova"}
+    assert len(set(run.table["params"].drop_nulls())) == 2
+    assert any("scaled to budget 40" in one and "scorer.window=8" in one for one in run.remarks)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if "ams@release" not in name])
+def test_the_options_of_a_remark_mend_what_it_remarks(name):
+    """Where windows and recent entries are half of a budget or more, for every name and preset."""
+    entry = CATALOGUE[name.partition("@")[0]].preset(name.partition("@")[2])
+    full = name if entry.innermost or entry.default else f"{name}+knorm"
+    policy = kvsim.policy(full, **dict.fromkeys(entry.required, "prefix:16"))
+    remark = policy.remark(30)
+    given = dict(re.findall(rf"--set {re.escape(full)}\.(\S+)=(\d+)", remark))
+
+    assert bool(given) == ("or all lengths with --fit" in remark)
+    mended = kvsim.policy(
+        full,
+        **dict.fromkeys(entry.required, "prefix:16"),
+        **{key.replace("scorer.", "scorer__"): int(value) for key, value in given.items()},
+    )
+    assert "--fit" not in mended.remark(30)
+    assert "--fit" not in policy.fitted().remark(30)
+    if name in ("ams", "snapkv", "asl", "gkv"):
+        assert given["window"] == "8"
