@@ -24,6 +24,7 @@ from kvsim.analysis.summaries import (
     strongest,
 )
 from kvsim.analysis.table import in_order
+from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError
 from kvsim.policies import CATALOGUE, names
 from kvsim.report import read_run
@@ -143,6 +144,13 @@ def means(
     table = table.drop_nulls(of) if of else table
     result = averages(table, of) if base is None else compare(table, base, of)
     return result.filter(pl.col("mean").is_not_null())
+
+
+@st.cache_data(max_entries=32, show_spinner="comparing")
+def verdict(origin: Origin, policies: Sequence[str], metric: str) -> list[str]:
+    """Return which policy is best at each budget, and how sure that is, in sentences."""
+    named = pl.col("policy").is_in(list(policies))
+    return answer(load(origin).best.filter(named), [metric])[1]
 
 
 @st.cache_data(max_entries=32, show_spinner="counting")

@@ -24,7 +24,7 @@ from scipy import stats
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.results import labelled
-from kvsim.analysis.significance import ALPHA, fewest, holm, prompts_needed, sign_flip
+from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
     WEAKEST,
@@ -376,16 +376,9 @@ def _at_target(
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) -> list[str]:
     """What limits a comparison, a sentence each without its full stop."""
-    out = []
+    out: list[str] = []
     prompts = rows["n"][0]
-    if prompts == 1:
-        out.append("one prompt decides nothing: it says nothing about other prompts")
-    elif comparisons and prompts < (least := fewest(ALPHA / comparisons)):
-        out.append(
-            f"with {prompts} prompts no difference can be beyond chance after correction for "
-            f"{plural(comparisons, 'comparison')}; that takes at least {least} prompts, or fewer "
-            "policies or budgets"
-        )
+    out += filter(None, [undecidable(prompts, comparisons)])
     if references:
         out.append(
             f"{', '.join(references)}: listed without a rank, because no budget binds a reference "

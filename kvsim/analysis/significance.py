@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 from kvsim.analysis.arrays import Floats
+from kvsim.schema import plural
 
 #: Chance that any difference of a comparison is called beyond chance although all are equal.
 ALPHA = 0.05
@@ -67,6 +68,26 @@ def holm(p: Floats) -> Floats:
 def fewest(level: float) -> int:
     """Return the fewest prompts whose sign flips can have a p-value of at most `level`."""
     return 1 + ceil(log2(1 / level) - 1e-9)
+
+
+def undecidable(prompts: int, comparisons: int) -> str:
+    """Return why so few prompts decide nothing, and how many could; empty where they can."""
+    if not comparisons:
+        return ""
+    least = fewest(ALPHA / comparisons)
+    if prompts == 1:
+        return (
+            "one prompt decides nothing: it says nothing about other prompts. At least "
+            f"{least} can: kvsim capture --model MODEL --prompts FILE.jsonl --out traces/more, and "
+            "the same policies and budgets on traces/more/*.zarr"
+        )
+    if prompts < least:
+        return (
+            f"with {prompts} prompts no difference can be beyond chance after correction for "
+            f"{plural(comparisons, 'comparison')}; that takes at least {least} prompts, or fewer "
+            "policies or budgets"
+        )
+    return ""
 
 
 def prompts_needed(gap: Floats, level: float) -> int:

@@ -112,6 +112,8 @@ def compare(
 def _document(
     comparison: Comparison, remarks: Sequence[str], fidelity: Mapping[str, float]
 ) -> dict[str, Any]:
+    from kvsim.analysis.verdict import verdicts
+
     return {
         "metric": comparison.metric,
         "better": comparison.better,
@@ -119,6 +121,7 @@ def _document(
         "target": comparison.target,
         "prompts": comparison.traces,
         "comparisons": comparison.comparisons,
+        "verdict": [vars(each) | {"text": each.text} for each in verdicts(comparison)],
         "cells": show.cells(comparison.table),
         "fidelity": fidelity,
         "remarks": remarks,
@@ -130,16 +133,22 @@ def _notes(remarks: Sequence[str]) -> list[str]:
 
 
 def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
-    """Print the comparison, and with a target which budgets are enough, with notes."""
+    """Print verdicts, the comparison, and with a target which budgets are enough, with notes."""
+    from kvsim.analysis.verdict import verdicts
+
     tables = [_ranking(comparison)]
     if comparison.target is not None:
         tables.append(_targets(comparison))
     lead = _lead(comparison)
+    verdict = [each.text for each in verdicts(comparison)]
     if form == "latex":
-        show.echo_text("\n".join(f"% {line}" for line in (lead, *notes)))
+        show.echo_text("\n".join(f"% {line}" for line in (*verdict, lead, *notes)))
         for headers, rows in tables:
             show.echo_text(latex(headers, rows))
         return
+    if verdict:
+        marked = "\n\n".join(map(_marked, verdict))
+        show.echo_text((marked if form == "markdown" else "\n".join(verdict)) + "\n")
     show.echo_text(f"{lead}\n")
     for headers, rows in tables:
         if form == "markdown":

@@ -172,10 +172,12 @@ def show_run(
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
+    from kvsim.analysis.verdict import answer
     from kvsim.sweeps.run import summarise
 
     return {
         **run.describe(),
+        "verdict": [vars(each) | {"text": each.text} for each in answer(run.table, shown)[0]],
         "cells": show.cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": show.fidelity_shares(run.table, shown),
@@ -207,6 +209,7 @@ def _print(
     shown: Sequence[str],
     out: Path | None,
 ) -> None:
+    from kvsim.analysis.verdict import answer
     from kvsim.sweeps.run import summarise
 
     for trace in traces:
@@ -222,6 +225,9 @@ def _print(
     if any(protected):
         show.echo_text(f"Every policy also protects {' and '.join(filter(None, protected))}.")
     show.echo_text()
+    verdict = answer(run.table, shown)[1]
+    if verdict:
+        show.echo_text("\n".join(verdict) + "\n")
     summary, free = summarise(run.table, shown), unbounded(policies)
     if summary.height:
         show.echo_results(summary, free)

@@ -236,8 +236,8 @@ class Policy:
             return ""
         remarks = [self.allocator.remark(budget)]
         if self.scaled:
-            values = (f"{self._key(one)}={one.at(budget)}" for one in self.scaled)
-            remarks.append(f"scaled to budget {budget}: {', '.join(values)}")
+            values = ", ".join(f"{self._key(one)}={one.share}" for one in self.scaled)
+            remarks.append(f"scaled to the budget: {values}, windows to {_WINDOW} rows or more")
         first = {each._replace(depth=0): each for each in reversed(self.lengths)}  # not taken over
         large = [
             each

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
+from kvsim.analysis.verdict import answer
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
@@ -33,6 +34,7 @@ def sections(
     """
     shown = labelled(table)
     if runs:
+        yield _verdict(shown)
         yield _summary(shown, runs)
         yield _figures(shown)
         yield _paired(shown, base)
@@ -65,6 +67,12 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     means = averages(main_variants(table, _SHOWN))
     note += html.broken(remarks, "Note: ")
     return section("Results", note, _wide(means, "policy", with_chance=True))
+
+
+def _verdict(table: pl.DataFrame) -> str:
+    """Which policy is best at each budget, and how sure that is."""
+    verdict = answer(table, _SHOWN)[1]
+    return section("Verdict", "", lines(tag("p", line) for line in verdict)) if verdict else ""
 
 
 def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:

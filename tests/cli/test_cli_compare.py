@@ -40,11 +40,14 @@ def test_the_table_says_who_is_best_and_how_sure(run, folder):
     best = {cell["asked"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
 
     assert (status, err) == (0, "")
-    assert lines[0] == (
+    verdicts = [line for line in lines[:2] if line.startswith("Budget ")]
+    assert [line.split()[2] for line in verdicts] == [*best.values()]
+    assert [one["text"] for one in document["verdict"]] == verdicts
+    assert lines[3] == (
         "output_error (relative, lower is better): mean over 7 prompts, of layers, heads and "
         "events within a prompt first, in brackets the 95 % interval over prompts."
     )
-    rows = [re.split(r"\s{2,}", line) for line in lines[3:9]]
+    rows = [re.split(r"\s{2,}", line) for line in lines[6:12]]
     assert [(row[0], row[1]) for row in rows if row[2] == "1"] == [*best.items()]
     assert [row[1] for row in rows if row[2] == "-"] == ["full", "full"]
     assert "corrected for 2 comparisons (Holm)" in out

@@ -13,6 +13,7 @@ import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, front, stages
+from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
 from kvsim.sweeps.run import sweep
 
@@ -84,6 +85,9 @@ def test_means_and_intervals_are_those_of_the_table(opened, ran):
         upper = (part["high"] - part["mean"]).to_list()
         assert lines[policy]["error_y"]["array"] == pytest.approx(upper)
     assert "3 prompts." in [one.value for one in app.caption]
+    verdict = answer(table_of(ran), ["output_error"])[1]
+    assert len(verdict) == 3
+    assert [one.value for one in app.text][:3] == verdict
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_sweep_fits_policies_under_one_label():
 
     assert {record.policy for record in run.records} == {"ams@scaled+snapkv@scaled", "tova"}
     assert len(set(run.table["params"].drop_nulls())) == 2
-    assert any("scaled to budget 40" in one and "scorer.window=8" in one for one in run.remarks)
+    assert any("scorer.window=32 * budget / 1024" in one for one in run.remarks)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if "ams@release" not in name])

@@ -12,7 +12,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import against_entries
 from kvsim.errors import PolicyError
 from kvsim.plots.summary import metric_label
-from kvsim.schema import LABELS
+from kvsim.schema import LABELS, visible
 
 from .. import downloads, elements, line_charts, runs
 
@@ -58,7 +58,11 @@ def page() -> None:
         st.info("This run has no values of policies, so there is nothing to compare.")
         runs.provenance(run)
         st.stop()
+    verdict = st.container()
     comparison = _comparison(run, values)
+    if comparison.metric in METRICS:
+        for line in runs.verdict(run.origin, comparison.policies, comparison.metric):
+            verdict.text(visible(line))
     _over_budgets(comparison)
     _differences(comparison)
     _front(comparison)
