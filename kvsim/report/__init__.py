@@ -49,14 +49,19 @@ def write_report(
         progress: called with (steps done, steps, what is being done).
 
     Raises:
-        OutputError: something is at `out`, or it cannot be written; a run cannot be read, or a
-            trace is none of the runs'.
+        OutputError: `out` is called other than .html or .htm, something is there, or it cannot be
+            written; a run cannot be read, or a trace is none of the runs'.
         TraceError: two traces have one name.
         PolicyError: there is neither run nor trace; two runs have different values for the same
             policy, parameters, schedule and trace; the runs have no values, or not the policy
             `base`.
     """
     target = local_path(out, OutputError)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise OutputError(
+            f"{out} is to be a report, which is an HTML page; expected FILE.html, or `kvsim table "
+            "RUN --format csv`, latex or markdown for numbers"
+        )
     check_output(target, overwrite=overwrite)
     saved = [read_run(run) for run in runs]
     write_file(target, page(saved, base, traces, progress), overwrite=overwrite)

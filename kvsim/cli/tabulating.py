@@ -1,0 +1,158 @@
+"""`kvsim table`: means of finished runs as a table for a paper or a program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvsim.cli import plotting, show, values
+from kvsim.cli.comparing import latex, markdown
+from kvsim.cli.values import OptionError
+from kvsim.schema import LABELS
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Form = Literal["table", "csv", "latex", "markdown", "json"]
+
+#: What values may be split by.
+_PARTS = ("stage", "layer", *LABELS)
+
+
+def table(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Folders that `kvsim replay`, `live` or `sweep --out` wrote, or Tables in "
+            ".parquet files.",
+        ),
+    ],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,NAME...]",
+            help="What to show, a column each, of metrics with variants the main one; default: the "
+            "main metrics of the runs.",
+        ),
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,NAME...]",
+            help=f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
+            "layers, as in Table 14 of AMS; the others but layer are labels of prompts.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split, metavar="NAME[,NAME...]", help="The policies; default: all."
+        ),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split, metavar="N|P%[,...]", help="The budgets; default: all."
+        ),
+    ] = None,
+    form: Annotated[
+        Form,
+        typer.Option("--format", help="csv and json have a row per metric, and every number."),
+    ] = "table",
+) -> None:
+    """Print means of finished runs over prompts, with their 95 % intervals.
+
+    Layers, heads and events are averaged within a prompt first. Nothing is replayed.
+    """
+    unknown = [name for name in by or () if name not in _PARTS]
+    if unknown:
+        raise OptionError(f"--by is {unknown[0]!r}; expected {', '.join(_PARTS)}")
+
+    data = plotting.read(runs, policy, budget)
+    assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
+    means = _means(data.table, metric, by or [])
+    if form == "csv":
+        show.echo_text(means.write_csv().rstrip())
+    elif form == "json":
+        show.echo_json(show.cells(means))
+    else:
+        headers, rows = _wide(means, by or [])
+        if form == "table":
+            show.echo_table(headers, rows, right=2 + len(by or []))
+        else:
+            show.echo_text({"latex": latex, "markdown": markdown}[form](headers, rows))
+        notes = [_meaning(means), *(f"Note: {remark}." for remark in dict.fromkeys(data.remarks))]
+        show.echo_text("\n".join("% " * (form == "latex") + note for note in ("", *notes)))
+
+
+def _means(table: pl.DataFrame, metrics: list[str] | None, by: list[str]) -> pl.DataFrame:
+    """Return means over prompts: parts, policy, budget and metric, then numbers of each."""
+    import polars as pl
+
+    from kvsim.analysis.registry import METRICS
+    from kvsim.analysis.registry import metric as metric_named
+    from kvsim.analysis.summaries import averages, last_events, main_variants, stages
+    from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
+
+    measured = set(table.drop_nulls(["policy", "value"])["metric"])
+    if metrics is None:
+        main = dict.fromkeys((*SUMMARY, *LIVE_SUMMARY))
+        metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
+    for name in metrics:
+        metric_named(name)
+        if name not in measured:
+            raise OptionError(
+                f"--metric {name}: the runs have no value of it; they have "
+                f"{', '.join(sorted(measured)) or 'none'}"
+            )
+    chosen = main_variants(last_events(table), metrics)
+    if "stage" in by:
+        chosen = stages(chosen)
+    missing = [name for name in by if name not in chosen or not chosen[name].count()]
+    if missing:
+        raise OptionError(
+            f"--by {missing[0]}: no value of {', '.join(metrics)} has one; leave it out, or record "
+            "prompts with this label"
+        )
+    means = averages(chosen.drop_nulls(by), by).filter(pl.col("mean").is_not_null())
+    order = {name: place for place, name in enumerate(metrics)}
+    place = pl.col("metric").replace_strict(order, return_dtype=pl.Int64)
+    return means.sort([*by, place], maintain_order=True)
+
+
+def _meaning(means: pl.DataFrame) -> str:
+    """What the means are over, and their fidelity."""
+    counts = sorted({*means["n"].to_list()})
+    prompts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    labels = ", ".join(sorted(means["fidelity"].cast(str).unique()))
+    return (
+        f"Means over {prompts} prompts, of layers, heads and events within a prompt first, in "
+        f"brackets the 95 % interval over prompts; chance: of random sets. Fidelity: {labels}."
+    )
+
+
+def _wide(means: pl.DataFrame, by: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows, a column per metric, and next to it chance where there is one."""
+    metrics = means["metric"].unique(maintain_order=True).to_list()
+    with_chance = set(means.drop_nulls("chance")["metric"])
+    columns = [x for name in metrics for x in (name, *[f"{name} chance"] * (name in with_chance))]
+    keys = [*by, "policy", "params", "asked", "interval", "prefill"]
+    rows: dict[tuple[object, ...], dict[str, str]] = {}
+    for row in means.iter_rows(named=True):
+        cells = rows.setdefault(tuple(row[key] for key in keys), {})
+        form = show.metric_format(row["metric"])
+        text = f"{row['mean']:{form}}"
+        if row["low"] is not None:
+            text += f" [{row['low']:{form}}, {row['high']:{form}}]"
+        cells[row["metric"]] = text
+        cells[f"{row['metric']} chance"] = show.number(row["chance"], form)
+    shown = len(by) + 1
+    lines = [
+        [*map(str, key[:shown]), str(key[shown + 1]), *(cells.get(x, "-") for x in columns)]
+        for key, cells in rows.items()
+    ]
+    return [*by, "policy", "budget", *columns], lines

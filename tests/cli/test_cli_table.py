@@ -1,0 +1,116 @@
+"""`kvsim table`: means of finished runs, against plain loops over their values."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.sweeps import sweep
+
+TASKS = {"a": "walk", "b": "get", "c": "walk"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of three random prompts with seven layers, of two tasks."""
+    torch.manual_seed(0)
+    traces = [
+        kvsim.Trace.from_arrays(
+            *(torch.randn(7, heads, 60, 4) for heads in (2, 1, 1)),
+            prompt_len=30,
+            rope=kvsim.Rope.default(4),
+            name=name,
+        )
+        for name in TASKS
+    ]
+    policies = [kvsim.policy("tova"), kvsim.policy("knorm")]
+    metrics = ["output_error", "retained_iou"]
+    run = sweep(traces, policies, [8, "25%"], interval=8, metrics=metrics)
+    task = pl.col("trace").replace_strict(TASKS)
+    out = tmp_path_factory.mktemp("runs") / "x"
+    return dataclasses.replace(run, table=run.table.with_columns(task=task)).save(out)
+
+
+def naive(folder, policy, asked, metric, stage, task):
+    """The mean over prompts of means over layers and heads, by plain loops."""
+    of_prompt = {}
+    for row in pl.read_parquet(folder / "results.parquet").iter_rows(named=True):
+        size = row["share"] or str(row["budget"])
+        edge = "early" if row["layer"] in (0, 1) else "late" if row["layer"] in (5, 6) else "middle"
+        if (
+            row["value"] is None
+            or row["variant"] != ""
+            or (row["policy"], size, row["metric"], edge, row["task"])
+            != (*(policy, asked, metric, stage, task),)
+        ):
+            continue
+        of_prompt.setdefault(row["trace"], []).append(row["value"])
+    means = [sum(values) / len(values) for values in of_prompt.values()]
+    return sum(means) / len(means), len(means)
+
+
+def test_means_by_stage_and_task_are_those_of_plain_loops(run, folder):
+    """Stages are those of Table 14 of AMS: two of seven layers at each end; every number in CSV."""
+    status, out, _ = run("table", folder, "--by", "stage,task", "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+
+    assert status == 0
+    assert len(rows) == 3 * 2 * 2 * 2 * 2
+    for row in rows:
+        mean, count = naive(
+            folder, *(row[key] for key in ("policy", "asked", "metric", "stage", "task"))
+        )
+        assert float(row["mean"]) == pytest.approx(mean)
+        assert int(row["n"]) == count == (2 if row["task"] == "walk" else 1)
+        assert bool(row["low"]) == (count > 1)
+    by_json = json.loads(run("table", folder, "--by", "stage,task", "--format", "json")[1])
+    assert [f"{one['mean']}" for one in by_json] == [row["mean"] for row in rows]
+
+
+def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
+    """As LaTeX and Markdown, with chance next to the IoU and the fidelity below."""
+    asked = ["--by", "stage", "--metric", "retained_iou,output_error", "--budget", "25%"]
+    tex = run("table", folder, *asked, "--format", "latex")[1]
+    marked = run("table", folder, *asked, "--format", "markdown")[1].splitlines()
+    _, plain, _ = run("table", folder, *asked)
+
+    head = r"stage & policy & budget & retained\_iou & retained\_iou chance & output\_error \\"
+    assert head in tex
+    assert tex.count(r"\\") == 1 + 3 * 2
+    assert "% Means over 3 prompts" in tex
+    assert len([line for line in marked if line.startswith("|")]) == 2 + 3 * 2
+    assert plain.splitlines()[1].split()[:3] == ["early", "tova", "25%"]
+    assert "Fidelity: " in plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--by", "stages"], "--by is 'stages'; expected stage, layer, task"),
+        (["--by", "level"], "--by level: no value of output_error, retained_iou has one"),
+        (["--metric", "regret"], "--metric regret: the runs have no value of it; they have output"),
+        (["--metric", "eror"], "unknown metric 'eror'"),
+    ],
+)
+def test_what_runs_do_not_have_is_refused(run, folder, arguments, message):
+    """With what there is."""
+    status, out, err = run("table", folder, *arguments)
+
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_a_report_is_no_csv(run, folder, tmp_path):
+    """A page under another name would surprise whoever opens it; the message names the table."""
+    status, _, err = run("report", folder, "--out", tmp_path / "x.csv")
+
+    assert status == 2
+    assert "expected FILE.html, or `kvsim table RUN --format csv`" in err
+    assert not (tmp_path / "x.csv").exists()
