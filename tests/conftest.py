@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import ipaddress
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,11 +19,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import pytest
 from hypothesis import HealthCheck, settings
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+# ------------------------------------------------------------------------- temporary folders
+
+# Temporary folders lie in memory, where a machine has enough of it: the store flushes every file,
+# tests write tens of thousands, and a disk takes milliseconds for each. Subprocesses inherit it.
+_MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes a folder of the user's own in it
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 8 << 30:
+    os.environ["TMPDIR"] = str(_MEMORY)
+    tempfile.tempdir = None  # what was found before
 
 # --------------------------------------------------------------------------------- Hypothesis
 
