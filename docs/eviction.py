@@ -21,6 +21,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class Count:
             right=round(sum(one.right for one in outcomes) / n, 5),
         )
 
-    @property
+    @cached_property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the share of exact chains."""
         found = binomtest(self.chain, self.n).proportion_ci(method="wilson")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import ipaddress
 import os
@@ -21,6 +22,8 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 from hypothesis import HealthCheck, settings
+
+from plain_figures import leave_out_layouts
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
@@ -147,6 +150,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Start to measure after the imports, whose objects no later garbage collection visits."""
     gc.freeze()
+    gc.set_threshold(10_000)  # of the objects that tests make hardly any are garbage of circles
     _stopwatch.lap()
 
 
@@ -173,6 +177,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # ------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_read_once():
+    """A process of a user's runs one command; one of tests runs hundreds, of the same options."""
+    import typer.main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture
@@ -213,16 +227,8 @@ def no_layout():
 
     For tests whose subject is not the figure: tests/plots and tests/docs lay each of them out.
     """
-    from matplotlib.figure import Figure
-
-    savefig = Figure.savefig
-
-    def save(figure, *arguments, **options):
-        figure.set_layout_engine("none")
-        savefig(figure, *arguments, **options)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save)
+        leave_out_layouts(patch.setattr)
         yield
 
 

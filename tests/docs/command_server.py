@@ -10,6 +10,7 @@ status. The server ends when its standard input is closed.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -19,9 +20,19 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
+
+import typer
 
 import kvsim
-from kvsim.cli import main
+from kvsim.cli import app, main
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from plain_figures import leave_out_layouts
+
+#: What commands import when they need it.
+LATER = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "pydantic", "zarr")
 
 
 def serve(listener: socket.socket) -> None:
@@ -29,6 +40,11 @@ def serve(listener: socket.socket) -> None:
     # no threads run yet: those that a library starts when it is used would not survive a fork
     for module in pkgutil.walk_packages(kvsim.__path__, "kvsim."):
         importlib.import_module(module.name)
+    for name in LATER:
+        importlib.import_module(name)
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(app)
+    leave_out_layouts(setattr)  # those of the gallery are laid out (test_docs_figures.py)
     gc.freeze()  # the first collection in a fork would copy every page that holds an object
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system clears away forks that end
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
