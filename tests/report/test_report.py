@@ -19,6 +19,8 @@ from kvsim.errors import OutputError, PolicyError
 from kvsim.report import read_run, write_report
 from kvsim.sweeps.run import sweep
 
+pytestmark = pytest.mark.usefixtures("no_layout")
+
 HOSTILE = "<script>alert('x')</script>&\"' {body} [link](javascript:x)"
 
 

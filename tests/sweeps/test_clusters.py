@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import distributed
 import pytest
 
 import kvsim
@@ -98,8 +99,11 @@ def test_a_cluster_computes_the_same(grid, cluster, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_cluster_that_is_not_there_is_named(grid, run):
+def test_a_cluster_that_is_not_there_is_named(grid, run, monkeypatch):
     """An address without a scheduler ends in one line with status 3, and nothing is computed."""
+    client = distributed.Client
+    impatient = {"timeout": 0.5, "set_as_default": False}  # instead of 5 s
+    monkeypatch.setattr(distributed, "Client", lambda **where: client(**where | impatient))
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(ClusterError, match="cannot be reached"):
         kvsim.sweep(**grid, scheduler=address)
