@@ -11,6 +11,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.view import Entries, Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import NeedsError, PolicyError
+from kvsim.policies import criticalkv as criticalkv_module
 from kvsim.policies.calibration import Calibration, row_blocks
 from kvsim.policies.criticalkv import CriticalKV, projected_size
 from kvsim.policies.dropkv import DropKV
@@ -52,7 +53,8 @@ def make_trace(seed=0, *, rope=None, **arrays):
 def view_of(trace, row=N - 5, *, keep=None, budget=6, interval=8, clairvoyant=False):
     """The View after `row`; keep bool [layers, heads, row + 1] says what is still there."""
     source = TraceSource(trace, range(trace.n_layers), torch.device("cpu"))
-    entries = Entries(trace.n_layers, trace.n_heads, {"acc": 0.0}, like=source.keys)
+    columns = {"acc": 0.0, "projected": math.nan}
+    entries = Entries(trace.n_layers, trace.n_heads, columns, like=source.keys)
     entries.append(0, row + 1)
     if keep is not None:
         entries.compress(keep)
@@ -575,10 +577,10 @@ def test_criticalkv_orders_entries_across_heads_by_score_times_value():
 
 
 def test_criticalkv_is_its_scorer_in_all_but_the_ranking():
-    """Columns, window, protection and needs are the scorer's, with the projection added."""
+    """Columns, window, protection and needs are the scorer's, with what is projected added."""
     around = CriticalKV(H2O(recent=3))
 
-    assert around.columns == H2O.columns
+    assert around.columns.keys() == H2O.columns.keys() | {"projected"}
     assert around.protection(20) == H2O(recent=3).protection(20)
     assert CriticalKV(SnapKV(window=7)).rows == 7
     assert around.needs == {"o_proj"}
@@ -599,6 +601,42 @@ def test_criticalkv_carries_the_columns_of_its_scorer_through_a_replay():
     assert np.array_equal(kvsim.replay(trace, around, 8).evicted_at, alone.evicted_at)
     half = Policy("criticalkv+h2o", CriticalKV(H2O()), schedule=schedule)
     assert not np.array_equal(kvsim.replay(trace, half, 8).evicted_at, alone.evicted_at)
+
+
+def test_queries_of_a_prefix_are_learned_from_once(monkeypatch):
+    """Their rows are the same at every event."""
+    calls = []
+    learn = QFilter.learn
+    monkeypatch.setattr(
+        QFilter, "learn", lambda self, *given: calls.append(1) or learn(self, *given)
+    )
+
+    record = kvsim.replay(make_trace(), kvsim.policy("qfilter", calibration="prefix:9"), 8)
+
+    assert len(record.events) > 1
+    assert calls == [1]
+
+
+def test_criticalkv_projects_each_value_once(monkeypatch):
+    """At later events values of new entries alone; the kept sets are those of projecting all."""
+    trace = make_trace()
+    policy = Policy("criticalkv+h2o", CriticalKV(H2O()), schedule=Schedule(interval=4))
+    counts = []
+
+    def counting(values, o_proj):
+        counts.append(values.shape[2])
+        return projected_size(values, o_proj)
+
+    monkeypatch.setattr(criticalkv_module, "projected_size", counting)
+    once = kvsim.replay(trace, policy, 8)
+    monkeypatch.setattr(
+        criticalkv_module, "_projected", lambda view: projected_size(view.values, view.o_proj)
+    )
+
+    again = kvsim.replay(trace, policy, 8)
+
+    assert counts == [trace.prompt_len] + [4] * (len(once.events) - 1)
+    assert np.array_equal(once.evicted_at, again.evicted_at)
 
 
 def test_criticalkv_needs_the_output_projection():
