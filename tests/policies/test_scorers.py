@@ -611,7 +611,9 @@ def test_queries_of_a_prefix_are_learned_from_once(monkeypatch):
         QFilter, "learn", lambda self, *given: calls.append(1) or learn(self, *given)
     )
 
-    record = kvsim.replay(make_trace(), kvsim.policy("qfilter", calibration="prefix:9"), 8)
+    record = kvsim.replay(
+        make_trace(), kvsim.policy("qfilter", calibration="prefix:9"), 8, interval=4
+    )
 
     assert len(record.events) > 1
     assert calls == [1]
