@@ -79,7 +79,8 @@ def test_recompute_prints_what_moved(run, trace):
         line.split() for line in out.splitlines() if line.startswith(tuple(policies.split(",")))
     ]
 
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert "--set window=8 changes asl, fastkv" in err
     assert len(rows) == 8
     assert rows[0][:5] == ["asl", "40", "layer", "1", "40"]
     assert all(row[-1] in ("same", "other") for row in rows)
