@@ -68,6 +68,19 @@ def test_metric_benchmark_prints_its_ratios(capsys):
     assert all(value > 0 for value in ratios.values())
 
 
+def test_benchmark_of_cells_prints_its_ratios(capsys):
+    """Cells that are replayed and measured together beside the ideal of their output errors."""
+    cells = load("cells")
+
+    ratios, lines = cells.run(cells.SMALLEST, (64,))
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    parts = {"replays", "output errors", "other metrics"}
+    assert set(ratios) == parts | {"all", "ms on the sample"}
+    assert all(value >= 0 for value in ratios.values())
+
+
 def test_sweep_benchmark_prints_its_ratios(capsys):
     """A sweep is measured beside one replay after another, and gives the same Table."""
     sweep = load("sweep")
