@@ -24,8 +24,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
-            help="Folders that `kvsim replay --out` or `kvsim live --out` wrote, or Tables in "
-            ".parquet files.",
+            help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, URLs of them in a "
+            "store, or Tables in .parquet files.",
         ),
     ],
     metric: Annotated[

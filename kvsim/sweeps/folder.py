@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import polars as pl
@@ -22,8 +23,10 @@ from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import sync, sync_tree, unbroken
+from kvsim.schema import is_url
 from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.store.records import write_records
+from kvsim.store.remote import filesystem, store_errors
 from kvsim.sweeps.tables import decode_table, encode_table
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
@@ -112,11 +115,13 @@ def bind(folder: Path, description: Mapping[str, Any]) -> None:
 def read_run(path: str | Path) -> Saved:
     """Return the run that `kvsim replay --out` wrote, or a Table that was saved as Parquet.
 
-    A file `*.parquet` has no parameters.
+    path: a folder, the URL of one in a store, or a file `*.parquet`, which has no parameters.
 
     Raises:
         OutputError: there is no run folder, or it is damaged or not finished.
     """
+    if is_url(path):
+        return _fetched(str(path))
     folder = local_path(path, OutputError)
     try:
         if folder.suffix == ".parquet" and not folder.is_dir():
@@ -136,6 +141,19 @@ def read_run(path: str | Path) -> Saved:
             "--out DIR` wrote"
         ) from None
     return Saved(folder, parameters, _table(folder, folder / RESULTS, data))
+
+
+def _fetched(url: str) -> Saved:
+    """Return the run behind a URL, without its records."""
+    system, root = filesystem(url, OutputError)
+    with TemporaryDirectory(prefix="kvsim-run-") as copy:
+        for name in (RUN, RESULTS):
+            with suppress(FileNotFoundError), store_errors(url, "read", OutputError):
+                system.get_file(f"{root}/{name}", f"{copy}/{name}")
+        try:
+            return replace(read_run(copy), path=Path(url))
+        except OutputError as error:
+            raise OutputError(str(error).replace(copy, url)) from error
 
 
 def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:

@@ -209,13 +209,29 @@ def test_a_part_counts_from_its_last_file_on(paths, store, monkeypatch):
 
 
 def test_the_commands_take_a_store(run, paths, store):
-    """--status and --collect work on a URL; --slurm and HTTP do not."""
-    sweep = ("sweep", paths[0], "--policy", "knorm", "--budget", "12", "--metric", "wipeout")
+    """--status, --collect and a comparison work on a URL; --slurm and HTTP do not."""
+    sweep = (
+        "sweep",
+        paths[0],
+        "--policy",
+        "knorm,tova",
+        "--budget",
+        "12",
+        "--metric",
+        "output_error",
+    )
     assert run(*sweep, "--out", store, "--shard", "0/1")[0] == 0
 
-    assert "1 of 1 cell are done" in run("sweep", "--out", store, "--status")[1]
+    assert "2 of 2 cells are done" in run("sweep", "--out", store, "--status")[1]
     assert run("sweep", "--out", store, "--collect")[0] == 0
     assert "run.json" in files(store)
+    status, out, error = run("compare", store)
+    assert (status, "knorm" in out, error) == (0, True, "")
+    status, _, error = run("compare", f"{store}/x")
+    assert (status, f"{store}/x is no run folder: {store}/x/run.json is missing" in error) == (
+        2,
+        True,
+    )
     status, _, error = run("sweep", "--out", store, "--slurm", "2")
     assert (status, "--slurm needs a folder" in error) == (2, True)
     status, _, error = run(*sweep, "--out", "http://127.0.0.1:1/x")
