@@ -53,6 +53,11 @@ COMMANDS = {
     "unpack": Command(("trace", "unpack", "PACKED"), "t.zarr"),
     "capture": Command(CAPTURE, "c.zarr", ("--overwrite",), slow=True),
     "demo": Command(("demo",), "demo", (), slow=True),
+    "tune": Command(
+        ("tune", "sample", "--policy", "snapkv", "--budget", "64", "--trials", "1"),
+        "tuned.json",
+        slow=True,
+    ),
 }
 
 
