@@ -57,12 +57,12 @@ def write_report(
             `base`.
     """
     target = local_path(out, OutputError)
+    check_output(target, overwrite=overwrite)
     if target.suffix.lower() not in (".html", ".htm"):
         raise OutputError(
             f"{out} is to be a report, which is an HTML page; expected FILE.html, or `kvsim table "
             "RUN --format csv`, latex or markdown for numbers"
         )
-    check_output(target, overwrite=overwrite)
     saved = [read_run(run) for run in runs]
     write_file(target, page(saved, base, traces, progress), overwrite=overwrite)
     return target
