@@ -204,23 +204,25 @@ def lock(file: Any, *, wait: bool) -> bool:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Run a block to its end; an interrupt meanwhile is raised after it.
+    """Run a block to its end; an interrupt or a request to end meanwhile is raised after it.
 
     A file is then whole, and what is being replaced is either old or new. Python interrupts the
     main thread only, so other threads just run the block.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread() or None in before.values():
         yield
         return
     pending: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
+    for number in before:
+        signal.signal(number, lambda number, _: pending.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if pending:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in dict.fromkeys(pending):
+            signal.raise_signal(each)
 
 
 def sync_tree(path: Path) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -111,8 +113,24 @@ def _kvsim(
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit with its status."""
-    sys.exit(_status(list(sys.argv[1:] if argv is None else argv)))
+    """Run one command and exit with its status; SIGTERM ends it as Ctrl-C does."""
+    with _terminable():
+        status = _status(list(sys.argv[1:] if argv is None else argv))
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, so that what is done is kept."""
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _status(argv: list[str]) -> int:

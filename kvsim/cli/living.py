@@ -78,6 +78,7 @@ def live(
     trust_remote_code: values.TrustRemoteCode = False,
     out: values.RunFolder = None,
     resume: values.Resume = False,
+    overwrite: values.Overwrite = False,
     show_text: values.ShowText = False,
     as_json: values.Json = False,
 ) -> None:
@@ -92,16 +93,16 @@ def live(
         raise OptionError("expected recorded traces, or --prompts FILE.jsonl, one of them")
     if record_to is not None and prompts is None:
         raise OptionError("--record-to says where --prompts are recorded; give --prompts as well")
-    values.check_run_options(out, resume=resume, events=events)
+    values.check_run_options(out, resume=resume, events=events, overwrite=overwrite)
 
     from kvsim.analysis.live.table import choose_live
     from kvsim.core.policy import Protection
     from kvsim.runner.decoding import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.parts import check_output
+    from kvsim.sweeps.parts import check_output, replaced
     from kvsim.sweeps.run import LIVE_SUMMARY
 
-    if out is not None:
+    if out is not None and not overwrite:
         check_output(out, resume=resume)
     choose_live(metric)
     policies = values.build_policies(policy, settings, fit=fit)
@@ -121,6 +122,8 @@ def live(
                     record_to = out.with_name(f"{out.name}-traces")
                 at = record_to or Path(stack.enter_context(TemporaryDirectory(prefix="kvsim-")))
                 recorded = _record(decoder, tokenizer, prompts, at, new_tokens)
+            if out is not None and overwrite:
+                stack.enter_context(replaced(out))
             run = run_live(
                 decoder,
                 recorded,

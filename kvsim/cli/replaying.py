@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +81,7 @@ def replay(
     events: values.Events = False,
     out: values.RunFolder = None,
     resume: values.Resume = False,
+    overwrite: values.Overwrite = False,
     as_json: values.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
@@ -88,7 +90,7 @@ def replay(
     moved. With --out, whatever ends the command keeps the cells that are done, and --resume
     continues.
     """
-    values.check_run_options(out, resume=resume, events=events)
+    values.check_run_options(out, resume=resume, events=events, overwrite=overwrite)
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, "regret"]))
     limit = None if memory is None else values.parse_memory(memory)
@@ -96,15 +98,17 @@ def replay(
     from kvsim.analysis.table import available, choose
     from kvsim.core.policy import Protection
     from kvsim.sweeps import SUMMARY, check_output, sweep
+    from kvsim.sweeps.parts import replaced
 
-    if out is not None:
+    if out is not None and not overwrite:
         check_output(out, resume=resume)
     choose(metric, oracles=regret)
     protect = Protection(sink, recent, prompt=protect_prompt)
     policies = values.build_policies(policy, settings, protect, fit=fit)
     opened = values.open_traces(traces)
     try:
-        with show.bar("cells") as report:
+        replacing = replaced(out) if out is not None and overwrite else nullcontext()
+        with replacing, show.bar("cells") as report:
             run = sweep(
                 opened,
                 policies,

@@ -11,7 +11,7 @@ import typer
 
 from kvsim.cli import show, values
 from kvsim.cli.values import OptionError, Stop
-from kvsim.schema import is_url, plural
+from kvsim.schema import is_url, plural, visible
 
 if TYPE_CHECKING:
     from kvsim.sweeps.driver import Progress, Standing
@@ -229,12 +229,15 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
 
 
 @contextmanager
-def _bar() -> Iterator[Progress | None]:
-    """A bar of cells, traces, bytes, rate and time left, on a terminal only."""
+def _bar() -> Iterator[Progress]:
+    """A bar of cells, traces, bytes, rate and time left; off a terminal lines of progress."""
     import sys
 
     if not sys.stderr.isatty():
-        yield None
+        from kvsim.recorder.progress import progress_lines
+
+        line = progress_lines("cells")
+        yield lambda now: line(*now.cells, visible(now.label))
         return
     from rich.console import Console
     from rich.filesize import decimal

@@ -192,8 +192,15 @@ class OptionError(KvsimError, ValueError):
     """An option with a bad value."""
 
 
-def check_run_options(out: Path | None, *, resume: bool, events: bool) -> None:
+def check_run_options(
+    out: Path | None, *, resume: bool, events: bool, overwrite: bool = False
+) -> None:
     """Raise OptionError where an option is about a run folder and there is none."""
+    if overwrite and (out is None or resume):
+        raise OptionError(
+            "--overwrite replaces the run in --out, which --resume continues; expected --out DIR "
+            "and one of them"
+        )
     if resume and out is None:
         raise OptionError("--resume continues the run in --out; give --out DIR as well")
     if events and out is None:

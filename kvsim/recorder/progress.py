@@ -1,23 +1,44 @@
-"""A progress bar on standard error, on a terminal only."""
+"""Progress on standard error: a bar on a terminal, elsewhere a line every so often."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+#: Seconds between lines of progress in a pipe or a file; work that is done before prints none.
+EVERY = 30.0
+
+
+def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
+    """Return a function that prints (done, total, label) every `EVERY` seconds."""
+    began = last = time.monotonic()
+
+    def show(done: int, total: int, now: str | None = None) -> None:
+        nonlocal last, label
+        label = label if now is None else now
+        if time.monotonic() - last < EVERY:
+            return
+        last = time.monotonic()
+        what = f": {label}" if label else ""
+        line = f"{done} of {total} {unit} after {last - began:.0f} s{what}"
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+    return show
+
 
 @contextmanager
 def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
-    """Return a function that shows (done, total, label); silent in a pipe.
+    """Return a function that shows (done, total, label).
 
     unit: what is counted. label: the first label; a call without one keeps it.
     """
     if not sys.stderr.isatty():
-        yield lambda *_: None
+        yield progress_lines(unit, label)
         return
     columns = (
         TextColumn("{task.description}", markup=False),

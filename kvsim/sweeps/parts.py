@@ -37,7 +37,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
-from kvsim.files import check_writable, lock, replace_file, unbroken
+from kvsim.files import check_writable, hidden, lock, replace_file, unbroken
 from kvsim.schema import plural
 from kvsim.store.inputs import read_file
 from kvsim.sweeps.folder import RUN, remove, replace_run, writing
@@ -81,6 +81,33 @@ def check_output(path: Path, *, resume: bool = False) -> None:
     if path.exists() or path.is_symlink():
         raise OutputError(_exists(path))
     check_writable(path.parent)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[None]:
+    """Let a run be written in the place of the one at `path`, which is removed once that is there.
+
+    If nothing is written, the old one stays. Raises OutputError for what is no run folder, and for
+    one that another process writes to.
+    """
+    if not path.exists() and not path.is_symlink():
+        yield
+        return
+    if not path.is_dir() or not ((path / RUN).is_file() or (path / SWEEP).is_file()):
+        raise OutputError(f"{path} exists and is no run folder; expected one to replace")
+    if (path / LOCK).exists():
+        with (path / LOCK).open("ab") as file:
+            if not lock(file, wait=False):
+                raise OutputError(f"{path} is being written by another process; wait for it")
+    old = hidden(path, "old")
+    path.rename(old)
+    try:
+        yield
+    finally:
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
 
 
 def plan(

@@ -35,6 +35,8 @@ from kvsim.tiny.vocabulary import DOMAINS
 from mutations import reseal_folder
 
 OWN = """
+import os
+import signal
 from dataclasses import dataclass
 
 from kvsim import Policy
@@ -51,6 +53,8 @@ class Odd(Scorer):
         if view.setting.budget == self.fails_at:
             raise NeedsError("odd: the trace has no dense attention; record it with --attention")
         if view.setting.budget == self.stops_at:
+            if os.environ.get("TERMINATED"):
+                signal.raise_signal(signal.SIGTERM)
             raise KeyboardInterrupt
         return view.pos.float()
 
@@ -892,7 +896,7 @@ def test_a_policy_that_exits_is_no_success(run, trace, own):
 
     status, _, err = run("replay", trace, "--policy", "scorer:odd", *cells)
     assert status == 1
-    assert "SystemExit (0) in scorer.py, line 18; expected scores" in err
+    assert "SystemExit (0) in scorer.py, line 22; expected scores" in err
     assert err.splitlines()[-1] == "error: 1 of 2 cells failed, the others are kept in x"
     for name in ("module:odd", "function:odd"):
         status, out, err = run("replay", trace, "--policy", name, "--budget", "16")
@@ -917,6 +921,36 @@ def test_a_finished_run_is_not_computed_again(run, trace, tmp_path):
     assert "give --out DIR as well" in one_line(err)
 
 
+def test_a_run_is_replaced_on_request(run, trace, tmp_path):
+    """By what is written in its place: an error before that leaves it; and no other folder is."""
+    arguments = ["replay", trace, "--policy", "tova", "--out", tmp_path / "x"]
+    run(*arguments, "--budget", "16")
+    before = (tmp_path / "x" / "run.json").read_bytes()
+
+    assert run(*arguments, "--budget", "0", "--overwrite")[0] == 2
+    assert (tmp_path / "x" / "run.json").read_bytes() == before
+    assert run(*arguments, "--budget", "24", "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "x" / "run.json").read_bytes())["budgets"] == ["24"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    (tmp_path / "x" / "run.json").unlink()
+    status, _, err = run(*arguments, "--budget", "24", "--overwrite")
+    assert (status, "is no run folder" in err) == (2, True)
+    assert "--resume continues" in run(*arguments, "--budget", "24", "--overwrite", "--resume")[2]
+
+
+def test_work_in_a_pipe_prints_a_line_every_so_often(run, trace, monkeypatch):
+    """What is done of how many, on standard error; nothing if the work is done before."""
+    arguments = ["replay", trace, "--policy", "tova,knorm", "--budget", "16", "--interval", "8"]
+    quiet = run(*arguments)
+    monkeypatch.setattr("kvsim.recorder.progress.EVERY", 0.0)
+
+    status, out, err = run(*arguments)
+
+    assert (status, out) == quiet[:2]
+    assert quiet[2] == ""
+    assert re.fullmatch(r"(\d of 2 cells after 0 s: small: .*\n)+", err)
+
+
 def test_failed_cells_leave_the_others(run, trace, own):
     """Some cells fail: status 1, the failures on standard error, the others kept."""
     arguments = ["--policy", "tova,mine:odd", "--set", "fails_at=16", "--budget", "16,24"]
@@ -931,8 +965,12 @@ def test_failed_cells_leave_the_others(run, trace, own):
     assert len(read_records(own / "x" / "records.zarr")) == 3
 
 
-def test_interrupted_sweep_keeps_what_is_done(run, trace, own):
-    """Ctrl-C: status 130; what was replayed is measured, shown and written."""
+@pytest.mark.parametrize("how", ["interrupted", "terminated"])
+def test_interrupted_sweep_keeps_what_is_done(run, trace, own, how, monkeypatch):
+    """Ctrl-C and SIGTERM: status 130; what was replayed is measured, shown and written."""
+    if how == "terminated":
+        monkeypatch.setenv("TERMINATED", "1")
+    before = signal.getsignal(signal.SIGTERM)
     arguments = ["--policy", "tova,mine:odd", "--set", "stops_at=24", "--budget", "16,24"]
 
     status, out, err = run("replay", trace, *arguments, "--out", "x", "--json")
@@ -945,6 +983,7 @@ def test_interrupted_sweep_keeps_what_is_done(run, trace, own):
     assert json.loads(out)["interrupted"] is True
     assert len(json.loads(out)["cells"]) == 3
     assert pl.read_parquet(own / "x" / "results.parquet").height > 0
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_interrupt_before_the_first_cell(run, trace, own):
