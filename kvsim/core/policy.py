@@ -166,9 +166,9 @@ class Policy:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
         if self.propagation is not None and budget < self.propagation.least_budget:
             raise BudgetError(
-                f"{self.name}: budget {budget} is below the window of "
-                f"{self.propagation.least_budget} rows that always propagates; the smallest "
-                f"budget that works is {self.propagation.least_budget}"
+                f"{self.name}: budget {budget} selects no token beside the window of rows that "
+                f"always propagates; the smallest budget that works is "
+                f"{self.propagation.least_budget}"
             )
 
         events = schedule or self.schedule

@@ -140,8 +140,8 @@ class Selecting(Propagation):
 
     @property
     def least_budget(self) -> int:
-        """The window always propagates."""
-        return self.window
+        """The window, which always propagates, and a token that is selected."""
+        return self.window + 1
 
     def check(self, n_layers: int) -> None:
         """The first layer must exist."""

@@ -58,8 +58,8 @@ class FastKV(AtLayer):
 
     @property
     def least_budget(self) -> int:
-        """The window always propagates."""
-        return self.window if self.rows is None else 1
+        """The window, which always propagates, and a token that is selected."""
+        return self.window + 1 if self.rows is None else 1
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
         """A prompt that propagates whole although it is longer than the budget."""

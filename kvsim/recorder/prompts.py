@@ -247,12 +247,12 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
 def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
     """Return the messages, with lists of text parts joined to text.
 
-    A missing content is left to the template: calls of tools have no content.
+    The missing content of a message that calls tools is left to the template.
 
     where: the beginning of an error message.
 
     Raises:
-        CaptureError: a part that is not text, or a content of another kind.
+        CaptureError: a part that is not text, no content, or one of another kind.
     """
     joined = []
     for place, message in enumerate(messages):
@@ -260,6 +260,11 @@ def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
         if isinstance(content, list | tuple):
             texts = [_text_of(part, f"{where}message {place}") for part in content]
             joined.append({**message, "content": "".join(texts)})
+        elif content is None and not message.get("tool_calls"):
+            raise CaptureError(
+                f"{where}message {place} has no content, expected text or a list of text parts; "
+                "only a message with tool_calls may have none"
+            )
         elif isinstance(content, str | None):
             joined.append(dict(message))
         else:

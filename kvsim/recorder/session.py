@@ -84,6 +84,11 @@ class Session:
         self.response = encoded.response or []
         self.new_tokens, context = 0 if self.response else options.longest, context_length(model)
         self.logprobs: list[float] = []
+        if context is not None and (options.max_new_tokens or 0) >= context:
+            raise CaptureError(
+                f"max_new_tokens is {options.max_new_tokens}, and the model has {context} "
+                "positions for prompt and response together; give fewer new tokens"
+            )
         if context is not None and len(encoded.ids) + self.new_tokens > context:
             self.new_tokens = context - len(encoded.ids)
             self.notes.append(

@@ -80,7 +80,7 @@ class RunningModel:
         header = replace(trace.header, formulas=tuple(formulas[at] for at in sorted(formulas)))
         return Trace(trace.source, header, dtype=trace.dtype)
 
-    def _check_length(self, n_pos: int) -> None:
+    def check_length(self, n_pos: int) -> None:
         """Raise CaptureError beyond the context of the model, or a change of its frequencies."""
         limit = context_length(self.model) or n_pos
         ropes = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
@@ -106,7 +106,7 @@ class RunningModel:
         self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
     ) -> Trace:
         """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
-        self._check_length(n_pos)
+        self.check_length(n_pos)
         probe = self._projected if "o_proj" in policy.scorer.needs else self._plain
         zero = torch.zeros((), dtype=probe.dtype)
         shapes = probe.source.shapes

@@ -86,6 +86,8 @@ def live(
     for trace in traces:
         check_recorded(trace, model)
     running = RunningModel(model)
+    for trace in traces:
+        running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens))
     parameters: dict[str, Any] = {
         "loop": "closed",
         "policies": params_of(policies),

@@ -400,7 +400,7 @@ def test_the_second_pass_takes_the_last_layer():
     [
         (lambda t: ranking(t, ASL(window=116)), PolicyError, "no token is left to rank"),
         (lambda t: ranking(t, ASL(first_layer=6)), PolicyError, "model has layers 0..5"),
-        (lambda t: ranking(t).curve(31), BudgetError, "below the window of 32"),
+        (lambda t: ranking(t).curve(32), BudgetError, "selects no token beside the window of 32"),
         (lambda t: ranking(t).curve(64, ASL(window=8)), PolicyError, "a ranking for each"),
         (lambda t: ranking(t).curve(64, ASL(first_layer=6)), PolicyError, "layer is 6"),
         (lambda t: ranking(t).grid(64, [7], [2]), PolicyError, "layer is 7"),
@@ -722,7 +722,7 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--budget", "16"], "budget 16 is below the window of 32"),
+        (["--budget", "16"], "budget 16 selects no token beside the window of 32"),
         (["--budget", "x"], "budget is 'x'"),
         (["--budget", "64", "--window", "9999"], "no token is left to rank"),
         (["--budget", "64", "--window", "0"], "error: --window is 0; expected an integer"),

@@ -455,7 +455,7 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
         kvsim.replay(trace, kvsim.policy("fastkv", layer=7), 20)
     with pytest.raises(PolicyError, match=r"first_layer\): layer is 9"):
         kvsim.replay(trace, kvsim.policy("asl", first_layer=9, window=4), 20)
-    with pytest.raises(BudgetError, match="the smallest budget that works is 32"):
+    with pytest.raises(BudgetError, match="the smallest budget that works is 33"):
         kvsim.replay(trace, kvsim.policy("asl_2pass"), 20)
     with pytest.raises(PolicyError, match=r"7 rows propagate \(rows=0.1 of a prompt of 70 t"):
         kvsim.replay(trace, kvsim.policy("fastkv", rows=0.1), 20)

@@ -139,6 +139,7 @@ def test_an_unknown_keyword_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_new_tokens": 10**6}, r"and the model has \d+ positions for prompt and response"),
         ({"attention": "windo"}, "attention is 'windo', expected 'full', or 'window:N'"),
         ({"attention": "window:0"}, "attention is 'window:0'"),
         ({"attention": None}, "attention is None"),
@@ -431,6 +432,7 @@ def test_misspelled_keys_are_told_once(tmp_path):
         (b'{"prompt": "a", "messages": []}', "'prompt' and 'messages' are given"),
         (b'{"messages": []}', r"no prompt, messages is \[\]"),
         (b'{"messages": [{"content": "x"}]}', "message 0 is .* expected an object with 'role'"),
+        (b'{"messages": [{"role": "user"}]}', "message 0 has no content, expected text"),
         (b'{"messages": [{"role": "user", "content": 1}]}', "content of message 0 is int"),
         (
             b'{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}',

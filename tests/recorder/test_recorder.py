@@ -639,11 +639,11 @@ def test_the_context_cuts_the_response():
     """A response that would leave the model's context is cut there, with a note."""
     model = build("llama", max_position_embeddings=64)
 
-    trace = capture(model, None, ids(60), max_new_tokens=100)
+    trace = capture(model, None, ids(60), max_new_tokens=63)
 
     assert trace.n_pos == 64
     assert trace.meta["generation"]["stopped"] == "context"
-    assert "cut to 4 of 100" in trace.meta["notes"][0]
+    assert "cut to 4 of 63" in trace.meta["notes"][0]
 
 
 def test_the_response_stops_at_eos():

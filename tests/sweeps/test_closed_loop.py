@@ -180,6 +180,8 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
         kvsim.live(*given, policies("snapkv@original"), [16])
     with pytest.raises(PolicyError, match="max_new_tokens is -1"):
         kvsim.live(*given, policies("tova"), [16], max_new_tokens=-1)
+    with pytest.raises(CaptureError, match=r"expected at most .* fewer new tokens"):
+        kvsim.live(*given, policies("tova"), [16], max_new_tokens=10**6)
     bare = kvsim.Trace.from_arrays(
         trace.q, trace.k, trace.v, prompt_len=trace.prompt_len, rope=trace.rope
     )

@@ -148,8 +148,8 @@ class Ranking:
         rule = self._checked(rule)
         if budget < rule.least_budget:
             raise BudgetError(
-                f"asl: budget {budget} is below the window of {rule.window} rows, which "
-                "always propagates; give a larger budget or a smaller window"
+                f"asl: budget {budget} selects no token beside the window of {rule.window} rows, "
+                "which always propagates; give a larger budget or a smaller window"
             )
         k = min(budget, self.prompt_len) - rule.window
         first, back = rule.rule(self.n_layers)
