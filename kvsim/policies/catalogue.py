@@ -25,6 +25,7 @@ from kvsim.policies.h2o import H2O, ObservedAttention
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.lagkv import LagKV
+from kvsim.policies.lengths import MEANT_FOR
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidinfer import PyramidInfer
@@ -421,42 +422,13 @@ _PRESETS: Mapping[str, Preset] = {
     "fastkv@proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2}),
 }
 
-# Lengths, and the budget for which a paper or its authors' code has these values. G-KV, section 7,
-# also for its baselines: window 16 at budget 512.
-_GKV = {"window": 512}
-_MEANT_FOR: Mapping[str, Mapping[str, int]] = {
-    # Tables 15 to 19: T_keep 512; so the release, and its baselines
-    "ams": dict.fromkeys(("window", "recent", "min_segment", "max_segment", "segment_length"), 512),
-    "rkv@ams": {"window": 512},
-    "rpc@ams": {"window": 512},
-    # the smallest budget of the published configurations, ablation_c1024_w32_k7_maxpool
-    "snapkv": {"window": 1024},
-    # the defaults of the authors' code: window_size 64, max_capacity_prompt 256 + 64
-    "snapkv@kvpress": {"window": 320},
-    "pyramidkv@kvpress": {"window": 320},
-    # the smallest budget of the paper's experiments
-    "pyramidkv": {"window": 64},
-    # section 5.1 and appendix C: a budget of 2048 with window 32
-    "asl": {"window": 2048},
-    "asl_2pass": {"window": 2048},
-    # the released scripts: window 8 and 2048 rows at budget 512
-    "fastkv": {"window": 512, "rows": 512},
-    **dict.fromkeys(
-        ("gkv", "global_max", "global_mean", "global_sum", "rkv", "morphkv", "snapkv@gkv"), _GKV
-    ),
-    "cake@gkv": _GKV,
-    "morphkv@original": {},
-    "rkv@original": {},
-    "pyramidkv@reference": {},
-}
-
 CATALOGUE: Mapping[str, Entry] = {
     name: replace(
         entry,
         paper=_PAPERS.get(name, ""),
-        meant_for=_MEANT_FOR.get(name, {}),
+        meant_for=MEANT_FOR.get(name, {}),
         presets={
-            full.removeprefix(f"{name}@"): replace(preset, meant_for=_MEANT_FOR.get(full))
+            full.removeprefix(f"{name}@"): replace(preset, meant_for=MEANT_FOR.get(full))
             for full, preset in _PRESETS.items()
             if full.startswith(f"{name}@")
         },

@@ -293,6 +293,16 @@ def context_length(model: PreTrainedModel) -> int | None:
     return int(limit) if limit else None
 
 
+def check_new_tokens(model: PreTrainedModel, count: int | None) -> None:
+    """Raise CaptureError for more new tokens than a model has positions after any prompt."""
+    context = context_length(model)
+    if context is not None and count is not None and count >= context:
+        raise CaptureError(
+            f"max_new_tokens is {count}, and the model has {context} positions for prompt and "
+            "response together; give fewer new tokens"
+        )
+
+
 def softcap(model: PreTrainedModel) -> float | None:
     """Return the softcap of attention logits in the model's configuration (Gemma 2), or None."""
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)

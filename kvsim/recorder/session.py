@@ -23,6 +23,7 @@ from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
 from kvsim.recorder.models import (
+    check_new_tokens,
     context_length,
     describe_model,
     is_tiny,
@@ -82,13 +83,9 @@ class Session:
                 "of them: a given response is recorded as it is; leave --max-new-tokens out"
             )
         self.response = encoded.response or []
+        check_new_tokens(model, options.max_new_tokens)
         self.new_tokens, context = 0 if self.response else options.longest, context_length(model)
         self.logprobs: list[float] = []
-        if context is not None and (options.max_new_tokens or 0) >= context:
-            raise CaptureError(
-                f"max_new_tokens is {options.max_new_tokens}, and the model has {context} "
-                "positions for prompt and response together; give fewer new tokens"
-            )
         if context is not None and len(encoded.ids) + self.new_tokens > context:
             self.new_tokens = context - len(encoded.ids)
             self.notes.append(
