@@ -112,7 +112,7 @@ def compare(
 def _document(
     comparison: Comparison, remarks: Sequence[str], fidelity: Mapping[str, float]
 ) -> dict[str, Any]:
-    from kvsim.analysis.verdict import verdicts
+    from kvsim.analysis.verdict import lines, verdicts
 
     return {
         "metric": comparison.metric,
@@ -121,7 +121,8 @@ def _document(
         "target": comparison.target,
         "prompts": comparison.traces,
         "comparisons": comparison.comparisons,
-        "verdict": [vars(each) | {"text": each.text} for each in verdicts(comparison)],
+        "verdict": [vars(each) for each in verdicts(comparison)],
+        "verdict_text": [*lines(comparison, verdicts(comparison))],
         "cells": show.cells(comparison.table),
         "fidelity": fidelity,
         "remarks": remarks,

@@ -179,9 +179,11 @@ def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any
     from kvsim.analysis.verdict import answer
     from kvsim.sweeps.run import summarise
 
+    verdicts, lines = answer(run.table, shown)
     return {
         **run.describe(),
-        "verdict": [vars(each) | {"text": each.text} for each in answer(run.table, shown)[0]],
+        "verdict": [vars(each) for each in verdicts],
+        "verdict_text": lines,
         "cells": show.cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": show.fidelity_shares(run.table, shown),

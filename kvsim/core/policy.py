@@ -144,7 +144,8 @@ class Policy:
 
     def requested(self, budget: int) -> Protection:
         """The union of what the policy, its scorer and its allocator ask to protect."""
-        return self.protect | self.scorer.protection(budget) | self.allocator.protection(budget)
+        fit = self.at(budget)
+        return fit.protect | fit.scorer.protection(budget) | fit.allocator.protection(budget)
 
     def protection(self, budget: int) -> Protection:
         """What is protected: all that is requested, if the allocator lets that bind."""
@@ -164,11 +165,11 @@ class Policy:
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
-        if self.propagation is not None and budget < self.propagation.least_budget:
+        across = self.at(budget).propagation
+        if across is not None and budget < across.least_budget:
             raise BudgetError(
                 f"{self.name}: budget {budget} selects no token beside the window of rows that "
-                f"always propagates; the smallest budget that works is "
-                f"{self.propagation.least_budget}"
+                f"always propagates; the smallest budget that works is {across.least_budget}"
             )
 
         events = schedule or self.schedule
@@ -176,8 +177,9 @@ class Policy:
         def exceeded(total: int) -> tuple[int, int] | None:
             """The first budget of a layer below the size of its protection, and that size."""
             longest = events.longest(prompt_len, total)
-            planned = self.layer_budgets.planned(total, n_layers, longest)
-            sizes = ((b, self.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
+            fit = replace(self.at(total), scaled=())  # lengths are those of the whole budget
+            planned = fit.layer_budgets.planned(total, n_layers, longest)
+            sizes = ((b, fit.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
             return next(((b, size) for b, size in sizes if size > b), None)
 
         first = exceeded(budget) if self.allocator.bounded else None
@@ -234,7 +236,7 @@ class Policy:
         """What a reader of results at this budget should know; empty for nothing."""
         if not self.bounded:
             return ""
-        remarks = [self.allocator.remark(budget)]
+        remarks = [self.at(budget).allocator.remark(budget)]
         if self.scaled:
             values = ", ".join(f"{self._key(one)}={one.share}" for one in self.scaled)
             remarks.append(f"scaled to the budget: {values}, windows to {_WINDOW} rows or more")

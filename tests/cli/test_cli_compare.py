@@ -42,7 +42,8 @@ def test_the_table_says_who_is_best_and_how_sure(run, folder):
     assert (status, err) == (0, "")
     verdicts = [line for line in lines[:2] if line.startswith("Budget ")]
     assert [line.split()[2] for line in verdicts] == [*best.values()]
-    assert [one["text"] for one in document["verdict"]] == verdicts
+    assert document["verdict_text"] == verdicts
+    assert [one["best"] for one in document["verdict"]] == [*best.values()]
     assert lines[3] == (
         "output_error (relative, lower is better): mean over 7 prompts, of layers, heads and "
         "events within a prompt first, in brackets the 95 % interval over prompts."

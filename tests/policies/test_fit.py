@@ -88,3 +88,15 @@ def test_the_options_of_a_remark_mend_what_it_remarks(name):
     assert "--fit" not in policy.fitted().remark(30)
     if name in ("ams", "snapkv", "asl", "gkv"):
         assert given["window"] == "8"
+
+
+@pytest.mark.parametrize("name", ["ams@scaled", "snapkv@scaled", "pyramidkv@scaled"])
+def test_protection_is_that_of_the_scaled_lengths(name):
+    """What is protected at a budget is what a replay protects, and a budget that works is known."""
+    policy = kvsim.policy(name)
+    explicit = {one.name: one.at(24) for one in policy.lengths if one.name != "rows"}
+
+    assert policy.protection(24) == kvsim.policy(name.partition("@")[0], **explicit).protection(24)
+    assert "cut to the budget" not in policy.remark(24)
+    record = kvsim.replay(make_trace(), policy, 24, interval=8)
+    assert (record.evicted_at[..., -1] > 70).all()
