@@ -181,7 +181,7 @@ def run() -> Run:
         )
         st.code(
             "kvsim replay traces/*.zarr --policy tova,snapkv,ams+tova --budget 64,128,25% "
-            "--interval 32 --regret --out runs/first",
+            "--interval 32 --fit --regret --out runs/first",
             language="bash",
             wrap_lines=True,
         )

@@ -137,6 +137,10 @@ def plot(
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
         policies = values.build_policies(policy or (), settings, fit=fit)
+        if figure.single == "record" and len(policies) > 1:
+            raise OptionError(
+                f"{name} shows one policy, but --set has several values; give one of each parameter"
+            )
         traces = values.open_traces(sources)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))

@@ -199,6 +199,10 @@ def test_files_and_traces_that_do_not_fit(run, paths, tmp_path):
     status, _, none = run("plot", "pareto", tmp_path / "no", "--policy", "tova", "--budget", "8",
                           "--out", tmp_path / "out.png")  # fmt: skip
 
+    lists = run("plot", "token_text", paths[0], "--policy", "snapkv", "--budget", "16",
+                "--set", "window=2,4", "--out", tmp_path / "out.png")[2]  # fmt: skip
+
+    assert "token_text shows one policy, but --set has several values" in lists
     assert "expected a file that ends in .png, .svg or .pdf" in other
     assert "token_text shows one trace, but 2 were given" in two
     assert status == 2
