@@ -425,4 +425,5 @@ def _swept(
         cell = f"{first.trace}: {first.policy}, budget {first.budget}"
         raise Stop(f"error: {cell}: {first.error}; nothing was written", 2)
     layers = {record.trace: record.layers for record in run.records}
-    return Data(traces, run.records, run.table, run.remarks, layers)
+    remarks = [*(record.remark for record in run.records), *run.notes]
+    return Data(traces, run.records, run.table, remarks, layers)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvsim.core.entries import Entries
 from kvsim.core.policy import Plan, Policy, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
-from kvsim.core.view import Entries, Setting, Source, View
+from kvsim.core.view import Setting, Source, View
 from kvsim.errors import BudgetError, ScoreError
 from kvsim.schema import NEVER
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvsim.core.entries import Entries
 from kvsim.core.propagation import Propagation, Selection
 from kvsim.core.trace import Trace
-from kvsim.core.view import Entries, Setting, Source, View
+from kvsim.core.view import Setting, Source, View
 from kvsim.engine.source import TraceSource
 
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvsim.core.entries import gather
 from kvsim.core.policy import Scores
-from kvsim.core.view import Group, View, gather, reduce_group
+from kvsim.core.view import Group, View, reduce_group
 from kvsim.engine.block import Block, check
 
 #: Rows of a block. More means fewer gathers, and more holes to compute over.

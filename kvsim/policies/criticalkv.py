@@ -65,10 +65,10 @@ class CriticalKV(Wrapper):
         return Scores(values, {**inner.columns, "projected": size})
 
     def flops(self, event: Event) -> Flops:
-        """W_o v of every query head, 2 H n d D, and its L1 norm."""
+        """W_o v of every query head, 2 H m d D, and its L1 norm, for m new entries."""
         h, _, d, n = event.sizes
-        hidden = event.model.hidden
-        return Flops(2 * h * n * d * hidden, 2 * h * n * hidden)
+        hidden, new = event.model.hidden, min(n, event.since)
+        return Flops(2 * h * new * d * hidden, 2 * h * new * hidden)
 
 
 def _projected(view: View) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 
 import kvsim
 from kvsim.core import view as view_module
-from kvsim.core.view import Entries, Setting, View
+from kvsim.core.entries import Entries
+from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import kvsim
 import reference
+from kvsim.core.entries import Entries
 from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.core.select import select
-from kvsim.core.view import Entries, Setting, View
+from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
 from kvsim.policies import redundancy

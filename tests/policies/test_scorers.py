@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.core.entries import Entries
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.view import Entries, Setting, View
+from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.policies import criticalkv as criticalkv_module

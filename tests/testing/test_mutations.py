@@ -19,9 +19,10 @@ import reference
 from kvsim.analysis.output import seen as metrics_seen
 from kvsim.analysis.output.error import output_error
 from kvsim.core import record as records
+from kvsim.core.entries import Entries, gather
 from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Uniform
 from kvsim.core.record import Record
-from kvsim.core.view import Entries, View, gather
+from kvsim.core.view import View
 from kvsim.engine import block as engine_block
 from kvsim.engine.rows import RowView
 from kvsim.engine.source import TraceSource
@@ -563,6 +564,7 @@ def test_error_of_rows_that_still_see_the_evicted_is_caught(monkeypatch):
 
 def test_bugs_are_gone_after_each_test():
     """What the tests above patch is the engine's own again."""
-    assert gather.__module__ == View.__module__ == "kvsim.core.view"
+    assert gather.__module__ == Entries.__module__ == "kvsim.core.entries"
+    assert View.__module__ == "kvsim.core.view"
     for owner, name in [(RowView, "_softmax"), (Schedule, "rows"), (TraceSource, "queries")]:
         assert getattr(owner, name).__module__.startswith("kvsim.")
