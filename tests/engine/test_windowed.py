@@ -310,7 +310,7 @@ def test_a_record_without_internals_says_so():
 
 
 def test_one_layer_is_one_layer(tmp_path, run):
-    """A single layer and head, no ranked token that goes on, no value at all."""
+    """A single layer and head, one ranked token that goes on, no value at all."""
     q, k, v = (torch.randn(1, 1, 120, DIM, generator=torch.Generator()) for _ in "qkv")
     rope = Rope.default(DIM)
     one = kvsim.Trace.from_arrays(q, k, v, prompt_len=90, rope=rope, name="one")
@@ -321,7 +321,7 @@ def test_one_layer_is_one_layer(tmp_path, run):
     assert out.endswith("No values: none of the metrics can be computed on these traces.\n")
     _, out, _ = run("layers", path, "--budget", "33")
     assert "58 are ranked, 1 layer\n" in out
-    assert "if all were equal.\n" in out
+    assert "if all were equal; Jaccard index of the first 1 token, 0.01 by chance.\n" in out
     assert "nan" not in out
     _, out, _ = run("info", path)
     assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out
