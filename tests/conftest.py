@@ -20,6 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -225,7 +226,8 @@ def run(capsys):
 def no_layout():
     """Draw figures where their parts are, without the search for a layout that takes most time.
 
-    For tests whose subject is not the figure: tests/plots and tests/docs lay each of them out.
+    For tests whose subject is not the figure: tests/plots and the gallery of tests/docs lay each of
+    them out.
     """
     with pytest.MonkeyPatch.context() as patch:
         leave_out_layouts(patch.setattr)
