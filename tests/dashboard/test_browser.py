@@ -156,19 +156,24 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def chrome(chromium, link):
-    """One browser for all tests, which loads the megabytes of scripts that pages share once."""
+    """One browser for all tests, which loads the megabytes of scripts that pages share once.
+
+    Its pages share a process, which compiles them once; one page stays open to keep it.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
+        shared = ("--process-per-site", "--renderer-process-limit=1", "--disable-gpu")
         browser = play.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-background-networking"]
+            executable_path=chromium,
+            args=["--no-sandbox", "--disable-background-networking", *shared],
         )
         context = browser.new_context(viewport={"width": 1280, "height": 1100})
         context.set_default_timeout(120_000)
         page = context.new_page()
         page.goto(link)
         assert "token" not in page.url
-        page.close()
+        page.goto(f"{link.partition('/?')[0]}/_stcore/health")
         yield context
         browser.close()
 
