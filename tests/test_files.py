@@ -24,7 +24,7 @@ from kvsim.cli import app
 from kvsim.errors import OutputError
 from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -44,7 +44,7 @@ def trace(tmp_path_factory):
 def ran(trace, tmp_path_factory):
     """The folder of a run."""
     policies = [kvsim.policy("streaming_llm")]
-    run = sweep([kvsim.open_trace(trace)], policies, [32], interval=8)
+    run = replay_all([kvsim.open_trace(trace)], policies, [32], interval=8)
     return run.save(tmp_path_factory.mktemp("run") / "r")
 
 

@@ -28,7 +28,7 @@ from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError
 from kvsim.policies import CATALOGUE, names
 from kvsim.report import read_run
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 from . import cache, controls
 
@@ -106,7 +106,7 @@ def load(origin: Origin) -> Run:
         saved = read_run(origin.path)
         return _run(origin, saved.path.name, saved.table, saved.parameters)
     trace = cache.trace(origin.source)
-    swept = sweep(
+    swept = replay_all(
         [trace],
         [kvsim.policy(name) for name in origin.policies],
         list(origin.budgets),

@@ -15,7 +15,7 @@ import kvsim
 from fidelity_page.plan import Study
 from kvsim.analysis.registry import METRICS
 from kvsim.recorder import capture_many, load_model
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 from results_page.traces import samples
 
 _model = cache(load_model)
@@ -68,7 +68,7 @@ def _measure(number: int, study: Study, folder: Path) -> pl.DataFrame:
     (trace,) = capture_many(model, tokenizer, [prompt], at, residual=True, o_proj=True, **writes)
     terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
     policies = study.policies
-    opened = sweep([trace], policies, study.budgets, metrics=OFFLINE, regret=True, **terms)
+    opened = replay_all([trace], policies, study.budgets, metrics=OFFLINE, regret=True, **terms)
     closed = kvsim.live(
         model,
         [trace],

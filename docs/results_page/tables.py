@@ -18,7 +18,7 @@ from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
-from kvsim.sweeps import Run, sweep
+from kvsim.sweeps import Run, replay_all
 from results_page.plan import Plan
 from results_page.policies import (
     across_policies,
@@ -119,9 +119,9 @@ def measure_trace(path: Path, plan: Plan, calibration: Path) -> pl.DataFrame:
         (at_the_prompt, tried, own, ("expected_attention", "value_norm_overlap")),
     ):
         for batch in _batches(policies):
-            run = sweep([trace], batch, at, metrics=_METRICS, **options)
+            run = replay_all([trace], batch, at, metrics=_METRICS, **options)
             tables += [_table(run), _more(trace, run, *also)]
-    across = sweep([trace], across_policies(plan.sizes), budgets, metrics=_ACROSS, **own)
+    across = replay_all([trace], across_policies(plan.sizes), budgets, metrics=_ACROSS, **own)
     tables.append(_table(across))
     tables.append(kvsim.measure(trace, metrics=_OF_TRACES))
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)

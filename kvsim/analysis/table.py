@@ -77,7 +77,7 @@ def measure(
         events: list every event.
         device: cpu, cuda or auto; of an `Analysis` its own.
         oracles: for `regret`, for each record that of the mass oracle on the same terms, or None;
-            `kvsim.sweeps.sweep(..., regret=True)` replays them.
+            `kvsim.sweeps.replay_all(..., regret=True)` replays them.
         progress: called with (metrics done, metrics, what is being measured).
 
     Metrics of what a policy decided at its events (`Metric.notes`: segments and quotas of `ams`)
@@ -182,7 +182,7 @@ def choose(
         if entry.beside_oracle and not oracles:
             raise PolicyError(
                 f"{name} compares with the mass oracle, which was not replayed; give --regret "
-                "(kvsim.sweeps.sweep(..., regret=True))"
+                "(kvsim.sweeps.replay_all(..., regret=True))"
             )
     return chosen
 

@@ -1,7 +1,7 @@
 """Predictive validity of a replay: its values next to those of the running model.
 
 Functions take two Tables, or two lists of records, of the same traces, policies, budgets and
-schedule: one of a replay (`kvsim.sweeps.sweep`), one of live runs (`kvsim.live`). A cell is a
+schedule: one of a replay (`kvsim.sweeps.replay_all`), one of live runs (`kvsim.live`). A cell is a
 policy with its parameters at a budget. Cells of a prompt in which nothing is evicted say nothing
 about a metric and are left out. Intervals are 95 % bootstrap intervals over prompts.
 """

@@ -214,7 +214,7 @@ class _Demo:
     def _replay(self, trace: Trace) -> tuple[Run, dict[tuple[str, int], float]]:
         """Return the sweep, and the seconds of each policy and budget."""
         from kvsim.policies import policy
-        from kvsim.sweeps.run import sweep
+        from kvsim.sweeps.run import replay_all
 
         policies, starts = [policy(name) for name in POLICIES], list[float]()
         with bar("cells") as report:
@@ -223,7 +223,7 @@ class _Demo:
                 starts.append(time.perf_counter())
                 report(done, total, label)
 
-            run = sweep([trace], policies, BUDGETS, interval=INTERVAL, progress=note)
+            run = replay_all([trace], policies, BUDGETS, interval=INTERVAL, progress=note)
         end = time.perf_counter()
         if run.interrupted:
             raise KeyboardInterrupt

@@ -412,12 +412,12 @@ def _swept(
     metrics: Sequence[str],
 ) -> Data:
     """Return records of every policy at every budget over every trace, and their metrics."""
-    from kvsim.sweeps.run import sweep
+    from kvsim.sweeps.run import replay_all
 
     names = list(dict.fromkeys(metrics))
     with bar("cells") as report:
         options: dict[str, Any] = {"metrics": names, "regret": "regret" in names, **schedule}
-        run = sweep(traces, policies, budgets, progress=report, **options)
+        run = replay_all(traces, policies, budgets, progress=report, **options)
     if run.interrupted:
         raise Stop("interrupted, nothing was written", 130)
     if run.failures:

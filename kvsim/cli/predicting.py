@@ -46,7 +46,7 @@ def predict(
     same model, and estimates nothing outside the layer errors that it was fitted on.
     """
     from kvsim.analysis import prediction
-    from kvsim.sweeps.run import sweep
+    from kvsim.sweeps.run import replay_all
 
     policies = values.build_policies(policy, settings, fit=fit)
     recorded = values.open_traces(traces)
@@ -55,7 +55,7 @@ def predict(
     terms["own_schedule"] = own_schedule
     try:
         with show.bar("cells") as report:
-            run = sweep(
+            run = replay_all(
                 *(recorded, policies, budget),
                 metrics=["layer_error"],
                 device=device,

@@ -97,7 +97,7 @@ def replay(
 
     from kvsim.analysis.table import available, choose
     from kvsim.core.policy import Protection
-    from kvsim.sweeps import SUMMARY, check_output, sweep
+    from kvsim.sweeps import SUMMARY, check_output, replay_all
     from kvsim.sweeps.parts import replaced
 
     if out is not None and not overwrite:
@@ -109,7 +109,7 @@ def replay(
     try:
         replacing = replaced(out) if out is not None and overwrite else nullcontext()
         with replacing, show.bar("cells") as report:
-            run = sweep(
+            run = replay_all(
                 opened,
                 policies,
                 budget,

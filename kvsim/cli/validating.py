@@ -86,7 +86,7 @@ def fidelity(
     from kvsim.runner.decoding import check_live
     from kvsim.sweeps.closed_loop import live as run_live
     from kvsim.sweeps.parts import check_output
-    from kvsim.sweeps.run import sweep
+    from kvsim.sweeps.run import replay_all
 
     if out is not None:
         check_output(out, resume=resume)
@@ -116,7 +116,7 @@ def fidelity(
             )
         with show.bar("cells replayed") as report:
             options = {"metrics": available(OFFLINE, recorded), "regret": True, **terms}
-            replayed = _whole(sweep(recorded, policies, budget, progress=report, **options))
+            replayed = _whole(replay_all(recorded, policies, budget, progress=report, **options))
     except KeyboardInterrupt:
         raise Stop(f"interrupted, {left(out)}", 130) from None
     if live.records and replayed.records:

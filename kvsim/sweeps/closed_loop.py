@@ -60,7 +60,7 @@ def live(
 
     model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes. layers: those
     that evict, by number; all that see the whole text by default. temperature, seed: of the tokens
-    that are written; 0 takes the likeliest. The other arguments are those of `kvsim.sweeps.sweep`.
+    that are written; 0 takes the likeliest. The other arguments are as for `replay_all`.
     One sequence runs at a time.
 
     Raises, before the model runs: PolicyError for a policy that a running model cannot follow

@@ -94,7 +94,7 @@ def shared_terms(
     return (INTERVAL, shared, compress), remark
 
 
-def sweep(
+def replay_all(
     traces: Sequence[Trace],
     policies: Sequence[Policy],
     budgets: Sequence[int | str],

@@ -25,7 +25,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
 from kvsim.schema import FIDELITY
-from kvsim.sweeps.run import resolve_budget, sweep
+from kvsim.sweeps.run import replay_all, resolve_budget
 from kvsim.sweeps.space import Dimension, dimension
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class _Objective:
         key = json.dumps(setting, sort_keys=True), tuple(trace.name for trace in traces)
         if key not in self._tables:
             built = policy(self._name, **{**self._fixed, **setting})
-            run = sweep(traces, [built], [self._budget], **self._terms)
+            run = replay_all(traces, [built], [self._budget], **self._terms)
             if run.interrupted:
                 raise KeyboardInterrupt
             if run.failures:

@@ -67,7 +67,7 @@ def simulated(rng, prompts, shifts, budgets=(64,)):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """A sweep over eight short prompts of tiny, with events after the prompt and every 16 rows."""
-    from kvsim.sweeps import sweep
+    from kvsim.sweeps import replay_all
     from kvsim.tiny.tasks import prompts
 
     folder = tmp_path_factory.mktemp("traces")
@@ -78,7 +78,7 @@ def real(tmp_path_factory):
     ]
     policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "h2o", "oracle", "full")]
     metrics = ["output_error", "wipeout", "entries_seen", "layer_error", "retained_mass"]
-    return sweep(traces, policies, [24, "40%"], interval=16, metrics=metrics).table
+    return replay_all(traces, policies, [24, "40%"], interval=16, metrics=metrics).table
 
 
 # --- tests of significance ---
@@ -448,7 +448,7 @@ def test_it_is_public(real):
 
 def test_rows_of_earlier_events_change_nothing(real, tmp_path):
     """Of wipe-out the last event counts, whether a run lists all events or not."""
-    from kvsim.sweeps import sweep
+    from kvsim.sweeps import replay_all
     from kvsim.tiny.tasks import prompts
 
     (one,) = prompts(1, task="walk", level=1)
@@ -456,7 +456,9 @@ def test_rows_of_earlier_events_change_nothing(real, tmp_path):
     policies = [kvsim.policy(name) for name in ("tova", "h2o")]
     rows = [
         compare(
-            sweep([trace], policies, [48], interval=16, metrics=["wipeout"], events=events).table,
+            replay_all(
+                [trace], policies, [48], interval=16, metrics=["wipeout"], events=events
+            ).table,
             "wipeout",
         ).table
         for events in (False, True)

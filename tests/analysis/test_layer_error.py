@@ -17,7 +17,7 @@ from kvsim.errors import NeedsError
 from kvsim.recorder import load_model
 from kvsim.runner.masked import masked_logits
 from kvsim.schema import NEVER
-from kvsim.sweeps.run import summarise, sweep
+from kvsim.sweeps.run import replay_all, summarise
 from kvsim.testing import strategies
 from kvsim.tiny import tasks
 from reference import metrics as loop_metrics
@@ -154,10 +154,10 @@ def test_a_trace_without_what_it_needs_is_refused_by_name_and_left_out_otherwise
     with pytest.raises(NeedsError, match=advice):
         kvsim.measure(trace, record, [metric])
     with pytest.raises(NeedsError, match=advice):
-        sweep([trace], [kvsim.policy("tova")], [9], metrics=["entries_seen", metric])
+        replay_all([trace], [kvsim.policy("tova")], [9], metrics=["entries_seen", metric])
     for table in (
         kvsim.measure(trace, record),
-        sweep([trace], [kvsim.policy("tova")], [9]).table,
+        replay_all([trace], [kvsim.policy("tova")], [9]).table,
     ):
         assert metric not in set(table["metric"])
         assert "output_error" in set(table["metric"])
@@ -173,7 +173,7 @@ def run():
     """Two policies on two traces of different lengths, with every default metric."""
     traces = [make_trace(layers=7, tokens=n, name=str(n), seed=n) for n in (80, 110)]
     policies = [kvsim.policy("tova"), kvsim.policy("streaming_llm")]
-    return sweep(traces, policies, [12, "25%"], interval=16)
+    return replay_all(traces, policies, [12, "25%"], interval=16)
 
 
 def expected_sum(table, **cell):

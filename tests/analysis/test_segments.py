@@ -19,7 +19,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.core.record import Plans, Record
 from kvsim.schema import NEVER
 from kvsim.sweeps import cells
-from kvsim.sweeps.run import summarise, sweep
+from kvsim.sweeps.run import replay_all, summarise
 from kvsim.testing.strategies import make_case
 from reference.strategies import evictions
 
@@ -432,8 +432,8 @@ def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
         return record
 
     monkeypatch.setattr(cells, "replay", replay)
-    run = sweep([trace], policies, [24], interval=12, prefill=False, metrics=DECIDED)
-    sweep([trace], policies[:1], [24], interval=12, metrics=["entries_seen"])
+    run = replay_all([trace], policies, [24], interval=12, prefill=False, metrics=DECIDED)
+    replay_all([trace], policies[:1], [24], interval=12, metrics=["entries_seen"])
 
     expected = kvsim.measure(trace, segmented(trace), DECIDED)
     own = run.table.filter(policy="ams")
@@ -453,7 +453,7 @@ def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
 
 def test_a_summary_does_not_compare_segments_with_proxies():
     """A policy that makes no segments has none in the summary, and a row all the same."""
-    run = sweep(
+    run = replay_all(
         [small_trace()],
         [kvsim.policy("ams", **SMALL), kvsim.policy("tova")],
         [24],

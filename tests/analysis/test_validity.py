@@ -17,7 +17,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import in_order
 from kvsim.analysis.validity import errors_by_layer, kept_agreement, rank_correlations
 from kvsim.errors import PolicyError
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 POLICIES, BUDGETS = ("tova", "knorm", "h2o"), (16, 32)
 CELLS = list(itertools.product(POLICIES, BUDGETS))
@@ -147,7 +147,7 @@ def runs():
     terms = {"interval": 32, "prefill": True}
     metrics = ["layer_error", "output_error", "retained_mass"]
     metrics = [name for name in metrics if trace.has("o_proj") or name != "layer_error"]
-    replayed = sweep([trace], policies, [48, 96], metrics=metrics, **terms)
+    replayed = replay_all([trace], policies, [48, 96], metrics=metrics, **terms)
     return replayed, kvsim.live("tiny", [trace], policies, [48, 96], **terms)
 
 

@@ -26,7 +26,7 @@ import kvsim
 from kvsim.errors import OutputError
 from kvsim.report import read_run
 from kvsim.store.records import read_records
-from kvsim.sweeps import Run, cells, sweep
+from kvsim.sweeps import Run, cells, replay_all
 
 POLICIES = ("tova", "snapkv", "ams+tova", "random")
 BUDGETS = (32, 64, "25%")
@@ -38,7 +38,9 @@ def run(out: Path | None) -> Run:
     trace = kvsim.open_trace(kvsim.sample_trace())
     policies = [kvsim.policy(name, **{"window": 16} if "ams" in name else {}) for name in POLICIES]
     metrics = ["wipeout", "entries_seen", "output_error", "segment_count", "sparsity"]
-    return sweep([trace], policies, BUDGETS, interval=64, metrics=metrics, out=out, resume=True)
+    return replay_all(
+        [trace], policies, BUDGETS, interval=64, metrics=metrics, out=out, resume=True
+    )
 
 
 def parts(folder: Path) -> set[str]:

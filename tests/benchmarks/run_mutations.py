@@ -31,7 +31,7 @@ from kvsim.core.record import record_document
 from kvsim.errors import KvsimError
 from kvsim.report import read_run
 from kvsim.store.records import read_records
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 Files = dict[str, bytes]
 
@@ -46,7 +46,7 @@ class OriginalRun:
         policies = [kvsim.policy(name) for name in ("tova", "random", "ams")]
         for seed, path in enumerate((self.path, other)):
             trace = traces.make(seed, mixed=False)
-            sweep([trace], policies, [48, 64], interval=32, metrics=["wipeout"], out=path)
+            replay_all([trace], policies, [48, 64], interval=32, metrics=["wipeout"], out=path)
         self.files, self.other = traces.read_files(self.path), traces.read_files(other)
         self.chunks = sorted(key for key in self.files if "/c/" in key)
         self.reported = reported(self.path)

@@ -5,7 +5,7 @@
 
 With `--doc docs/performance.md` the report is put into that page.
 
-The same grid on random traces on disk, in turns: `kvsim.sweeps.sweep`, cell by cell; `kvsim.sweep`
+The same grid on random traces on disk, in turns: `replay_all`, cell by cell; `kvsim.sweep`
 in one process with one thread and with two, and in two processes with one thread each. Seconds are
 of the fastest turn; processes count from their start, with all that they import. The Tables are
 compared.
@@ -27,7 +27,7 @@ import polars as pl
 import torch
 
 import kvsim
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 sys.path.append(str(Path(__file__).parent))
 from replay import put
@@ -96,7 +96,7 @@ def ways(shape: Shape, paths: list[str], *, processes: bool) -> dict[str, Callab
         return kvsim.sweep(**grid, jobs=jobs).table
 
     def in_turn() -> pl.DataFrame:
-        run = sweep(traces, policies, shape.budgets, interval=64, metrics=metrics)
+        run = replay_all(traces, policies, shape.budgets, interval=64, metrics=metrics)
         return run.table
 
     one = {

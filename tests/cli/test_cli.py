@@ -1003,7 +1003,7 @@ def test_bugs_show_their_traceback(monkeypatch, trace):
     def broken(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvsim.sweeps.sweep", broken)
+    monkeypatch.setattr("kvsim.sweeps.replay_all", broken)
     with pytest.raises(ZeroDivisionError):
         main(["replay", str(trace), "--policy", "tova", "--budget", "16"])
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvsim
 from kvsim.cli.comparing import latex, markdown
-from kvsim.sweeps import sweep
+from kvsim.sweeps import replay_all
 from kvsim.tiny.tasks import prompts
 
 
@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
     ]
     policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "full")]
     options = {"interval": 16, "metrics": ["output_error", "wipeout", "entries_seen"]}
-    sweep(traces, policies, [24, 48], out=folder / "many", **options)
-    sweep(traces[:1], policies, [24], out=folder / "one", **options)
+    replay_all(traces, policies, [24, 48], out=folder / "many", **options)
+    replay_all(traces[:1], policies, [24], out=folder / "one", **options)
     return folder
 
 

@@ -218,14 +218,14 @@ def finished(tmp_path_factory, paths):
     """Runs of both traces: three policies at two budgets, and one of them with a parameter."""
     folder = tmp_path_factory.mktemp("runs")
     traces = [kvsim.open_trace(path) for path in paths]
-    from kvsim.sweeps.run import sweep
+    from kvsim.sweeps.run import replay_all
 
     metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
     metrics += ["sparsity", "sparsity_compressed", "middle_coverage", "needle_recall"]
     named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
-    sweep(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
+    replay_all(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
     other = kvsim.policy("tova", heads="group")
-    sweep(traces, [other], ["16", "40%"], interval=8, metrics=metrics).save(folder / "other")
+    replay_all(traces, [other], ["16", "40%"], interval=8, metrics=metrics).save(folder / "other")
     return folder
 
 

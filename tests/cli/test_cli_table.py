@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.sweeps import sweep
+from kvsim.sweeps import replay_all
 
 TASKS = {"a": "walk", "b": "get", "c": "walk"}
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     ]
     policies = [kvsim.policy("tova"), kvsim.policy("knorm")]
     metrics = ["output_error", "retained_iou"]
-    run = sweep(traces, policies, [8, "25%"], interval=8, metrics=metrics)
+    run = replay_all(traces, policies, [8, "25%"], interval=8, metrics=metrics)
     task = pl.col("trace").replace_strict(TASKS)
     out = tmp_path_factory.mktemp("runs") / "x"
     return dataclasses.replace(run, table=run.table.with_columns(task=task)).save(out)

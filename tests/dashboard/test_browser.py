@@ -17,7 +17,7 @@ import torch
 
 import kvsim
 from kvsim import Rope, Trace
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 PAGES = ("trace", "retention", "segments", "compare", "layers", "fidelity")
 #: Screenshots for a person to look at go here, where it is set.
@@ -42,7 +42,7 @@ def looked_into(folder, tmp_path_factory):
     shutil.copytree(folder, root)
     sample = kvsim.open_trace(root / "sample.zarr")
     policies = [kvsim.policy(name) for name in ("streaming_llm", "tova")]
-    sweep([sample], policies, [64, 128], interval=64).save(root / "runs" / "first")
+    replay_all([sample], policies, [64, 128], interval=64).save(root / "runs" / "first")
     generator = torch.Generator().manual_seed(0)
     n = 4096
     q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads in (2, 1, 1))

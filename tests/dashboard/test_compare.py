@@ -15,7 +15,7 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, front, stages
 from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 MEASURED = ("output_error", "wipeout", "entries_seen", "retained_iou", "sparsity")
 POLICIES = ("streaming_llm", "tova", "random")
@@ -35,7 +35,7 @@ def ran(tmp_path_factory):
     root = tmp_path_factory.mktemp("compare")
     made(0).save(root / "trace.zarr")
     policies = [kvsim.policy(name) for name in POLICIES]
-    several = sweep(
+    several = replay_all(
         [made(seed) for seed in range(3)], policies, [32, "50%"], interval=16, metrics=MEASURED,
         regret=True,
     )  # fmt: skip
@@ -175,7 +175,9 @@ def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
     trace = made(0)
     trace.save(tmp_path / "trace.zarr")
     app = opened(tmp_path, "compare", replay=["tova", "random"], budgets=["32", "64"])
-    run = sweep([trace], [kvsim.policy(name) for name in ("tova", "random")], [32, 64], interval=32)
+    run = replay_all(
+        [trace], [kvsim.policy(name) for name in ("tova", "random")], [32, 64], interval=32
+    )
     expected = averages(run.table.filter(metric="output_error", policy="tova"))
 
     assert not app.exception

@@ -14,7 +14,7 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import between_levels, level_shares
 from kvsim.core.record import Record
 from kvsim.report import read_run
-from kvsim.sweeps import Run, sweep
+from kvsim.sweeps import Run, replay_all
 
 METRICS = ["wipeout", "output_error", "entries_seen", "sparsity"]
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
     traces = [made(seed) for seed in range(2)]
     traces[0].save(root / "trace.zarr")
     policy = kvsim.policy("fastkv+snapkv", layer=0, rows=100)
-    run = sweep(traces, [policy, kvsim.policy("tova")], [64], metrics=METRICS)
+    run = replay_all(traces, [policy, kvsim.policy("tova")], [64], metrics=METRICS)
     run.save(root / "open")
     again = [
         computed_again(trace, record)

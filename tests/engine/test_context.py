@@ -12,7 +12,7 @@ from kvsim.core.policy import Schedule
 from kvsim.core.record import record_document, record_of
 from kvsim.errors import KvsimError, NeedsError, PolicyError
 from kvsim.store.records import read_records, write_records
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 from kvsim.testing.strategies import make_case
 
 CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed=3)
@@ -110,7 +110,7 @@ def test_remarks():
 def test_records_and_results_tell_it_apart(tmp_path):
     """Stored records have it, older ones are of the prompt; results have it as a parameter."""
     policies = [kvsim.policy("snapkv", window=4)]
-    plain, context = (sweep([trace()], policies, [20], compress=x) for x in (None, "context"))
+    plain, context = (replay_all([trace()], policies, [20], compress=x) for x in (None, "context"))
     write_records(tmp_path / "records", context.records)
 
     assert read_records(tmp_path / "records")[0].compress == "context"
@@ -138,7 +138,7 @@ def test_kept_sets_of_the_context_are_exact():
 
 def test_oracle_beside_a_context_has_its_events():
     """Regret is measured against an oracle that compresses the context too."""
-    run = sweep(
+    run = replay_all(
         [trace()], [kvsim.policy("snapkv", window=4)], [20], compress="context", regret=True
     )
 

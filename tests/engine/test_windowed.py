@@ -22,7 +22,7 @@ from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import numbered, plural
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -207,7 +207,7 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     policies = [kvsim.policy("tova")]
 
     for refused in (
-        lambda: sweep([one, other], policies, [20]),
+        lambda: replay_all([one, other], policies, [20]),
         lambda: check_traces([one] * 2, []),
     ):
         with pytest.raises(TraceError, match="both called 'p1', and results are told apart"):

@@ -11,7 +11,7 @@ import kvsim
 from kvsim.errors import PolicyError
 from kvsim.policies import names
 from kvsim.policies.catalogue import CATALOGUE
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 from tests.sweeps.test_sweeps import make_trace
 
 #: In the paper's Table 15, for 512 entries; recent is the release's.
@@ -62,7 +62,7 @@ def test_a_sweep_fits_policies_under_one_label():
     """At every budget the same name and parameters, and remarks with the values."""
     policies = [kvsim.policy(name) for name in ("ams+snapkv", "tova")]
 
-    run = sweep([make_trace()], policies, [16, 40], fit=True, metrics=["entries_seen"])
+    run = replay_all([make_trace()], policies, [16, 40], fit=True, metrics=["entries_seen"])
 
     assert {record.policy for record in run.records} == {"ams@scaled+snapkv@scaled", "tova"}
     assert len(set(run.table["params"].drop_nulls())) == 2

@@ -16,7 +16,7 @@ from kvsim.recorder import Prompt, capture, capture_many, load_model, read_promp
 from kvsim.recorder.spans import located
 from kvsim.store import describe, recover
 from kvsim.sweeps.folder import read_run
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 from kvsim.testing.strategies import make_case
 from small_model import small, words_tokenizer
 
@@ -204,8 +204,8 @@ def test_numeric_labels_are_columns_only_where_they_are(tmp_path):
     options = {"metrics": ["output_error"], "interval": 10}
     policies = [kvsim.policy("streaming_llm", sink=2)]
 
-    without = sweep([plain], policies, [9], **options)
-    mixed = sweep([plain, labelled], policies, [9], **options)
+    without = replay_all([plain], policies, [9], **options)
+    mixed = replay_all([plain, labelled], policies, [9], **options)
     mixed.save(tmp_path / "run")
 
     assert without.table.columns == list(COLUMNS)

@@ -17,7 +17,7 @@ from kvsim.cli import _status
 from kvsim.core.policy import Policy
 from kvsim.errors import OutputError, PolicyError
 from kvsim.report import read_run, write_report
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -69,7 +69,7 @@ def run(tmp_path_factory):
     """A real run of the sample."""
     trace = kvsim.open_trace(kvsim.sample_trace())
     policies: list[Policy] = [kvsim.policy("tova"), kvsim.policy("ams", window=16)]
-    found = sweep([trace], policies, ["25%", 64], interval=64, prefill=False)
+    found = replay_all([trace], policies, ["25%", 64], interval=64, prefill=False)
     return found.save(tmp_path_factory.mktemp("runs") / "real")
 
 

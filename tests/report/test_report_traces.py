@@ -22,7 +22,7 @@ from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, read_run, write_report
 from kvsim.report.html import called, cell, details, lines, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -86,7 +86,7 @@ def settling(layers, n, *, speed, seed, name, **more):
 def run(tmp_path_factory):
     """A run of the sample."""
     trace = kvsim.open_trace(kvsim.sample_trace())
-    found = sweep([trace], [kvsim.policy("tova")], [64], interval=64, prefill=False)
+    found = replay_all([trace], [kvsim.policy("tova")], [64], interval=64, prefill=False)
     return found.save(tmp_path_factory.mktemp("runs") / "real")
 
 

@@ -21,7 +21,7 @@ from kvsim.report import read_run, write_report
 from kvsim.store import inputs
 from kvsim.store.records import read_records
 from kvsim.sweeps.folder import bind
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def run():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 1, 1))
     trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=10, rope=kvsim.Rope.default(8))
-    return sweep([trace], [kvsim.policy("tova")], [16], metrics=["wipeout", "entries_seen"])
+    return replay_all([trace], [kvsim.policy("tova")], [16], metrics=["wipeout", "entries_seen"])
 
 
 def strange(table):

@@ -15,7 +15,7 @@ from kvsim.recorder import capture
 from kvsim.runner.closed import ClosedLoop
 from kvsim.store.records import read_records
 from kvsim.sweeps.folder import read_run
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 from small_model import small, words_tokenizer
 
 
@@ -98,7 +98,7 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
     """One schedule, the same columns; the first layer has the same sets, all are labelled."""
     names, terms = ("tova", "h2o", "streaming_llm"), {"interval": 8}
     lived = kvsim.live(model, [trace], policies(*names), [16, 24], **terms)
-    replayed = sweep([trace], policies(*names), [16, 24], metrics=["retained_iou"], **terms)
+    replayed = replay_all([trace], policies(*names), [16, 24], metrics=["retained_iou"], **terms)
 
     assert set(lived.table["fidelity"]) == {"closed"}
     keys = ["policy", "budget", "interval", "prefill", "layer", "head"]

@@ -21,7 +21,7 @@ from kvsim.policies import policy
 from kvsim.sweeps import driver, shards, tasks
 from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.run import sweep as in_turn
+from kvsim.sweeps.run import replay_all as in_turn
 from kvsim.sweeps.shards import Shards
 
 METRICS = ["output_error", "wipeout", "retained_iou", "sparsity"]

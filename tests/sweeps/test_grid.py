@@ -10,7 +10,7 @@ import kvsim
 from kvsim.analysis.subject import Analysis
 from kvsim.cli import values
 from kvsim.errors import ConfigError, PolicyError
-from kvsim.sweeps import sweep as cell_by_cell
+from kvsim.sweeps import replay_all as cell_by_cell
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.planning import Plan
 

@@ -27,7 +27,7 @@ from kvsim.report import read_run
 from kvsim.schema import NEVER, plural
 from kvsim.store.records import read_records
 from kvsim.sweeps import cells, parts
-from kvsim.sweeps.run import sweep
+from kvsim.sweeps.run import replay_all
 
 METRICS = ["wipeout", "entries_seen", "segment_count", "window_overlap"]
 BUDGETS = [16, "25%", 30]
@@ -50,7 +50,7 @@ def run(out=None, resume=False, **options):
     """Sweep two policies and three budgets over two traces."""
     settings = {"interval": 8, "metrics": METRICS, "regret": True, **options}
     traces = [make_trace("a"), make_trace("b", 50)]
-    return sweep(traces, policies(), BUDGETS, out=out, resume=resume, **settings)
+    return replay_all(traces, policies(), BUDGETS, out=out, resume=resume, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_whatever_a_policy_raises_is_a_failed_cell(tmp_path, how, message):
     both = [Policy("faulty", Faulty(how), schedule=Schedule(8)), kvsim.policy("tova")]
 
     for resume in (False, True):
-        done = sweep(
+        done = replay_all(
             [make_trace()], both, [16, 20], metrics=METRICS, out=tmp_path / "x", resume=resume
         )
 
@@ -281,10 +281,10 @@ def test_another_trace_of_the_same_name_is_not_resumed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(cells, "measure", Stopper(cells.measure, 2))
         patch.setattr(cells, "TOGETHER", 1)
-        sweep([make_trace()], policies(), [16], out=tmp_path / "x", metrics=METRICS)
+        replay_all([make_trace()], policies(), [16], out=tmp_path / "x", metrics=METRICS)
 
     with pytest.raises(OutputError, match="a run with other traces"):
-        sweep(
+        replay_all(
             *([make_trace(seed=1)], policies(), [16]),
             out=tmp_path / "x",
             metrics=METRICS,

@@ -22,7 +22,7 @@ from kvsim.errors import (
 from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.policies.oracle import Oracle
 from kvsim.store.records import read_records
-from kvsim.sweeps.run import resolve_budget, summarise, sweep
+from kvsim.sweeps.run import replay_all, resolve_budget, summarise
 
 
 def make_trace(name="a", tokens=80, **more):
@@ -69,7 +69,7 @@ def test_a_sweep_measures_every_policy_at_every_budget_of_every_trace():
     traces = [make_trace("a"), make_trace("b", tokens=60)]
     policies = [kvsim.policy("tova"), kvsim.policy("random")]
 
-    run = sweep(traces, policies, [16, "25%"], interval=8)
+    run = replay_all(traces, policies, [16, "25%"], interval=8)
 
     assert len(run.records) == 8
     assert run.failures == ()
@@ -102,7 +102,9 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
         policies.append(kvsim.policy(whole, **params))
     assert {one.schedule.prefill for one in policies} == {True, False}
 
-    run = sweep([trace], policies, [16], interval=20, prefill=prefill, metrics=["entries_seen"])
+    run = replay_all(
+        [trace], policies, [16], interval=20, prefill=prefill, metrics=["entries_seen"]
+    )
 
     assert run.failures == ()
     assert (run.parameters["interval"], run.parameters["prefill"]) == (20, prefill is None)
@@ -123,9 +125,11 @@ def test_policies_that_are_compared_act_after_the_same_rows():
         for name in names
     ]
 
-    run = sweep([trace], policies, [16], metrics=["entries_seen"])
-    alike = sweep([trace], [policies[3], kvsim.policy("knorm")], [16], metrics=["entries_seen"])
-    alone = sweep([trace], policies[:2], [16], metrics=["entries_seen"])
+    run = replay_all([trace], policies, [16], metrics=["entries_seen"])
+    alike = replay_all(
+        [trace], [policies[3], kvsim.policy("knorm")], [16], metrics=["entries_seen"]
+    )
+    alone = replay_all([trace], policies[:2], [16], metrics=["entries_seen"])
 
     assert [record.events for record in run.records] == [[], *[[29, 61]] * 3]
     assert (run.parameters["interval"], run.parameters["prefill"]) == (32, True)
@@ -141,14 +145,14 @@ def test_each_policy_keeps_its_own_schedule_on_request():
     trace, both = make_trace(), [kvsim.policy("tova"), kvsim.policy("ams", window=4, recent=4)]
     options = {"own_schedule": True, "metrics": ["entries_seen"]}
 
-    own = sweep([trace], both, [16], **options).records
-    after = sweep([trace], both, [16], prefill=True, **options).records
+    own = replay_all([trace], both, [16], **options).records
+    after = replay_all([trace], both, [16], prefill=True, **options).records
 
     assert [(one.interval, one.prefill) for one in own] == [(1, True), (512, False)]
     assert [(one.interval, one.prefill) for one in after] == [(1, True), (512, True)]
     assert [one.own_schedule for one in (*own, *after)] == [True, True, True, False]
     with pytest.raises(ConfigError, match="exclude each other; give one of them"):
-        sweep([trace], both, [16], interval=8, **options)
+        replay_all([trace], both, [16], interval=8, **options)
 
 
 def test_every_metric_of_a_policy_has_a_main_variant():
@@ -156,7 +160,7 @@ def test_every_metric_of_a_policy_has_a_main_variant():
     trace = kvsim.open_trace(kvsim.sample_trace())
     # segments and quotas are of ams alone
     policies = [kvsim.policy("snapkv"), kvsim.policy("ams", window=16)]
-    run = sweep([trace], policies, ["25%"], interval=64)
+    run = replay_all([trace], policies, ["25%"], interval=64)
     of_policy = run.table.filter(pl.col("policy").is_not_null())
     found = dict(of_policy.group_by("metric").agg(pl.col("variant").unique()).iter_rows())
 
@@ -166,7 +170,7 @@ def test_every_metric_of_a_policy_has_a_main_variant():
 def test_the_budget_of_a_summary_is_a_mean_over_traces():
     """Of 60 and 80 tokens 25 % is 15 and 20, however many values each trace has."""
     traces = [make_trace(str(n), n) for n in (60, 80)]
-    run = sweep(traces, [kvsim.policy("tova")], ["25%"], interval=8)
+    run = replay_all(traces, [kvsim.policy("tova")], ["25%"], interval=8)
     short = run.table.filter((pl.col("trace") == "80") | (pl.col("metric") == "output_error"))
 
     assert summarise(short)["budget"].to_list() == [18]
@@ -178,8 +182,8 @@ def test_two_policies_that_look_alike_are_refused():
     second = replace(first, protect=Protection(sink=4))
 
     with pytest.raises(PolicyError, match="two different policies are called 'tova'"):
-        sweep([make_trace()], [first, replace(first, schedule=Schedule(4))], [16])
-    run = sweep([make_trace()], [first, second], [16], metrics=["entries_seen"])
+        replay_all([make_trace()], [first, replace(first, schedule=Schedule(4))], [16])
+    run = replay_all([make_trace()], [first, second], [16], metrics=["entries_seen"])
     protect = {"sink": 4, "recent": 0, "prompt": False}
     assert run.parameters["policies"]["tova"] == [
         first.params,
@@ -190,7 +194,7 @@ def test_two_policies_that_look_alike_are_refused():
 def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():
     """Means of means, so that a trace with more heads or regions does not count more."""
     trace = make_trace()
-    run = sweep([trace], [kvsim.policy("tova")], [16], interval=8)
+    run = replay_all([trace], [kvsim.policy("tova")], [16], interval=8)
 
     summary = summarise(run.table).row(0, named=True)
 
@@ -201,7 +205,7 @@ def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():
 
 def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
     """run.json, records.zarr and results.parquet, and nothing half-written beside them."""
-    run = sweep([make_trace()], [kvsim.policy("snapkv", window=4)], [16])
+    run = replay_all([make_trace()], [kvsim.policy("snapkv", window=4)], [16])
 
     folder = run.save(tmp_path / "runs" / "x")
 
@@ -221,7 +225,7 @@ def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
 
 def test_a_run_is_never_saved_over_anything(tmp_path):
     """What is at the path stays as it was."""
-    run = sweep([make_trace()], [kvsim.policy("tova")], [16])
+    run = replay_all([make_trace()], [kvsim.policy("tova")], [16])
     (tmp_path / "mine.txt").write_text("mine")
 
     with pytest.raises(OutputError, match="nothing was changed"):
@@ -235,7 +239,7 @@ def test_bad_budgets_are_found_before_any_work():
     calls = []
 
     with pytest.raises(BudgetError, match="smallest budget that works is 32"):
-        sweep(
+        replay_all(
             [make_trace()],
             [kvsim.policy("tova"), kvsim.policy("snapkv")],
             [8],
@@ -248,7 +252,7 @@ def test_bad_budgets_are_found_before_any_work():
 def test_a_memory_budget_that_holds_no_layer_is_found_before_any_work():
     """One error for the sweep, not one for every cell."""
     with pytest.raises(MemoryLimitError, match="give at least --memory"):
-        sweep([make_trace()], [kvsim.policy("tova")], [8], memory=1000)
+        replay_all([make_trace()], [kvsim.policy("tova")], [8], memory=1000)
 
 
 # --- regret ---
@@ -291,7 +295,7 @@ def test_regret_is_the_distance_to_the_best_set(seed, sink):
     trace = short_trace(seed)
     one = replace(kvsim.policy("random"), protect=Protection(sink=sink))
 
-    table = sweep([trace], [one], [4], interval=100, regret=True).table
+    table = replay_all([trace], [one], [4], interval=100, regret=True).table
 
     mass, regret = (by_group(table, name, trace) for name in ("retained_mass", "regret"))
     best, tried = best_by_trying(trace, 4, 8, range(sink))
@@ -307,7 +311,9 @@ def test_no_policy_beats_the_oracle_at_one_event(name):
     for seed in range(5):
         trace = short_trace(seed)
 
-        table = sweep([trace], [kvsim.policy(name, **params)], [5], interval=100, regret=True).table
+        table = replay_all(
+            [trace], [kvsim.policy(name, **params)], [5], interval=100, regret=True
+        ).table
 
         assert float(by_group(table, "regret", trace).min()) > -1e-6
 
@@ -317,7 +323,7 @@ def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     trace = short_trace(0)
     one = kvsim.policy("snapkv@original", window=2)
 
-    run = sweep([trace], [one], [4], regret=True)
+    run = replay_all([trace], [one], [4], regret=True)
 
     alone = trace.per_query_head()
     mass, regret = (by_group(run.table, name, alone) for name in ("retained_mass", "regret"))
@@ -338,7 +344,7 @@ def test_an_oracle_is_replayed_once_for_equal_terms(monkeypatch):
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
 
-    run = sweep([make_trace()], policies, [16, 20], interval=8, regret=True)
+    run = replay_all([make_trace()], policies, [16, 20], interval=8, regret=True)
 
     asked = [call for call in calls if call[0] == "oracle"]
     assert asked == [("oracle", 16, 0), ("oracle", 20, 0), ("oracle", 16, 4), ("oracle", 20, 4)]
@@ -353,7 +359,7 @@ def test_the_oracle_has_no_regret():
     """It is compared with itself, at the events of the record."""
     oracle = Policy("mine", Oracle(), schedule=Schedule(interval=5))
 
-    run = sweep([make_trace()], [oracle], [16], regret=True, metrics=["retained_mass"])
+    run = replay_all([make_trace()], [oracle], [16], regret=True, metrics=["retained_mass"])
 
     assert set(run.table["metric"]) == {"retained_mass", "regret"}
     assert run.table.filter(pl.col("metric") == "regret")["value"].to_list() == [0.0] * 8
@@ -361,13 +367,13 @@ def test_the_oracle_has_no_regret():
 
 def test_regret_is_measured_on_request_alone():
     """Without it no oracle is replayed, and asking for the metric says what to do."""
-    run = sweep([make_trace()], [kvsim.policy("tova")], [16])
+    run = replay_all([make_trace()], [kvsim.policy("tova")], [16])
     assert "regret" not in set(run.table["metric"])
     assert "regret" not in summarise(run.table).columns
 
     calls = []
     with pytest.raises(PolicyError, match=r"was not replayed; give --regret \(.*regret=True"):
-        sweep(
+        replay_all(
             [make_trace()],
             [kvsim.policy("tova")],
             [16],
@@ -386,7 +392,7 @@ def test_a_cell_survives_its_oracle(monkeypatch, error):
 
     monkeypatch.setattr(Oracle, "score", fail)
 
-    run = sweep([make_trace()], [kvsim.policy("tova")], [16], interval=8, regret=True)
+    run = replay_all([make_trace()], [kvsim.policy("tova")], [16], interval=8, regret=True)
 
     assert len(run.records) == 1
     assert "output_error" in set(run.table["metric"])
@@ -397,7 +403,7 @@ def test_a_cell_survives_its_oracle(monkeypatch, error):
 
 def test_a_cell_that_fails_is_listed_and_the_others_are_kept():
     """A policy that breaks while it runs loses its own results alone."""
-    run = sweep([make_trace()], [Policy("broken", Broken()), kvsim.policy("tova")], [16])
+    run = replay_all([make_trace()], [Policy("broken", Broken()), kvsim.policy("tova")], [16])
 
     assert [(f.policy, f.budget) for f in run.failures] == [("broken", 16)]
     assert "NaN score" in run.failures[0].error
