@@ -78,6 +78,10 @@ class Interval:
             for some in np.split(places, range(_TOGETHER, len(places), _TOGETHER)):
                 values = np.stack([present[place] for place in some])
                 numbers = np.stack([values.mean(1), *_bootstrap(values)], axis=1)
+                # a mean of equal values may be rounded past them
+                numbers = numbers.clip(
+                    *(edge(1, keepdims=True) for edge in (values.min, values.max))
+                )
                 for place, (mean, low, high) in zip(some, numbers.tolist(), strict=True):
                     out[place] = cls(mean, low, high, size)
         return out

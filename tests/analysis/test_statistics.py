@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvsim
@@ -64,13 +64,13 @@ def test_intervals_cover_the_mean_about_as_often_as_they_say():
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12))
+@example([-8.826233823527722e-29] * 2)
 def test_an_interval_lies_within_the_values(values):
     """It holds no number beyond the extremes, and equal values leave no doubt."""
     found = Interval.of(np.array(values))
 
-    assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
-    if len(set(values)) == 1:
-        assert found.low == pytest.approx(found.high)
+    assert min(values) <= found.low <= found.high <= max(values)
+    assert min(values) <= found.mean <= max(values)
 
 
 def test_one_prompt_has_a_mean_and_no_interval():
@@ -208,11 +208,11 @@ def test_stages_and_labels_split_the_averages():
 
 def test_a_sweep_can_be_averaged_and_compared():
     """The Table of real results has what these functions read."""
-    from kvsim.sweeps.run import sweep
+    from kvsim.sweeps.run import replay_all
 
     trace = kvsim.open_trace(kvsim.sample_trace())
     policies = [kvsim.policy("tova"), kvsim.policy("snapkv")]
-    found = sweep([trace], policies, ["25%"], interval=64, metrics=["output_error", "wipeout"])
+    found = replay_all([trace], policies, ["25%"], interval=64, metrics=["output_error", "wipeout"])
     mean = averages(found.table).filter(policy="tova", metric="output_error")["mean"].item()
 
     assert mean == pytest.approx(
