@@ -98,7 +98,7 @@ def test_the_selection_layer_follows_the_knobs(opened, folder, tau):
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
-        ("slider", "k", 0),
+        ("slider", "k", 1),
         ("slider", "k", 68),
         ("selectbox", "first_layer", 0),
         ("selectbox", "first_layer", 8),

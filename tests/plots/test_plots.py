@@ -375,7 +375,7 @@ def test_shallow_models_have_every_figure(layers):
     """One layer, two, three: nothing to select, and no figure fails or warns."""
     trace = deep(layers=layers)
     ranked = diagnostics.ranking(trace, ASL(window=16))
-    found = [diagnostics.diagnose(trace, ranked, b, gold=[3]) for b in (16, 32, 100)]
+    found = [diagnostics.diagnose(trace, ranked, b, gold=[3]) for b in (17, 32, 100)]
     counts = diagnostics.distribution(diagnostics.selection_table(found))
 
     for figure in (
@@ -385,7 +385,7 @@ def test_shallow_models_have_every_figure(layers):
         plots.layer_attention(trace, 16),
         plots.selection_histogram(counts, layers),
         *(make(one) for one in found for make in (plots.rank_pattern, plots.rank_bumps)),
-        *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (16, 32, 100)),
+        *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
     ):
         figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))

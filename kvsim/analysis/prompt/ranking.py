@@ -90,9 +90,7 @@ class Curve:
         if not self.relative[at] < tau:
             return f"no layer is below tau = {tau:g}; the last layer selects, {at}"
         why = f"relative variance {self.relative[at]:.2f} < {tau:g}"
-        if self.k == 0:
-            why = "only the window propagates, so no ranks are compared"
-        elif self.variance[first] == 0:
+        if self.variance[first] == 0:
             of_one = self.look_back == 1
             why = "ranks of one layer do not vary" if of_one else f"no rank moved up to layer {at}"
         return f"selects after layer {at} of {self.n_layers}: {why}"
