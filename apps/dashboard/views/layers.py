@@ -75,7 +75,7 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
     k = knobs[1].slider(
         "k",
         1,
-        ranking.ranked,
+        max(2, ranking.ranked),  # a slider has two ends
         max(1, ranking.ranked // 4),
         key="k",
         bind="query-params",
