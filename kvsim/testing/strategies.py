@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,18 +74,27 @@ class Case:
         return Rope.default(self.shape[-1])
 
     def trace(self, context_len: int | None = None) -> Trace:
-        """The arrays as a Trace, with a context of the prompt's first rows if it is given."""
-        return Trace.from_arrays(
-            self.q,
-            self.k,
-            self.v,
-            prompt_len=self.prompt_len,
-            context_len=context_len,
-            rope=self.rope,
-            scale=self.scale,
-            o_proj=self.o_proj,
-            name=repr(self),
-        )
+        """The arrays as a Trace, with a context of the prompt's first rows if it is given.
+
+        The same one each time: what it computes of its arrays is computed once.
+        """
+        if context_len not in self._traces:
+            self._traces[context_len] = Trace.from_arrays(
+                self.q,
+                self.k,
+                self.v,
+                prompt_len=self.prompt_len,
+                context_len=context_len,
+                rope=self.rope,
+                scale=self.scale,
+                o_proj=self.o_proj,
+                name=repr(self),
+            )
+        return self._traces[context_len]
+
+    @cached_property
+    def _traces(self) -> dict[int | None, Trace]:
+        return {}
 
     @property
     def tolerance(self) -> float:
