@@ -322,7 +322,7 @@ CLAIMS = [
     ),
     Claim(
         f"{EA} sec. 4.4",
-        "FLOPs of scoring in %, 1k, queries re-used",
+        "FLOPs of scoring in %, 1k, queries reused",
         "0.5",
         ea_share(K),
         "%.2f",
@@ -362,7 +362,7 @@ CLAIMS = [
         ea_share(128 * K, reproject=True),
         "%.2f",
         "measured",
-        "as the code does it; 0.08 with queries re-used",
+        "as the code does it; 0.08 with queries reused",
     ),
     Claim(G, "GB per sequence of 16k", "0.44", gkv_gib(2, 16 * K, 1), "%.4f", "equal", "in GiB"),
     Claim(G, "the same, batch of 128", "56", gkv_gib(2, 16 * K), "%.0f", "equal", "in GiB"),
@@ -493,7 +493,7 @@ def test_tokens_by_bytes_moved(passes, model, expected):
     [(K, 0.53, 7.96), (4 * K, 0.44, 7.12), (16 * K, 0.30, 5.06), (128 * K, 0.08, 1.38)],
 )
 def test_expected_attention_share(rows, reused, coded):
-    """FLOPs of Expected Attention by appendix F's formula, queries re-used and computed twice."""
+    """FLOPs of Expected Attention by appendix F's formula, queries reused and computed twice."""
     page = (ROOT / "docs" / "cost.md").read_text("utf-8")
 
     assert round(ea_share(rows), 2) == reused

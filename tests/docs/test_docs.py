@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import generate
+import kvsim
 from blocks import blocks
 from kvsim.analysis.registry import METRICS
 from kvsim.policies import CATALOGUE
@@ -45,9 +46,10 @@ def test_blocks_are_found_with_their_declarations():
 def test_every_block_says_whether_it_runs(name):
     """A block of code is marked `exec` or `file=NAME`, or preceded by `<!-- not run: reason -->`.
 
-    What is no code says so: json, text.
+    What is no code says so: json, text, and docstrings that the site inserts (eval-rst).
     """
-    code = [b for b in ALL if b.page == name and b.language not in ("json", "text")]
+    other = ("json", "text", "{eval-rst}")
+    code = [b for b in ALL if b.page == name and b.language not in other]
     silent = [f"{b.page}:{b.line}" for b in code if b.how is None]
     strange = [
         f"{b.page}:{b.line}"
@@ -96,12 +98,14 @@ def test_generated_parts_are_fresh(name):
 
 
 def test_everything_is_documented():
-    """Every command, policy, preset and metric has its place in the documentation."""
+    """Every public name, command, policy, preset and metric has its place in the documentation."""
+    python = PAGES["docs/api.md"].read_text("utf-8")
     commands = PAGES["docs/cli.md"].read_text("utf-8")
     policies = PAGES["docs/policies.md"].read_text("utf-8")
     metrics = PAGES["docs/metrics.md"].read_text("utf-8")
     names = [(name, f"{name}@{preset}") for name, e in CATALOGUE.items() for preset in e.presets]
 
+    assert [n for n in kvsim.__all__ if not re.search(rf"\b{n}\b", python)] == []
     assert [c for c in generate.command_names() if f"## kvsim {c}\n" not in commands] == []
     assert [p for p in CATALOGUE if f"## {p}\n" not in policies] == []
     assert [p for _, p in names if f"| `{p}` |" not in policies] == []
@@ -109,19 +113,42 @@ def test_everything_is_documented():
 
 
 def test_every_page_is_reachable():
-    """The README links to every page of the documentation."""
-    readme = PAGES["README.md"].read_text("utf-8")
-    unlinked = [n for n in PAGES if n.startswith("docs/") and f"]({n})" not in readme]
+    """The first page of the site, whose links are its navigation, links to each page once."""
+    index = PAGES["docs/index.md"]
+    links = re.findall(r"\]\(([^)#]+\.md)\)", index.read_text("utf-8"))
+    pages = [(index.parent / link).resolve() for link in links]
 
-    assert unlinked == []
+    assert len(set(pages)) == len(pages)
+    assert {*PAGES.values()} - {*pages} == {index}
+    assert "](docs/index.md)" in PAGES["README.md"].read_text("utf-8")
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    prose = re.sub(r"(?ms)^(```+).*?^\1$", "", text)
+    titles = re.findall(r"(?m)^#+ (.+)$", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", prose))
+    slugs = [re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles]
+    return {f"{s}-{n}" if (n := slugs[:i].count(s)) else s for i, s in enumerate(slugs)}
+
+
+def test_anchors_are_those_of_headings():
+    """Marks go, spaces become hyphens, repeated titles are numbered, comments in code are none."""
+    text = "# A `b_c`, [d](e.md#f)?\n```bash\n# no\n```\n## same\n## same\n"
+
+    assert anchors(text) == {"a-b_c-d", "same", "same-1"}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
-    """Relative links and pictures exist."""
+    """Relative links and pictures exist, and so do the headings that links of pages name."""
     page = PAGES[name]
-    targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)\s#]+)", page.read_text("utf-8"))
-    missing = [target for target in targets if not (page.parent / target).exists()]
+    links = re.findall(r"\]\((?!https?:|mailto:)([^)\s#]*)#?([^)\s]*)\)", page.read_text("utf-8"))
+    targets = [(page.parent / link if link else page, anchor) for link, anchor in links]
+    missing = [
+        f"{target.name}#{anchor}"
+        for target, anchor in targets
+        if not target.is_file() or (anchor and anchor not in anchors(target.read_text("utf-8")))
+    ]
 
     assert missing == []
 

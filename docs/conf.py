@@ -1,0 +1,67 @@
+# ruff: noqa: INP001 - lies in docs/, which is no package
+"""Configuration of the documentation site: Sphinx over the Markdown files of the repository.
+
+sphinx-build -W -c docs . build/site
+
+The repository is the source folder, so that links between pages, and from pages to other files,
+mean on the site what they mean in a checkout.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from kvsim import __version__
+
+project = "kvsim"
+version = release = __version__
+author = copyright = "The kvsim developers"  # noqa: A001 - the name that Sphinx reads
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**.md", "traces/README.md"]
+# folders that the search for pages would walk through for nothing
+exclude_patterns = [".*", "build", "dist", "kvsim", "results", "runs", "tests", "traces/*.zarr"]
+
+myst_heading_anchors = 4  # as the links of the pages, which GitHub resolves
+smartquotes = False  # "--option" stays two hyphens
+default_role = "code"  # docstrings have `names` in single backticks
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = f"kvsim {release}"
+html_copy_source = False
+html_show_sphinx = False
+
+
+def add_navigation(_: Sphinx, page: str, source: list[str]) -> None:
+    """Turn each section of the first page into a branch of the navigation, by the links in it."""
+    if page != root_doc:
+        return
+    _, *sections = re.split(r"(?m)^## ", source[0])
+    for section in sections:
+        title, _, text = section.partition("\n")
+        links = re.findall(r"\[([^]]+)\]\((?:\.\.(/\S+)|(\w\S*))\.md\)", text)
+        pages = "\n".join(f"{label} <{path or '/docs/' + name}>" for label, path, name in links)
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{pages}\n```\n"
+
+
+def add_entrance(app: Sphinx, error: Exception | None) -> None:
+    """Let the top of the site lead to its first page."""
+    if error is None:
+        target = f"{root_doc}.html"
+        page = f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">kvsim</a>'
+        Path(app.outdir, "index.html").write_text(f"<!doctype html>{page}\n", "utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what this file adds."""
+    app.connect("source-read", add_navigation)
+    app.connect("build-finished", add_entrance)
