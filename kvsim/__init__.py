@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvsim import renamed
+from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
     from kvsim.analysis import measure
@@ -86,7 +87,13 @@ def __getattr__(name: str) -> object:
     """The public name `name`, imported from its module on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module 'kvsim' has no attribute {name!r}")
-    value: object = getattr(import_module(f"kvsim.{_HOME[name]}"), name)
+    try:
+        value: object = getattr(import_module(f"kvsim.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        extra = missing_extra(error)
+        if extra is None:
+            raise
+        raise extra from error
     globals()[name] = value
     return value
 

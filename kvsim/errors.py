@@ -15,7 +15,8 @@ KvsimError
 ├── ConfigError (ValueError)           a configuration of a sweep that cannot be read
 ├── ClusterError (ConnectionError)     a cluster that cannot be reached, or whose versions differ
 ├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
-└── OutputError (FileExistsError)      an output path that exists or cannot be written
+├── OutputError (FileExistsError)      an output path that exists or cannot be written
+└── ExtraError (ImportError)           a library of an extra that is not installed
 """
 
 from __future__ import annotations
@@ -88,6 +89,35 @@ class MemoryLimitError(KvsimError, MemoryError):
 
 class OutputError(KvsimError, FileExistsError):
     """An output path exists already or cannot be written."""
+
+
+class ExtraError(KvsimError, ImportError):
+    """A library of an extra of the package is not installed."""
+
+
+#: Libraries that each extra installs and kvsim imports.
+EXTRAS = {
+    "capture": ("httpx", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "transformers"),
+    "gguf": ("accelerate", "gguf"),
+    "dashboard": ("plotly", "streamlit"),
+    "remote": ("fsspec",),
+    "dask": ("dask", "distributed"),
+    "slurm": ("submitit",),
+    "xarray": ("xarray",),
+    "tune": ("optuna",),
+    "kvpress": ("kvpress",),
+    "test": ("hypothesis",),
+}
+
+
+def missing_extra(error: ModuleNotFoundError) -> ExtraError | None:
+    """Return the error that names the extra of a module that was not found; None if none has it."""
+    library = (error.name or "").partition(".")[0]
+    for extra, libraries in EXTRAS.items():
+        if library in libraries:
+            install = f"pip install 'kvsim[{extra}]'"
+            return ExtraError(f"{library} is not installed; this needs kvsim[{extra}]: {install}")
+    return None
 
 
 def local_path(path: object, error: type[KvsimError]) -> Path:

@@ -19,6 +19,8 @@ import pytest
 
 import kvsim
 from kvsim import renamed
+from kvsim.cli import main
+from kvsim.errors import EXTRAS
 from kvsim.tiny.sample import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,6 +189,49 @@ def test_imports_are_declared():
     # kvsim.testing is for those who have the test extra
     assert third_party - {"hypothesis"} <= declared
     assert core <= third_party
+
+
+def test_every_extra_is_explained():
+    """Errors know the extra of each library; the quickstart says what each extra is for."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    table = page.partition("## Extras\n")[2].partition("\n## ")[0]
+
+    assert [name for name in extras if f"`{name}`" not in table] == []
+    for name, libraries in EXTRAS.items():
+        assert requirements(libraries) <= requirements(extras[name])
+    users = extras.keys() - {"docs", "lint", "peers", "test"}
+    assert users == EXTRAS.keys() - {"test"}
+    for name in users:
+        assert requirements(extras[name]) - {"kvsim"} == requirements(EXTRAS[name])
+
+
+def test_a_missing_extra_is_one_line(monkeypatch, capsys):
+    """Without transformers, Python and the command line say in one line what to install."""
+    for name in ("kvsim.recorder.capturing", "kvsim.recorder.models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(vars(kvsim), "capture", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    expected = r"\w+ is not installed; this needs kvsim\[capture\]: pip install 'kvsim\[capture\]'"
+
+    with pytest.raises(ImportError, match=expected) as error:
+        _ = kvsim.capture
+    with pytest.raises(SystemExit) as end:
+        main(["capture", "--model", "tiny", "--prompt", "facts", "--out", "x.zarr"])
+
+    assert isinstance(error.value, kvsim.KvsimError)
+    assert end.value.code == 2
+    assert re.fullmatch(f"error: {expected}\n", capsys.readouterr().err)
+
+
+def test_other_missing_modules_are_no_extras(monkeypatch):
+    """A module that is missing by mistake stays an error of Python."""
+    monkeypatch.setitem(sys.modules, "kvsim.engine", None)
+    monkeypatch.delitem(vars(kvsim), "replay", raising=False)
+
+    with pytest.raises(ModuleNotFoundError, match=r"kvsim\.engine"):
+        _ = kvsim.replay
 
 
 def test_no_circle_of_files():

@@ -47,7 +47,7 @@ from kvsim.cli import (
 )
 from kvsim.cli.show import echo_text, one_line
 from kvsim.cli.values import Stop
-from kvsim.errors import ClusterError, KvsimError
+from kvsim.errors import ClusterError, KvsimError, missing_extra
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -148,6 +148,11 @@ def _status(argv: list[str]) -> int:
         done = 130
     except OSError as error:
         return _system(error)
+    except ModuleNotFoundError as error:
+        extra = missing_extra(error)
+        if extra is None:
+            raise
+        return _end(f"error: {extra}", 2)
     if done == 130:  # typer returns the status that shells use for an interrupt
         return _end("interrupted, nothing was written", 130)
     return done if isinstance(done, int) else 0
