@@ -34,6 +34,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"kvsim {release}"
