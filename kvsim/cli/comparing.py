@@ -237,9 +237,10 @@ def _meaning(comparison: Comparison) -> list[str]:
 
     out = ["leads on: prompts on which no other policy is better."]
     if comparison.comparisons:
+        several = "s" * (comparison.comparisons > 1)
         out[0] += (
             " Differences are paired by prompt; p: from flips of their signs, corrected for "
-            f"{comparison.comparisons} comparisons (Holm), beyond chance up to {ALPHA:g}."
+            f"{comparison.comparisons} comparison{several} (Holm), beyond chance up to {ALPHA:g}."
         )
     if comparison.table["needed"].count():
         out[0] += (

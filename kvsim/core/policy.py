@@ -255,8 +255,8 @@ class Policy:
             options = (f"--set {self.name}.{self._key(one)}={one.at(budget)}" for one in large)
             verb, entries = "is" if len(large) == 1 else "are", max(one.entries for one in large)
             remarks.append(
-                f"{given} {verb} meant for budget {entries}, and at least half of {budget}; scale "
-                f"with {' '.join(options)}, or all lengths with --fit"
+                f"{given} {verb} meant for budget {entries}, and at least half of {budget}; "
+                f"compare with {' '.join(options)}, or all lengths with --fit"
             )
         text = "; ".join(filter(None, remarks))
         return f"{self.name}: {text}" if text else ""

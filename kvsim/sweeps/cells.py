@@ -269,5 +269,6 @@ def _unexpected(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"the policy raised {type(error).__name__} ({error_line(error)}) in "
-        f"{Path(frame.filename).name}, line {frame.lineno}; expected scores"
+        f"{Path(frame.filename).name}, line {frame.lineno}; expected scores "
+        "[layer, KV head, entry]"
     )
