@@ -158,6 +158,7 @@ def remark(
             f"shorter than the text, and are not replayed: {windows(trace)}"
         )
     remarks.append(_budget_remark(trace, policy, budget))
+    remarks.append(_full_layers_remark(trace, policy, budget, schedule))
     if policy.propagation is not None:
         across = policy.propagation.remark(trace.n_layers, trace.prompt_len, budget)
         remarks.append(f"{policy.name}: {across}" if across else "")
@@ -166,6 +167,21 @@ def remark(
                 f"{policy.name}: nothing is evicted in decoding, for which it has no rule"
             )
     return "; ".join(filter(None, remarks))
+
+
+def _full_layers_remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> str:
+    """In how many layers a smaller budget than the policy's is full of what is protected."""
+    protected = policy.protection(budget).size(trace.prompt_len)
+    longest = schedule.longest(trace.prompt_len, budget)
+    planned = policy.layer_budgets.planned(budget, sharing(trace), longest)
+    full = sum(of_layer <= protected for of_layer in planned)
+    if not full or budget <= protected:
+        return ""
+    return (
+        f"{policy.name}: in {full} of {plural(len(planned), 'layer')} the budget holds only "
+        f"what is protected ({plural(protected, 'token')}), so that nothing is selected there; "
+        "compare with a smaller window, such as that of --fit"
+    )
 
 
 def _budget_remark(trace: Trace, policy: Policy, budget: int) -> str:

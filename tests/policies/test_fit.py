@@ -12,6 +12,7 @@ from kvsim.errors import PolicyError
 from kvsim.policies import names
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.sweeps.run import replay_all
+from kvsim.testing.strategies import make_case
 from tests.sweeps.test_sweeps import make_trace
 
 #: In the paper's Table 15, for 512 entries; recent is the release's.
@@ -100,3 +101,14 @@ def test_protection_is_that_of_the_scaled_lengths(name):
     assert "cut to the budget" not in policy.remark(24)
     record = kvsim.replay(make_trace(), policy, 24, interval=8)
     assert (record.evicted_at[..., -1] > 70).all()
+
+
+def test_layers_whose_budget_is_full_of_what_is_protected_are_remarked():
+    """PyramidKV gives its last layers no more than the window; with a smaller one it selects."""
+    trace = make_case("normal", layers=4, heads=2, n=120, dim=8, prompt_len=90).trace()
+
+    default = kvsim.replay(trace, kvsim.policy("pyramidkv"), 32)
+    fitting = kvsim.replay(trace, kvsim.policy("pyramidkv", window=1), 32)
+
+    assert "in 1 of 4 layers the budget holds only what is protected (8 tokens)" in default.remark
+    assert "holds only" not in fitting.remark
