@@ -374,18 +374,18 @@ class View:
         if weigh and formula.sinks:
             sinks = formula.sink(q, heads).repeat_interleave(count, 1).repeat(layers, 1)
         out = q.new_empty(*q.shape[:2], k.shape[1])
-        for some, at in _parts(out):
-            z = formula.capped((q[some, at] @ k[some].mT).mul_(formula.scale))
-            hidden = pos[some, None, first:] > row[at, None]
+        for heads_at, rows_at in _parts(out):
+            z = formula.capped((q[heads_at, rows_at] @ k[heads_at].mT).mul_(formula.scale))
+            hidden = pos[heads_at, None, first:] > row[rows_at, None]
             z[..., first:].masked_fill_(hidden, -torch.inf)
             if padded:
-                z.masked_fill_(~live[some].unsqueeze(1), -torch.inf)
+                z.masked_fill_(~live[heads_at].unsqueeze(1), -torch.inf)
             if not weigh:
-                out[some, at] = z
+                out[heads_at, rows_at] = z
             elif sinks is None:
-                torch.softmax(z, -1, out=out[some, at])
+                torch.softmax(z, -1, out=out[heads_at, rows_at])
             else:
-                out[some, at] = softmax(z, sinks[some, at])
+                out[heads_at, rows_at] = softmax(z, sinks[heads_at, rows_at])
         if weigh:
             # a row older than every live entry sees nothing
             oldest = pos.masked_fill(~live, stop).amin(-1, keepdim=True)

@@ -153,8 +153,8 @@ def check_record(trace: Trace, record: Record) -> None:
         )
 
 
-class _Moved:
-    """What eviction does to a layer: error and missing mass [H, G, T], and `added` [T]."""
+class _LayerError:
+    """Error and missing mass [H, G, T] of a layer under one record, and `added` [T]."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -192,8 +192,8 @@ class _Moved:
 
 def _of_layer(
     layer: Layer, trace: Trace, records: Sequence[tuple[Record, int]]
-) -> Iterator[_Moved]:
-    """What each record moves in a layer; records: each with the layer's place among its own."""
+) -> Iterator[_LayerError]:
+    """The errors of a layer under each record; records: with the layer's place in each."""
     of_heads = {len(layer.k): layer}
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, (record, _) in enumerate(records):
@@ -202,27 +202,26 @@ def _of_layer(
             of_heads[heads] = layer.per_query_head()
         terms = heads, record.positions, record.interval, record.compress
         alike.setdefault(terms, []).append(number)
-    moved: dict[int, _Moved] = {}
+    errors: dict[int, _LayerError] = {}
     for (heads, positions, interval, compress), numbers in alike.items():
-        part, schedule = of_heads[heads], Schedule(interval, compress=compress)
-        gone = [_gone(*records[number]).to(layer.k.device) for number in numbers]
-        moved |= {number: _Moved(part) for number in numbers}
+        part = of_heads[heads]
+        gone = [
+            torch.from_numpy(record.gone_after[at]).to(layer.k.device)
+            for record, at in (records[number] for number in numbers)
+        ]
+        errors |= {number: _LayerError(part) for number in numbers}
         if positions == "slot":
             for number, of_record in zip(numbers, gone, strict=True):
                 for rows in by_slot(part, of_record):
-                    moved[number].put(rows)
+                    errors[number].put(rows)
         else:
+            schedule = Schedule(interval, compress=compress)
             events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
             for place, rows in seen(part, gone, events):
-                moved[numbers[place]].put(rows)
+                errors[numbers[place]].put(rows)
     for number, (record, at) in enumerate(records):
         prompt = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
         present = prompt >= torch.arange(record.prompt_len)  # rows that reach the layer
         if not bool(present.all()):
-            moved[number].put_prompt(present, slots=record.positions == "slot")
-        yield moved[number]
-
-
-def _gone(record: Record, at: int) -> Tensor:
-    """The row after which each entry of a record's layer is gone, int [H, T]."""
-    return torch.from_numpy(record.gone_after[at])
+            errors[number].put_prompt(present, slots=record.positions == "slot")
+        yield errors[number]

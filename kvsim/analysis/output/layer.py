@@ -39,10 +39,10 @@ class Layer:
         cls, trace: Trace, layer: int, device: torch.device, *, projected: bool = False
     ) -> Layer:
         """Read a layer of a trace; with its output projection if `projected`."""
-        one = slice(layer, layer + 1)
-        q, k, v = (trace.read(name, one)[0].to(device) for name in ("q", "k", "v"))
-        out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(one))
-        o_proj = trace.read("o_proj", one)[0].flatten(0, 1).to(device) if projected else None
+        only = slice(layer, layer + 1)
+        q, k, v = (trace.read(name, only)[0].to(device) for name in ("q", "k", "v"))
+        out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(only))
+        o_proj = trace.read("o_proj", only)[0].flatten(0, 1).to(device) if projected else None
         q, formula, rope = q.unflatten(0, (len(k), -1)), trace.formulas[layer], trace.ropes[layer]
         return cls(q, k, v, out, lse, formula, rope, o_proj)
 
@@ -99,7 +99,7 @@ class Layer:
 
 
 class Rows(NamedTuple):
-    """What rows of a layer attend to, beside the full cache.
+    """Output and mass of rows of a layer, next to the output with the full cache.
 
     at: the rows. out: output over what they see [H, G, w, d], to be overwritten. mass: its share
     of full attention [H, G, w]. full: the full cache's output [H, G, w, d], of length size

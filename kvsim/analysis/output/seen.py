@@ -1,4 +1,4 @@
-"""What rows attend to under several Records of one layer, from the weights of full attention.
+"""Outputs of rows under several Records of one layer, from the weights of full attention.
 
 A row's weights over what it sees are those of full attention divided by their sum, the mass. So the
 weights of a block of rows are computed once over all that any record leaves to it, and a record
@@ -100,24 +100,24 @@ class _Weights:
         self, layer: Layer, rows: slice, head: int, views: Sequence[_Seen], scratch: _Scratch
     ) -> None:
         self.head, keys, q = head, layer.keys[head], layer.queries(rows, head)
-        left = views[0].visible[head, : rows.start]
+        retained = views[0].visible[head, : rows.start]
         for view in views[1:]:
-            left = left | view.visible[head, : rows.start]
+            retained = retained | view.visible[head, : rows.start]
         count = rows.stop - rows.start
-        before = int(left.sum())
-        own = torch.arange(count, device=left.device)
+        before = int(retained.sum())
+        row = torch.arange(count, device=retained.device)
         if before > _MOST_LEFT * rows.start:
             before = rows.start
-            place, k = torch.arange(before, device=left.device), keys[:before]
+            place, k = torch.arange(before, device=retained.device), keys[:before]
         else:
-            place, k = left.cumsum(0) - 1, keys.index_select(0, left.nonzero()[:, 0])
-        self._place = torch.cat([place, own + before])
+            place, k = retained.cumsum(0) - 1, keys.index_select(0, retained.nonzero()[:, 0])
+        self._place = torch.cat([place, row + before])
         self._matrix = scratch(before + count, q.shape[1])
         torch.mm(k, q, out=self._matrix[:before])
         torch.mm(keys[rows], q, out=self._matrix[before:])
         layer.shifted(self._matrix, rows, head).clamp_(min=_LOWEST).exp_()
         triangle = self._matrix[before:]
-        later = (own.unsqueeze(-1) > own).unsqueeze(1)
+        later = (row.unsqueeze(-1) > row).unsqueeze(1)
         triangle.unflatten(-1, (-1, count)).masked_fill_(later, 0.0)
         self.triangle = layer.values[head, rows].mT @ triangle
         self.before = self._matrix[:before]
@@ -129,9 +129,9 @@ class _Weights:
 
 
 class _Seen:
-    """What a block of rows sees under one record; gone: int [H, T].
+    """The visible entries of a block of rows under one record, and the output over them.
 
-    visible: which entries some of the rows see, bool [H, m], by position.
+    gone: int [H, T]. visible: which entries some of the rows see, bool [H, m], by position.
     """
 
     def __init__(self, layer: Layer, rows: slice, gone: Tensor) -> None:
@@ -153,8 +153,8 @@ class _Seen:
         weight = weights.before if whole else weights.of(at, chosen)
         if self._changing:
             row = torch.arange(rows.start, rows.stop, device=at.device)
-            left = self._gone[head].index_select(0, at).view(-1, 1, 1) < row
-            weight.unflatten(-1, (-1, len(row))).masked_fill_(left, 0.0)
+            evicted = self._gone[head].index_select(0, at).view(-1, 1, 1) < row
+            weight.unflatten(-1, (-1, len(row))).masked_fill_(evicted, 0.0)
         torch.mm(self._layer.values[head].index_select(0, at).mT, weight, out=out)
         if not self._changing:
             out += weights.triangle

@@ -1,4 +1,4 @@
-"""What rows see of a cache whose keys are rotated to their slots.
+"""Outputs of rows over a cache whose keys are rotated to their slots.
 
 Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension of a
 head.
