@@ -48,10 +48,10 @@ def lengths() -> str:
         entry = CATALOGUE[base].preset(preset)
         inside = "" if entry.innermost or entry.default else "+tova"
         built = policy(name + inside, **entry.required)
-        own = [one for one in built.lengths if one.depth == 0]
-        values = (f"`{one.name}` {one.value}, {one.at(64)}" for one in own)
-        if own:
-            lines.append(f"| `{name}` | {own[0].entries} | {'; '.join(values)} |")
+        lengths = [length for length in built.lengths if length.depth == 0]
+        values = (f"`{length.name}` {length.value}, {length.at(64)}" for length in lengths)
+        if lengths:
+            lines.append(f"| `{name}` | {lengths[0].entries} | {'; '.join(values)} |")
     return "\n".join(lines)
 
 

@@ -114,6 +114,7 @@ def _document(
 ) -> dict[str, Any]:
     from kvsim.analysis.verdict import lines, verdicts
 
+    by_budget = verdicts(comparison)
     return {
         "metric": comparison.metric,
         "better": comparison.better,
@@ -121,8 +122,8 @@ def _document(
         "target": comparison.target,
         "prompts": comparison.traces,
         "comparisons": comparison.comparisons,
-        "verdict": [vars(each) for each in verdicts(comparison)],
-        "verdict_text": [*lines(comparison, verdicts(comparison))],
+        "verdict": [vars(verdict) for verdict in by_budget],
+        "verdict_text": [*lines(comparison, by_budget)],
         "cells": show.cells(comparison.table),
         "fidelity": fidelity,
         "remarks": remarks,
