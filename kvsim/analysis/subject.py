@@ -23,10 +23,10 @@ from kvsim.analysis.kept.retention import (
     LENGTHS,
     SINK,
     THRESHOLDS,
+    Leaving,
     Wipeout,
     event_rows,
     steps,
-    wipeout,
 )
 from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
@@ -235,14 +235,19 @@ class Subject:
         ]
 
     @cached_property
+    def leaving(self) -> list[tuple[Layers, Leaving]]:
+        """The entries that leave each group of layers."""
+        return [(layers, Leaving.of(evicted_at)) for layers, evicted_at in self.layer_groups]
+
+    @cached_property
     def wipeouts(self) -> list[tuple[Layers, str, Wipeout]]:
         """(layers, variant, wipe-out) for regions of each length and for the steps of the text."""
         texts = self.trace.token_text
         spaces = [(f"length={length}", length, None) for length in LENGTHS]
         by_step = [] if texts is None else [steps(texts, self.trace.prompt_len)]
         return [
-            (layers, f"{space},threshold={least:g}", wipeout(evicted_at, n, least, regions=regions))
-            for layers, evicted_at in self.layer_groups
+            (layers, f"{space},threshold={least:g}", leaving.wipeout(n, least, regions=regions))
+            for layers, leaving in self.leaving
             for space, n, regions in [*spaces, *(("space=steps", 0, spans) for spans in by_step)]
             for least in THRESHOLDS
         ]
@@ -250,8 +255,8 @@ class Subject:
     @property
     def slot_wipeouts(self) -> Iterator[tuple[Layers, str, SlotWipeout]]:
         """(layers, variant, wipe-out) for regions of slots of each length."""
-        for layers, evicted_at in self.layer_groups:
-            leaving = LeavingSlots.of(evicted_at)
+        for layers, entries in self.leaving:
+            leaving = LeavingSlots.of(entries)
             for length, least in product(LENGTHS, THRESHOLDS):
                 variant = f"space=slots,length={length},threshold={least:g}"
                 yield layers, variant, leaving.wipeout(length, least)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.retention import event_rows, wipeout
+from kvsim.analysis.kept.retention import Leaving, event_rows, wipeout
 from kvsim.analysis.kept.slots import LeavingSlots
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
@@ -31,7 +31,7 @@ TIED = np.array([[5, 3, 3, NEVER, 5, 5, NEVER, 7], [7, 3, 5, 5, 4, NEVER, 7, 7]]
 @example(TIED, 2, 0.5, 0, 0)
 def test_slots_equal_a_loop_over_the_live_entries(last, length, threshold, sink, recent):
     """Regions of the entries that are live before an event, and those of which too little stays."""
-    leaving = LeavingSlots.of(last)
+    leaving = LeavingSlots.of(Leaving.of(last))
     found = leaving.wipeout(length, threshold, sink, recent)
 
     assert found.rows.tolist() == event_rows(last).tolist()
@@ -63,7 +63,7 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(length, threshold):
     for one, choice in zip(last, choices, strict=True):
         one[list(choice)] = NEVER
 
-    found = LeavingSlots.of(last).wipeout(length, threshold, sink=1, recent=1)
+    found = LeavingSlots.of(Leaving.of(last)).wipeout(length, threshold, sink=1, recent=1)
 
     assert found.regions[0].tolist()[-1] > 0
     np.testing.assert_allclose(found.hazard_chance[:, 1], found.hazard[:, 1].mean())
@@ -76,7 +76,7 @@ def test_slots_are_positions_until_something_left():
     last[:, 100:140] = 399
 
     for length, threshold in itertools.product((8, 16, 32), (0.0, 0.1)):
-        slots = LeavingSlots.of(last).wipeout(length, threshold)
+        slots = LeavingSlots.of(Leaving.of(last)).wipeout(length, threshold)
         text = wipeout(last, length, threshold)
         np.testing.assert_array_equal(slots.hazard, text.hazard)
         np.testing.assert_allclose(slots.hazard_chance, text.hazard_chance)
@@ -98,7 +98,7 @@ def test_ams_wipes_out_no_region_that_holds_a_segment(fill):
 
     lost = dict.fromkeys((15, 16, 5), 0)
     for evicted_at in record.evicted_at:
-        leaving = LeavingSlots.of(evicted_at)
+        leaving = LeavingSlots.of(Leaving.of(evicted_at))
         for length in lost:
             found = leaving.wipeout(length, 0.0, sink=0, recent=0)
             assert found.regions.min() > 0
@@ -120,7 +120,7 @@ def test_the_table_has_slots_as_a_space_of_the_hazard():
     assert set(slots["metric"]) == {"wipeout_hazard"}
     assert slots["variant"].n_unique() == 8
     at = slots.filter(variant="space=slots,length=16,threshold=0.1", layer=1, head=0)
-    found = LeavingSlots.of(record.evicted_at[1]).wipeout(16, 0.1)
+    found = LeavingSlots.of(Leaving.of(record.evicted_at[1])).wipeout(16, 0.1)
     assert at["event"].to_list() == found.rows.tolist() == record.events
     np.testing.assert_allclose(at["value"].to_numpy(), found.hazard[0])
     np.testing.assert_allclose(at["chance"].to_numpy(), found.hazard_chance[0])
@@ -131,6 +131,6 @@ def test_the_table_has_slots_as_a_space_of_the_hazard():
 
 def test_without_an_event_there_is_nothing_to_wipe_out():
     """Shapes stay those of no events."""
-    found = LeavingSlots.of(np.full((2, 9), NEVER, np.int32)).wipeout(4, 0.0)
+    found = LeavingSlots.of(Leaving.of(np.full((2, 9), NEVER, np.int32))).wipeout(4, 0.0)
 
     assert found.hazard.shape == found.hazard_chance.shape == (2, 0)

@@ -14,14 +14,13 @@ from scipy.stats import hypergeom
 from kvsim.analysis.arrays import Floats
 
 
-def at_most(most: int, marked: Any, total: Any, kept: Any) -> Floats:
+def at_most(most: Any, marked: Any, total: Any, kept: Any) -> Floats:
     """Probability that no more than `most` of `marked` entries are kept (hypergeometric)."""
-    marked, total, kept = np.broadcast_arrays(marked, total, kept)
+    given = np.broadcast_arrays(most, marked, total, kept)
     # heads and events repeat few cases
-    shape = [1 + int(x.max(initial=0)) for x in (marked, total, kept)]
-    cases = np.ravel_multi_index((marked, total, kept), shape)
-    different, at = np.unique(cases, return_inverse=True)
-    marked, total, kept = np.unravel_index(different, shape)
+    shape = [1 + int(x.max(initial=0)) for x in given]
+    different, at = np.unique(np.ravel_multi_index(given, shape), return_inverse=True)
+    most, marked, total, kept = np.unravel_index(different, shape)
     probability: Floats = hypergeom.cdf(most, total, marked, kept)
     return probability[at]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -49,13 +50,144 @@ def event_row(evicted_at: EvictedAt, row: int | None) -> int:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """The entries that leave one layer, by position.
+
+    rows [E]; died int [H, T], the event at which each entry leaves, E for those that stay; live,
+    dropped int [H, E]: entries before each event, and those of them that it drops.
+    """
+
+    rows: Ints
+    died: Ints
+    live: Ints
+    dropped: Ints
+
+    @classmethod
+    def of(cls, evicted_at: EvictedAt) -> Leaving:
+        """Return those of `evicted_at` [H, T]."""
+        rows = event_rows(evicted_at)
+        died = np.searchsorted(rows, evicted_at)
+        dropped = histogram(died, (len(died), len(rows) + 1))[:, :-1]
+        return cls(rows, died, rows + 1 - dropped.cumsum(-1) + dropped, dropped)
+
+    @cached_property
+    def first(self) -> Bools:
+        """Whether nothing had left the head before the event; [H, E]."""
+        first: Bools = self.dropped.cumsum(-1) == self.dropped
+        return first
+
+    def wipeout(
+        self,
+        length: int = 32,
+        threshold: float = 0.0,
+        sink: int = SINK,
+        recent: int = RECENT,
+        regions: Ints | None = None,
+    ) -> Wipeout:
+        """Region wipe-out: regions of `length` positions, `threshold` in [0, 1).
+
+        regions [R, 2]: start and stop of each region, ascending and apart, instead of those of
+        `length` (`kvsim.analysis.steps`). A region dies with the eviction that leaves it
+        floor(threshold x its length) entries, so one sort within regions gives the event of its
+        death.
+        """
+        if regions is None:
+            starts = np.arange(self.died.shape[1] // length) * length
+            regions = np.stack([starts, starts + length], axis=1)
+        spans = np.asarray(regions, np.int64)
+        spans = spans[spans[:, 0] >= sink]
+        start, stop = spans.T
+        rows, n_events = self.rows, len(self.rows)
+        # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
+        left = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
+        death = self._ordered(spans)[:, stop - left - 1]  # [H, R]
+        # event at which the region first counts
+        seen_from = np.searchsorted(rows + 1 - recent, stop)
+        shape = len(self.died), n_events + 1
+        seen_at = np.broadcast_to(seen_from, death.shape)
+        counted = np.bincount(seen_from, minlength=shape[1]).cumsum()[:-1]
+        wiped = histogram(np.maximum(seen_at, death), shape).cumsum(-1)[:, :-1]
+        # counted and not dead before event j: counted by j and not wiped by j - 1
+        before = np.concatenate([np.zeros((shape[0], 1), np.int64), wiped[:, :-1]], axis=1)
+        late = histogram(np.where(death < seen_at, seen_at, n_events), shape)[:, :-1]
+        alive = counted - before[:, :n_events] - late
+        now = histogram(np.where(death >= seen_at, death, n_events), shape)[:, :-1]
+        return Wipeout(rows, counted, wiped, alive, now, self, spans, left, seen_from)
+
+    def _ordered(self, spans: Ints) -> Ints:
+        """Events at which entries leave, ascending within regions and between them; [H, T]."""
+        places = np.searchsorted(spans.ravel(), np.arange(self.died.shape[1]), side="right")
+        part = places * (len(self.rows) + 1)
+        ordered: Ints = np.sort(part + self.died, axis=-1) - part
+        return ordered
+
+    def expected_first(self, spans: Ints, left: Ints, seen_from: Ints) -> Floats:
+        """Regions that the first event of a head wipes out on average at random; [H, E].
+
+        0 at events that drop nothing; those after the first mean nothing. All regions are whole.
+        """
+        head, event = np.nonzero(self.first & (self.dropped > 0))
+        live, dropped = self.live[head, event], self.dropped[head, event]
+        size = spans[:, 1] - spans[:, 0]
+        kinds, kind = np.unique(np.stack([left, size]), axis=1, return_inverse=True)
+        shape = kinds.shape[1], len(self.rows) + 1
+        counted = np.bincount(kind.ravel() * shape[1] + seen_from, minlength=shape[0] * shape[1])
+        number = counted.reshape(shape).cumsum(-1)[:, event]  # regions of each kind, [kind, n]
+        possible = (number > 0) & (dropped >= (kinds[1] - kinds[0])[:, None])
+        of, at = np.nonzero(possible)
+        most, whole = kinds[:, of]
+        likely = chance.at_most(most, whole, live[at], live[at] - dropped[at])
+        out = np.zeros(self.dropped.shape)
+        np.add.at(out, (head[at], event[at]), number[of, at] * likely)
+        return out
+
+    def expected(self, spans: Ints, left: Ints, seen_from: Ints) -> Floats:
+        """Regions that each event wipes out on average if it keeps as many at random; [H, E].
+
+        left, seen_from [R]: entries of a region that is wiped out, and the event from which it
+        counts. Regions alive are counted by how many entries they hold before an event, for the
+        pairs of that number and an event that can wipe them out: no more pairs than entries that
+        leave.
+        """
+        ordered, n_events, heads = self._ordered(spans), len(self.rows), len(self.died)
+        out = np.zeros((heads, n_events))
+        size = spans[:, 1] - spans[:, 0]
+        for most in np.unique(left):
+            group = np.flatnonzero(left == most)
+            held = np.arange(most + 1, size[group].max() + 1)
+            at, event = np.nonzero(self.dropped.max(0) >= (held - most)[:, None])
+            if not len(at):
+                continue
+            pair = at * n_events + event  # ascending
+            # a region holds m entries from the event after its m+1-th last leaves until its m-th
+            number, region = np.nonzero(held[:, None] <= size[group])
+            region = group[region]
+            start, stop = spans[region].T
+            where = stop - held[number]
+            since = np.where(where > start, ordered[:, where - 1] + 1, 0)
+            since = np.maximum(since, seen_from[region])
+            until = np.minimum(ordered[:, where], n_events - 1)
+            first = np.searchsorted(pair, number * n_events + since)
+            last = np.searchsorted(pair, number * n_events + until, side="right")
+            shape = heads, len(pair) + 1
+            holding = histogram(first, shape) - histogram(np.maximum(first, last), shape)
+            count = holding.cumsum(-1)[:, :-1]
+            head, some = np.nonzero(count)
+            here = head, event[some]
+            live = self.live[here]
+            likely = chance.at_most(most, held[at[some]], live, live - self.dropped[here])
+            np.add.at(out, here, count[head, some] * likely)
+        return out
+
+
+@dataclass(frozen=True)
 class Wipeout:
     """Regions of one layer at each event. rows [E]; counts int [H, E] (`regions` int [E]).
 
     regions: complete regions inside [sink, N - recent), N = row + 1. wiped: those of which no more
     than `threshold` is left. alive: those above it just before the event; now: those it wiped out.
-    expected [H, E]: what `now` would be on average had the event kept as many entries at random.
-    first [H, E]: whether nothing had left the head before the event.
+    leaving: the entries that leave; spans [R, 2], left [R]: all regions, and the entries of a
+    region that is wiped out; seen_from [R]: the event from which it counts.
     """
 
     rows: Ints
@@ -63,8 +195,20 @@ class Wipeout:
     wiped: Ints
     alive: Ints
     now: Ints
-    expected: Floats
-    first: Bools
+    leaving: Leaving
+    spans: Ints
+    left: Ints
+    seen_from: Ints
+
+    @property
+    def first(self) -> Bools:
+        """Whether nothing had left the head before the event; [H, E]."""
+        return self.leaving.first
+
+    @property
+    def expected(self) -> Floats:
+        """What `now` would be on average had the event kept as many entries at random; [H, E]."""
+        return self.leaving.expected(self.spans, self.left, self.seen_from)
 
     @property
     def cumulative(self) -> Floats:
@@ -82,7 +226,8 @@ class Wipeout:
 
         NaN at later ones: what was wiped out before them depends on every choice until then.
         """
-        return np.where(self.first, share(self.expected, self.regions), np.nan)
+        expected = self.leaving.expected_first(self.spans, self.left, self.seen_from)
+        return np.where(self.first, share(expected, self.regions), np.nan)
 
     @property
     def hazard_chance(self) -> Floats:
@@ -98,82 +243,8 @@ def wipeout(
     recent: int = RECENT,
     regions: Ints | None = None,
 ) -> Wipeout:
-    """Region wipe-out of a layer: regions of `length` positions, `threshold` in [0, 1).
-
-    regions [R, 2]: start and stop of each region, ascending and apart, instead of those of `length`
-    (`kvsim.analysis.steps`). A region dies with the eviction that leaves it floor(threshold x its
-    length) entries, so one sort within regions gives the event of its death.
-    """
-    heads, total = evicted_at.shape
-    if regions is None:
-        starts = np.arange(total // length) * length
-        regions = np.stack([starts, starts + length], axis=1)
-    spans = np.asarray(regions, np.int64)
-    spans = spans[spans[:, 0] >= sink]
-    start, stop = spans.T
-    rows = event_rows(evicted_at)
-    died = np.searchsorted(rows, evicted_at)  # the event, n_events for NEVER
-    # events [H, T], ascending within regions and within what lies between them
-    part = np.searchsorted(spans.ravel(), np.arange(total), side="right") * (len(rows) + 1)
-    ordered = np.sort(part + died, axis=-1) - part
-    # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
-    left = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
-    death = ordered[:, stop - left - 1]  # [H, R]
-    seen_from = np.searchsorted(rows + 1 - recent, stop)  # event at which the region first counts
-    shape = heads, len(rows) + 1
-    seen_at = np.broadcast_to(seen_from, death.shape)
-    counted = np.bincount(seen_from, minlength=shape[1]).cumsum()[:-1]
-    wiped = histogram(np.maximum(seen_at, death), shape).cumsum(-1)[:, :-1]
-    # counted and not dead before event j: counted by j and not wiped by j - 1
-    before = np.concatenate([np.zeros((heads, 1), np.int64), wiped[:, :-1]], axis=1)
-    late = histogram(np.where(death < seen_at, seen_at, len(rows)), shape)[:, :-1]
-    alive = counted - before[:, : len(rows)] - late
-    now = histogram(np.where(death >= seen_at, death, len(rows)), shape)[:, :-1]
-    dropped = histogram(died, shape)[:, :-1]
-    expected = _expected_now(ordered, spans, left, seen_from, dropped, rows)
-    first = dropped.cumsum(-1) == dropped
-    return Wipeout(rows, counted, wiped, alive, now, expected, first)
-
-
-def _expected_now(
-    ordered: Ints, spans: Ints, left: Ints, seen_from: Ints, dropped: Ints, rows: Ints
-) -> Floats:
-    """Regions that each event wipes out on average if it keeps as many entries at random; [H, E].
-
-    ordered [H, T]: events at which entries leave, ascending within regions; left, seen_from [R];
-    dropped [H, E]. Regions alive are counted by how many entries they hold before an event, for the
-    pairs of that number and an event that can wipe them out: no more pairs than entries that leave.
-    """
-    heads, n_events = dropped.shape
-    out = np.zeros((heads, n_events))
-    before = rows + 1 - dropped.cumsum(-1) + dropped  # live entries
-    size = spans[:, 1] - spans[:, 0]
-    for most in np.unique(left):
-        group = np.flatnonzero(left == most)
-        held = np.arange(most + 1, size[group].max() + 1)
-        at, event = np.nonzero(dropped.max(0) >= (held - most)[:, None])
-        if not len(at):
-            continue
-        pair = at * n_events + event  # ascending
-        # a region holds m entries from the event after its m+1-th last leaves until its m-th does
-        number, region = np.nonzero(held[:, None] <= size[group])
-        region = group[region]
-        start, stop = spans[region].T
-        where = stop - held[number]
-        since = np.where(where > start, ordered[:, where - 1] + 1, 0)
-        since = np.maximum(since, seen_from[region])
-        until = np.minimum(ordered[:, where], n_events - 1)
-        first = np.searchsorted(pair, number * n_events + since)
-        last = np.searchsorted(pair, number * n_events + until, side="right")
-        shape = heads, len(pair) + 1
-        holding = histogram(first, shape) - histogram(np.maximum(first, last), shape)
-        count = holding.cumsum(-1)[:, :-1]
-        head, some = np.nonzero(count)
-        here = head, event[some]
-        live = before[here]
-        likely = chance.at_most(int(most), held[at[some]], live, live - dropped[here])
-        np.add.at(out, here, count[head, some] * likely)
-    return out
+    """Region wipe-out of a layer's `evicted_at` [H, T], as `Leaving.wipeout` defines it."""
+    return Leaving.of(evicted_at).wipeout(length, threshold, sink, recent, regions)
 
 
 #: What ends a sentence, as the last character of a token; also in full width, as in Chinese.

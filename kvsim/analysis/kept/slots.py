@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.kept import chance
-from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.kept.retention import RECENT, SINK, Leaving
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,12 @@ class LeavingSlots:
     slot: Ints
 
     @classmethod
-    def of(cls, evicted_at: EvictedAt) -> LeavingSlots:
-        """Return those of `evicted_at` [H, T]. Time H T log(T) log(E)."""
-        rows = event_rows(evicted_at)
-        died = np.searchsorted(rows, evicted_at).astype(np.int64)
-        dropped = histogram(died, (len(died), len(rows) + 1))[:, :-1]
-        live = rows + 1 - dropped.cumsum(-1) + dropped
-        head, pos = np.nonzero(died < len(rows))
+    def of(cls, leaving: Leaving) -> LeavingSlots:
+        """Return the slots of entries that leave. Time H T log(T) log(E)."""
+        died = leaving.died
+        head, pos = np.nonzero(died < len(leaving.rows))
         slot = pos - _sooner(died)[head, pos]
-        return cls(rows, live, dropped, head, died[head, pos], slot)
+        return cls(leaving.rows, leaving.live, leaving.dropped, head, died[head, pos], slot)
 
     def wipeout(
         self, length: int = 32, threshold: float = 0.0, sink: int = SINK, recent: int = RECENT
