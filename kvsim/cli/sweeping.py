@@ -49,8 +49,8 @@ def sweep(
             "--interval",
             callback=values.split,
             metavar="N|own[,...]",
-            help="Rows between events; own: each policy's own schedule. Default: the policies' own "
-            "schedule where they have the same one, otherwise 32.",
+            help="Rows between events; own: each policy's own schedule. Default: 32 for two or "
+            "more policies, the schedule of its paper for one.",
         ),
     ] = None,
     own_schedule: values.OwnSchedule = False,

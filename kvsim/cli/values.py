@@ -98,7 +98,7 @@ Interval = Annotated[
     typer.Option(
         min=1,
         help="Rows between events. All policies then have the same events, one of them after the "
-        "prompt; default: the policies' own schedule where they have the same one, otherwise 32.",
+        "prompt; default: 32 for two or more policies, the schedule of its paper for one.",
     ),
 ]
 OwnSchedule = Annotated[

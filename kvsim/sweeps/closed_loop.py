@@ -25,7 +25,7 @@ from kvsim.runner.decoding import RunningModel, check_live
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
-from kvsim.sweeps.run import cells_of, check_names, finished, params_of, shared_terms
+from kvsim.sweeps.run import cells_of, check_names, finished, paper_remark, params_of, shared_terms
 
 
 def live(
@@ -72,12 +72,12 @@ def live(
     check_names(policies)
     check_distinct(traces)
     terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
-    notes = tuple(filter(None, [shared]))
     new_tokens = integer(max_new_tokens)
     if new_tokens is None or new_tokens < 0:
         raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
     chosen = choose_live(metrics)
     cells = cells_of(traces, policies, budgets, [terms])
+    notes = tuple(filter(None, [shared, paper_remark(cells)]))
     for cell in cells:
         check_live(cell.policy)
         check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)

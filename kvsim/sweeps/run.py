@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import polars as pl
 
 from kvsim.analysis.registry import METRICS
@@ -48,8 +49,11 @@ def resolve_budget(budget: int | str, n_pos: int) -> int:
     return max(1, int(n_pos * share / 100 + 1e-9))
 
 
-#: Rows between events of policies that are compared, where their own schedules differ.
+#: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
+
+#: Rows that see this many times the budget on a paper's schedule are remarked on.
+_FAR = 1.5
 
 #: What replaces the schedules of policies: interval, prefill and compress, each None where a
 #: policy's own stays.
@@ -68,30 +72,56 @@ def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
 def shared_terms(
     policies: Sequence[Policy], terms: Terms, *, own_schedule: bool = False
 ) -> tuple[Terms, str]:
-    """One schedule for policies that are compared, and a remark if it is none of what was given.
+    """One schedule for policies that are compared, and a remark if none was given.
 
-    Without an interval, policies whose own schedules differ act after the prompt and every
-    `INTERVAL` rows: between events a cache grows, so one that acts less often holds more than its
-    budget, and seems to win. own_schedule: each keeps its own. Raises ConfigError for an interval
-    beside that.
+    Without an interval, two or more policies act after the prompt and every `INTERVAL` rows,
+    whichever they are, so that the numbers of one do not depend on the others; one policy keeps
+    that of its paper. own_schedule: each keeps its own. Raises ConfigError for an interval beside
+    that.
     """
     interval, prefill, compress = terms
     if own_schedule and interval is not None:
         raise ConfigError(
             f"an interval of {interval} and own schedules exclude each other; give one of them"
         )
-    own = {policy.schedule.override(*terms) for policy in policies}
-    acting = [each for each in own if each.prefill or each.interval is not None]
-    if interval is not None or own_schedule or len(acting) < 2:
+    alone = all(policy == policies[0] for policy in policies)
+    if interval is not None or own_schedule or alone:
         return (interval, shared_prefill(interval, prefill), compress), ""
     shared = shared_prefill(INTERVAL, prefill)
     after = schedule(INTERVAL, prefill=bool(shared), compress=compress or "prompt")
     remark = (
-        "the policies' own schedules differ, so that they would hold different numbers of entries; "
-        f"all act after the same rows ({after}): --interval N gives others, --own-schedule each "
-        "policy its own"
+        f"all policies act on one schedule ({after}): --interval N gives another, --own-schedule "
+        "each that of its paper"
     )
     return (INTERVAL, shared, compress), remark
+
+
+def paper_remark(cells: Sequence[Cell]) -> str:
+    """Return which policies let rows see far more than the budget on the schedule of their paper.
+
+    Between events a cache grows: after a prompt-only schedule, by every row of the response.
+    """
+    times: dict[str, float] = {}
+    for cell in cells:
+        policy, trace = cell.policy, cell.trace
+        dropping = policy.propagation is not None and policy.propagation.alone
+        if cell.schedule != policy.schedule or not policy.bounded or dropping:
+            continue
+        rows = np.arange(trace.prompt_len, trace.n_pos)
+        events = np.array(
+            [-1, *cell.schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)]
+        )
+        last = events[np.searchsorted(events, rows) - 1]
+        seen = np.minimum(cell.budget, last + 1) + rows - last
+        if rows.size:
+            times[policy.name] = max(times.get(policy.name, 0), seen.mean() / cell.budget)
+    far = [f"{name} (up to {x:.1f} times)" for name, x in times.items() if x > _FAR]
+    if not far:
+        return ""
+    return (
+        f"rows see far more than the budget on the schedule of the paper: {', '.join(far)}; "
+        f"--interval {INTERVAL} holds the budget"
+    )
 
 
 def replay_all(
@@ -116,8 +146,8 @@ def replay_all(
     """Replay every policy at every budget over every trace and measure the outcome.
 
     interval: rows between events, the same events for every policy; the prefill event is one of
-    them unless prefill is False. Without an interval, policies whose own schedules differ act every
-    `INTERVAL` rows, and others keep the schedule that they share. own_schedule: each policy keeps
+    them unless prefill is False. Without an interval, two or more policies act after the prompt and
+    every `INTERVAL` rows, and one keeps the schedule of its paper. own_schedule: each policy keeps
     its own, of which prefill replaces the prefill event alone. compress says after what that fires,
     as for `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded
     with every result. fit: scale windows and segments to the budget (`Policy.fitted`).
@@ -163,7 +193,10 @@ def replay_all(
         "memory": memory,
         "device": resolve_device(device),
     }
-    report, notes = progress or (lambda *_: None), tuple(filter(None, [shared]))
+    report, notes = (
+        progress or (lambda *_: None),
+        tuple(filter(None, [shared, paper_remark(cells)])),
+    )
     if out is None:
         return replace(Cells(cells, chosen, parameters, report).run(), notes=notes)
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)

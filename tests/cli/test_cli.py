@@ -1335,7 +1335,7 @@ def test_a_table_flags_what_sees_more_entries(run, trace):
     assert [line.split()[0] for line in own if re.search(r"\d!\s", line)] == ["snapkv"]
     assert "!: rows see over 5 % more entries" in "\n".join(own)
     assert "!" not in shared
-    assert "the policies' own schedules differ" in shared
+    assert "Note: all policies act on one schedule (the prompt, every 32 rows)" in shared
 
 
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):

@@ -116,28 +116,43 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
     assert set(run.table["prefill"].drop_nulls()) == {prefill is None}
 
 
-def test_policies_that_are_compared_act_after_the_same_rows():
-    """Unless nothing is to be shared: one schedule among them, or an interval."""
-    trace = make_trace()
-    names = ("full", "tova", "ams", "snapkv")
+def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
+    """Any two policies act after the prompt and every 32 rows; the numbers of one stay the same."""
+    trace, options = make_trace(), {"metrics": ["entries_seen"]}
+    names = ("full", "tova", "ams", "snapkv", "knorm")
     policies = [
         kvsim.policy(name, **{"window": 4} if has_parameter(name, "window") else {})
         for name in names
     ]
 
-    run = replay_all([trace], policies, [16], metrics=["entries_seen"])
-    alike = replay_all(
-        [trace], [policies[3], kvsim.policy("knorm")], [16], metrics=["entries_seen"]
-    )
-    alone = replay_all([trace], policies[:2], [16], metrics=["entries_seen"])
+    run = replay_all([trace], policies[:4], [16], **options)
+    prompt_only = replay_all([trace], policies[3:], [16], **options)
+    unbounded = replay_all([trace], [policies[0], policies[3]], [16], **options)
 
     assert [record.events for record in run.records] == [[], *[[29, 61]] * 3]
-    assert (run.parameters["interval"], run.parameters["prefill"]) == (32, True)
-    (remark,) = (one for one in run.remarks if "schedule" in one)
-    assert "the prompt, every 32 rows" in remark
-    assert [record.interval for record in alike.records] == [None, None]
-    assert [record.interval for record in alone.records] == [None, 1]
-    assert not any("schedule" in one for one in alike.remarks + alone.remarks)
+    for same in (prompt_only.records[0], unbounded.records[1]):
+        assert same.events == run.records[3].events
+        assert (same.evicted_at == run.records[3].evicted_at).all()
+    for each in (run, prompt_only, unbounded):
+        assert (each.parameters["interval"], each.parameters["prefill"]) == (32, True)
+        (remark,) = (one for one in each.remarks if "schedule" in one)
+        assert "the prompt, every 32 rows" in remark
+
+
+def test_a_policy_alone_keeps_its_schedule_and_a_remark_says_what_rows_see():
+    """The remark has the entries seen that are measured, and names `--interval` where they are many."""
+    trace, snapkv = make_trace(), kvsim.policy("snapkv", window=4)
+    options = {"metrics": ["entries_seen"]}
+
+    alone = replay_all([trace], [snapkv, snapkv], [16], **options)
+    seen = alone.table.filter(metric="entries_seen")["value"].mean()
+    fitting = replay_all([trace], [kvsim.policy("tova")], [16], **options)
+    given = replay_all([trace], [snapkv], [16], interval=8, **options)
+
+    assert [record.events for record in alone.records] == [[29]] * 2
+    (remark,) = (one for one in alone.remarks if "schedule of the paper" in one)
+    assert f"snapkv (up to {seen / 16:.1f} times); --interval 32" in remark
+    assert not any("schedule" in one for one in fitting.remarks + given.remarks)
 
 
 def test_each_policy_keeps_its_own_schedule_on_request():
