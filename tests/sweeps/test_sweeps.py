@@ -140,7 +140,7 @@ def test_the_schedule_of_a_comparison_does_not_depend_on_its_policies():
 
 
 def test_a_policy_alone_keeps_its_schedule_and_a_remark_says_what_rows_see():
-    """The remark has the entries seen that are measured, and names `--interval` where they are many."""
+    """The remark has the entries seen that are measured, and `--interval` where they are many."""
     trace, snapkv = make_trace(), kvsim.policy("snapkv", window=4)
     options = {"metrics": ["entries_seen"]}
 
