@@ -181,8 +181,9 @@ class Panels:
             name_axes(axis, y=up)
 
 
-#: A value is far off if it is so many times the next smaller one, and at most half of all are.
-_FAR = 3
+#: A value is far off if it is so many times the next smaller one, and at most half of all are; in
+#: a ranking so many times the median.
+FAR = 3
 
 
 def far_off(values: Iterable[float | None]) -> float | None:
@@ -193,7 +194,7 @@ def far_off(values: Iterable[float | None]) -> float | None:
     rising = sorted(value for value in values if value is not None and not math.isnan(value))
     half = max(1, len(rising) // 2)
     for last, following in zip(rising[half - 1 :], rising[half:], strict=False):
-        if 0 < _FAR * last < following:
+        if 0 < FAR * last < following:
             return last
     return None
 
@@ -214,7 +215,7 @@ def clip_far(
     if most is None:
         return
     shown = [value for _, _, value in points if value <= most]
-    shown += [end for end in ends if end <= _FAR * most]
+    shown += [end for end in ends if end <= FAR * most]
     beyond: dict[str, list[str]] = {}
     for name, place, value in points:
         if value > most:

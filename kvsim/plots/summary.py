@@ -23,13 +23,14 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError, suggest
 from kvsim.plots.style import (
+    COLOURS,
+    FAR,
     NEUTRAL,
     asked_order,
     bare_series,
     caption,
     clip_far,
     counted,
-    far_off,
     finish,
     mean_line,
     name_axes,
@@ -128,10 +129,11 @@ def ranking(
 ) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
-    A mean that is far above all others is a triangle at the edge. Filled where the paired
+    A mean over three times the median is a triangle at the edge. Filled where the paired
     difference to the best policy, or to `against`, is beyond chance after correction for the number
     of comparisons (`kvsim.analysis.comparison`); the dotted line is the mean of that policy.
-    References that have no rank are at the bottom, in grey.
+    References that have no rank are at the bottom, in grey; more policies than there are colours
+    have one.
 
     metrics: one, with a better direction. against: as in `kvsim.compare`.
     """
@@ -141,28 +143,33 @@ def ranking(
     comparison = compare(table, name, against=against)
     rows = comparison.table
     budgets = rows["asked"].unique(maintain_order=True).to_list()
-    styles = series(labelled(table)["policy"].drop_nulls().unique(maintain_order=True))
-    size = 4.3, 0.9 + 0.28 * len(styles)
+    names = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
+    shades = COLOURS if len(names) <= len(COLOURS) else COLOURS[:1] * len(names)
+    colours = dict(zip(names, shades, strict=False))
+    size = 4.3, 0.9 + 0.28 * len(names)
     figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
     for axis, asked in zip(axes, budgets, strict=True):
         part = rows.filter(asked=asked)
-        most = far_off(part["mean"])
+        most = FAR * part["mean"].quantile(0.5, "lower")
         for place, row in enumerate(part.iter_rows(named=True)):
-            colour = NEUTRAL if row["rank"] is None else styles[row["policy"]]["color"]
-            if row["low"] is not None and (most is None or row["mean"] <= most):
+            colour = NEUTRAL if row["rank"] is None else colours[row["policy"]]
+            far = 0 < most < row["mean"]
+            if row["low"] is not None and not far:
                 axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
             decided = row["against"] is None or row["verdict"] in ("better", "worse")
             face = colour if decided and row["rank"] is not None else "white"
-            far = most is not None and row["mean"] > most
-            at = (edge := 1.12 * (most or 0)) if far else row["mean"]
-            axis.plot(at, place, ">" if far else "o", ms=5, color=colour, mfc=face)
-            if far:
-                text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5}
-                axis.text(0.96 * edge, place, f"{row['mean']:.2g}", **text)
+            if not far:
+                axis.plot(row["mean"], place, "o", ms=5, color=colour, mfc=face)
+                continue
+            edge: dict[str, Any] = {"transform": axis.get_yaxis_transform()}
+            axis.plot(1, place, ">", ms=6, color=colour, mfc=face, clip_on=False, zorder=3, **edge)
+            text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5, **edge}
+            axis.text(0.98, place, f"{row['mean']:.2g}", **text)
         for mean in part.filter(pl.col("policy").is_in(part["against"].drop_nulls()))["mean"]:
-            axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)
-        names = [short_text(policy, 30) for policy in part["policy"]]
-        axis.set_yticks(range(part.height), names, parse_math=False)
+            if not 0 < most < mean:
+                axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)
+        labels = [short_text(policy, 30) for policy in part["policy"]]
+        axis.set_yticks(range(part.height), labels, parse_math=False)
         axis.set_ylim(part.height - 0.5, -0.5)
         plain(axis, metric_label(name), title=f"budget {asked}")
     base = against or "the best"

@@ -93,6 +93,25 @@ def test_the_ranking_shows_order_and_verdicts(table):
         ranking(table, ["output_error", "wipeout"])
 
 
+def test_a_ranking_of_many_policies_is_readable(table):
+    """Means over three times the median are at the edge of their panel, and no colour repeats."""
+    errors = table.filter(metric="output_error", policy="tova")
+    factors = [1.0, 1.1, 1.2, 1.3, 1.4, 3.0, 8.0, 20.0]
+    many = pl.concat(
+        errors.with_columns(policy=pl.lit(f"p{place}"), value=pl.col("value") * factor)
+        for place, factor in enumerate(factors)
+    )
+
+    for axis in ranking(many).axes:
+        points = [line for line in axis.lines if line.get_marker() == "o"]
+        edge = [line for line in axis.lines if line.get_marker() == ">"]
+        assert (len(points), len(edge)) == (6, 2)
+        assert {line.get_color() for line in points + edge} == {"#0072b2"}
+        assert [line.get_xdata()[0] for line in edge] == [1, 1]  # of the panel's width
+        assert axis.get_xlim()[1] < 4 * float(points[0].get_xdata()[0])
+        assert len(axis.texts) == 2
+
+
 def test_a_table_without_the_metrics_is_an_error(table):
     """It says what the table has."""
     with pytest.raises(PolicyError, match="no value of regret; it has output_error"):
