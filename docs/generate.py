@@ -42,16 +42,20 @@ def lengths() -> str:
     """The lengths that `@scaled` scales, and the budgets that they are meant for."""
     from kvsim.policies import CATALOGUE, names, policy  # noqa: PLC0415 - as policies()
 
-    lines = ["| policy | meant for | values, and at a budget of 64 |", "| --- " * 3 + "|"]
+    lines = ["| policy | meant for | values (at a budget of 64) |", "| --- " * 3 + "|"]
     for name in names():
         base, _, preset = name.partition("@")
         entry = CATALOGUE[base].preset(preset)
         inside = "" if entry.innermost or entry.default else "+tova"
         built = policy(name + inside, **entry.required)
         lengths = [length for length in built.lengths if length.depth == 0]
-        values = (f"`{length.name}` {length.value}, {length.at(64)}" for length in lengths)
+        values = (
+            f"`{length.name}` {length.value}"
+            + (f" ({length.at(64)})" if length.at(64) != length.value else "")
+            for length in lengths
+        )
         if lengths:
-            lines.append(f"| `{name}` | {lengths[0].entries} | {'; '.join(values)} |")
+            lines.append(f"| `{name}` | {lengths[0].entries} | {', '.join(values)} |")
     return "\n".join(lines)
 
 

@@ -112,8 +112,8 @@ Fit = Annotated[
     bool,
     typer.Option(
         "--fit",
-        help="Scale windows and segments to the budget, by the budgets that the papers' values are "
-        "meant for: POLICY@scaled.",
+        help="Scale windows and segments that exceed half of the budget, by the budgets that the "
+        "papers' values are meant for: POLICY@scaled.",
     ),
 ]
 Prefill = Annotated[

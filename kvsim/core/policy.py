@@ -54,27 +54,32 @@ _WINDOW = 8
 class Length(NamedTuple):
     """A parameter that is a number of entries or rows: its value, and the budget it is meant for.
 
-    depth: of its piece among `Policy.levels`.
+    depth: of its piece among `Policy.levels`. alike: layers have equal budgets, so that a length
+    which fits the budget fits every layer's.
     """
 
     depth: int
     name: str
     value: int
     entries: int
+    alike: bool = True
 
     def at(self, budget: int) -> int:
-        """The same share of a smaller budget, never above the value.
+        """The value where half of the budget holds it, else the same share of a smaller budget.
 
         At least 1, and of a window 8 rows as far as half of the budget holds them: the smallest
         that a paper uses (R-KV, PyramidKV, FastKV, DropKV); fewer rows say little.
         """
+        if self.alike and 2 * self.value <= budget:
+            return self.value
         least = max(1, min(_WINDOW, budget // 2)) if self.name == "window" else 1
         return min(self.value, max(least, round(self.value * budget / self.entries)))
 
     @property
     def share(self) -> str:
-        """The value at any smaller budget, in words: `128 * budget / 512`."""
-        return f"{self.value} * budget / {self.entries}"
+        """The value at any smaller budget, in words."""
+        where = f" if {self.value} > budget / 2" if self.alike else ""
+        return f"{self.value} * budget / {self.entries}{where}"
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ class Policy:
     their position in the sequence (the output of the attention changes, the kept sets do not).
     per_query_head: keep one set per query head, which a grouped cache cannot store; for analysis.
     propagation: which rows of the prompt reach deeper layers; None for all of them.
-    scaled: lengths that shrink with the budget; lengths: all that may, for smaller budgets than
-    those that they are meant for.
+    scaled: lengths that shrink with the budget where they do not fit it; lengths: all that may, for
+    smaller budgets than those that they are meant for.
     """
 
     name: str
@@ -224,7 +229,7 @@ class Policy:
         )
 
     def fitted(self) -> Policy:
-        """The policy with all lengths scaled to the budget, called NAME@scaled; else itself."""
+        """The policy with lengths that fit the budget, called NAME@scaled; else itself."""
         if not self.lengths or self.scaled == self.lengths:
             return self
         parts = self.name.split("+")
@@ -247,7 +252,7 @@ class Policy:
             if each in first.values()
             and each not in self.scaled
             and each.name in ("window", "recent")
-            and 2 * each.value >= budget
+            and 2 * each.value > budget
             and each.at(budget) < each.value
         ]
         if large:
@@ -255,7 +260,7 @@ class Policy:
             options = (f"--set {self.name}.{self._key(one)}={one.at(budget)}" for one in large)
             verb, entries = "is" if len(large) == 1 else "are", max(one.entries for one in large)
             remarks.append(
-                f"{given} {verb} meant for budget {entries}, and at least half of {budget}; "
+                f"{given} {verb} meant for budget {entries}, and over half of {budget}; "
                 f"compare with {' '.join(options)}, or all lengths with --fit"
             )
         text = "; ".join(filter(None, remarks))

@@ -1,7 +1,8 @@
 """The budgets that the lengths of policies are meant for: those of the paper, or of its code.
 
-The preset `scaled` of a policy shrinks its windows and segments in proportion to smaller budgets
-(`kvsim.core.policy.Length`). A policy whose paper names no budget for its lengths is not here.
+The preset `scaled` of a policy shrinks its windows and segments in proportion to smaller budgets,
+where half of the budget does not hold them (`kvsim.core.policy.Length`). A policy whose paper names
+no budget for its lengths is not here.
 """
 
 from __future__ import annotations

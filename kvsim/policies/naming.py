@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
 from kvsim.core.policy import (
+    Even,
     Everything,
     Length,
     Policy,
@@ -80,7 +81,7 @@ def _lengths(
     """The lengths of a policy that are not given, and those that its name wants scaled."""
     every: list[Length] = []
     scaled: list[Length] = []
-    outer = chain[0][1]
+    outer, alike = chain[0][1], isinstance(built.layer_budgets, Even)
     for depth, (part, entry) in enumerate(chain):
         if entry is None:
             continue
@@ -92,7 +93,7 @@ def _lengths(
         for name in meant_for.keys() - given:
             values = [getattr(x, name) for x in built.levels[depth] if hasattr(x, name)]
             if values and type(values[0]) is int:
-                every.append(Length(depth, name, values[0], meant_for[name]))
+                every.append(Length(depth, name, values[0], meant_for[name], alike))
                 scaled += every[-1:] * scales
     return tuple(sorted(every)), tuple(sorted(scaled))
 

@@ -20,13 +20,13 @@ AMS = {"window": 128, "recent": 32, "min_segment": 16, "max_segment": 256, "segm
 
 
 def scaled(value, budget, least=1):
-    """A length at a budget, of one meant for 512."""
-    return min(value, max(least, round(value * budget / 512)))
+    """A length at a budget, of one meant for 512: the value itself if half the budget holds it."""
+    return value if 2 * value <= budget else min(value, max(least, round(value * budget / 512)))
 
 
-@pytest.mark.parametrize("budget", [16, 40, 512, 4096])
-def test_a_scaled_policy_is_the_one_with_lengths_of_the_same_share(budget):
-    """Of the budget that the paper's are meant for; a window has 8 rows if half the budget does."""
+@pytest.mark.parametrize("budget", [16, 40, 63, 64, 512, 4096])
+def test_a_scaled_policy_is_the_one_with_lengths_that_fit(budget):
+    """Those that do not have the paper's share; a window has 8 rows if half the budget does."""
     least = {"window": min(8, budget // 2)}
     given = {name: scaled(value, budget, least.get(name, 1)) for name, value in AMS.items()}
     trace = make_trace()
@@ -37,18 +37,18 @@ def test_a_scaled_policy_is_the_one_with_lengths_of_the_same_share(budget):
 
     assert policy.at(budget).allocator == kvsim.policy("ams", **given).allocator
     assert np.array_equal(record.evicted_at, expected.evicted_at)
-    assert record.params["window"] == "128 * budget / 512"
+    assert record.params["window"] == "128 * budget / 512 if 128 > budget / 2"
     assert record.params == kvsim.replay(trace, policy, 20, interval=8).params
 
 
 def test_what_is_given_and_other_parts_are_not_scaled():
     """Only lengths of the part that is called so, and of a scorer that takes its values over."""
-    given = kvsim.policy("ams@release@scaled+snapkv", recent=24).at(64)
-    inner = kvsim.policy("ams+snapkv@scaled").at(64)
-    asl = kvsim.policy("asl@scaled").at(256)
+    given = kvsim.policy("ams@release@scaled+snapkv", recent=24).at(60)
+    inner = kvsim.policy("ams+snapkv@scaled").at(60)
+    asl = kvsim.policy("asl@scaled").at(60)
     fastkv = kvsim.policy("fastkv@scaled", rows=0.5).at(64)
 
-    assert (given.allocator.recent, given.allocator.max_segment) == (24, 128)
+    assert (given.allocator.recent, given.allocator.max_segment) == (24, 120)
     assert (given.scorer.window, given.allocator.window) == (32, 8)
     assert (inner.scorer.window, inner.allocator.window) == (8, 128)
     assert asl.propagation.window == asl.scorer.window == 8
@@ -57,6 +57,18 @@ def test_what_is_given_and_other_parts_are_not_scaled():
     assert kvsim.policy("tova").fitted() == kvsim.policy("tova")
     with pytest.raises(PolicyError, match="tova has no preset 'scaled'"):
         kvsim.policy("tova@scaled")
+
+
+def test_lengths_that_fit_stay_as_they_are():
+    """Half of the budget holds them; layers with less than the budget keep the paper's share."""
+    fitting = {"snapkv": 64, "gkv": 32, "morphkv": 32, "ams": 512}
+
+    for name, budget in fitting.items():
+        paper, policy = kvsim.policy(name), kvsim.policy(f"{name}@scaled")
+        assert policy.at(budget).levels == paper.levels
+        assert policy.at(budget - 2).levels != paper.levels
+        assert "--fit" not in paper.remark(budget)
+    assert kvsim.policy("pyramidkv@kvpress@scaled").at(128).scorer.window == 26
 
 
 def test_a_sweep_fits_policies_under_one_label():
@@ -72,7 +84,7 @@ def test_a_sweep_fits_policies_under_one_label():
 
 @pytest.mark.parametrize("name", [name for name in names() if "ams@release" not in name])
 def test_the_options_of_a_remark_mend_what_it_remarks(name):
-    """Where windows and recent entries are half of a budget or more, for every name and preset."""
+    """Where windows and recent entries are over half of a budget, for every name and preset."""
     entry = CATALOGUE[name.partition("@")[0]].preset(name.partition("@")[2])
     full = name if entry.innermost or entry.default else f"{name}+knorm"
     policy = kvsim.policy(full, **dict.fromkeys(entry.required, "prefix:16"))
