@@ -150,7 +150,7 @@ def ranking(
     figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
     for axis, asked in zip(axes, budgets, strict=True):
         part = rows.filter(asked=asked)
-        most = FAR * part["mean"].quantile(0.5, "lower")
+        most = FAR * float(np.quantile(part["mean"], 0.5, method="lower"))
         for place, row in enumerate(part.iter_rows(named=True)):
             colour = NEUTRAL if row["rank"] is None else colours[row["policy"]]
             far = 0 < most < row["mean"]
