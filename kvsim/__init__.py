@@ -4,9 +4,12 @@ Record what a decoder model's attention saw, once; then replay any eviction poli
 offline, and read off what would have been kept, what would have been lost, and how far the
 attention output would have moved::
 
-    trace = kvsim.open_trace("traces/run.zarr")
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=128)
-    table = kvsim.measure(trace, record)
+    record = kvsim.replay("traces/run.zarr", "tova", budget="25%")
+    table = kvsim.measure("traces/run.zarr", record, metrics="output_error")
+    run = kvsim.sweep(traces="traces", policies=["tova", "snapkv"], budgets=[64, "25%"])
+    kvsim.compare(run)
+
+Traces are given as objects, paths, URLs or names of samples, policies as objects or by name.
 
 The names below are imported on first use, so that ``import kvsim`` loads none of the large
 libraries. Everything that is not listed in ``__all__`` may move between releases.
@@ -19,13 +22,15 @@ from kvsim import renamed
 from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
+    from kvsim import plots
     from kvsim.analysis import measure
     from kvsim.analysis.comparison import compare
+    from kvsim.analysis.summaries import averages
     from kvsim.core.attention import Rope
     from kvsim.core.policy import Policy
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
-    from kvsim.engine import replay
+    from kvsim.engine.replay import replay
     from kvsim.errors import KvsimError
     from kvsim.policies import policy
     from kvsim.recorder import capture
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from kvsim.store.labelled import to_xarray
     from kvsim.sweeps.closed_loop import live
     from kvsim.sweeps.driver import sweep
+    from kvsim.sweeps.folder import read_run
     from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
@@ -45,12 +51,15 @@ __all__ = [
     "Rope",
     "Trace",
     "__version__",
+    "averages",
     "capture",
     "compare",
     "live",
     "measure",
     "open_trace",
+    "plots",
     "policy",
+    "read_run",
     "recompute",
     "replay",
     "sample_trace",
@@ -65,14 +74,16 @@ _HOME = {
     "Record": "core.record",
     "Rope": "core.attention",
     "Trace": "core.trace",
+    "averages": "analysis.summaries",
     "capture": "recorder",
     "compare": "analysis.comparison",
     "live": "sweeps.closed_loop",
     "measure": "analysis",
     "open_trace": "store",
     "policy": "policies",
+    "read_run": "sweeps.folder",
     "recompute": "runner",
-    "replay": "engine",
+    "replay": "engine.replay",
     "sample_trace": "tiny.sample",
     "save_trace": "store",
     "sweep": "sweeps.driver",
@@ -85,6 +96,8 @@ renamed.install()
 
 def __getattr__(name: str) -> object:
     """The public name `name`, imported from its module on first use (PEP 562)."""
+    if name == "plots":
+        return import_module("kvsim.plots")
     if name not in _HOME:
         raise AttributeError(f"module 'kvsim' has no attribute {name!r}")
     try:

@@ -23,7 +23,7 @@ from scipy import stats
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import labelled
+from kvsim.analysis.results import Tabular, as_table, labelled
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
@@ -100,7 +100,7 @@ class Comparison:
 
 
 def compare(
-    table: pl.DataFrame,
+    table: Tabular,
     metric: str = "output_error",
     *,
     against: str | None = None,
@@ -112,7 +112,8 @@ def compare(
     a rank and compared with nothing, unless `against` names one.
 
     Args:
-        table: of `kvsim.measure` or a sweep, with several traces as prompts.
+        table: of `kvsim.measure` or a sweep, with several traces as prompts; or a run, or its
+            folder.
         metric: by name, one with a better direction; its main variant.
         against: the policy that others are compared with, as it is labelled (`tova`, or
             `ams (window=8)` where the Table has several of one name); by default, at each budget,
@@ -143,7 +144,7 @@ def compare(
             "`kvsim metrics`"
         )
     higher = entry.better == "higher"
-    table = last_events(labelled(table))
+    table = last_events(labelled(as_table(table)))
     rows, values, traces, remarks = _values(table, metric)
     names = rows["policy"].unique(maintain_order=True).to_list()
     if against is not None and against not in names:

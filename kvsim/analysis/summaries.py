@@ -23,6 +23,8 @@ from scipy.stats import bootstrap
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.results import Tabular, as_table
+from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered
 
@@ -148,14 +150,14 @@ def last_events(table: pl.DataFrame) -> pl.DataFrame:
     return table.filter(~older.fill_null(value=False))
 
 
-def per_prompt(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
     Layers of a metric whose `Metric.layers` is "sum" are added up.
 
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
-    _check_columns(table, by)
+    table, by = split_by(table, by)
     asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     keys = [*by, *KEYS, "trace"]
     return (
@@ -197,12 +199,25 @@ _LEVEL = pl.col("fidelity").cast(pl.String).cast(_STRENGTH)
 WEAKEST = _LEVEL.max().cast(pl.String).cast(_LABEL)
 
 
-def averages(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+def averages(
+    table: Tabular,
+    by: str | Sequence[str] = (),
+    *,
+    metrics: str | Sequence[str] | None = None,
+) -> pl.DataFrame:
     """Means over prompts with their intervals, one row per result.
+
+    table: of `kvsim.measure`, or a run or its folder. by: what results are split by, a column of
+    the Table or `stage` (early, middle and late layers). metrics: those to average, their main
+    variants, of metrics that one event stands for after the last one; by default every value of
+    the Table.
 
     `by`, `KEYS`, then `mean`, `low`, `high`, `n` traces measured of the `of` that were asked,
     `chance` (mean), `fidelity`.
     """
+    table, by = split_by(as_table(table), by)
+    if metrics is not None:
+        table = main_variants(last_events(table), listed(metrics))
     values = per_prompt(table, by)
     # what belongs to no policy was asked of every trace
     traces = pl.col("trace").n_unique()
@@ -225,13 +240,14 @@ def _with_intervals(
     )
 
 
-def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFrame:
+def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataFrame:
     """Every policy minus `base` on the same prompts, at the budget that was asked for.
 
     `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of the
     difference, `n` traces with both values of `of` with one, `above`: the share of traces where the
     policy has more, ties half. PolicyError where the Table has no policy `base`, or several.
     """
+    table, by = split_by(as_table(table), by)
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
     policies = values["policy"].unique(maintain_order=True).to_list()
     if base not in policies:
@@ -257,12 +273,12 @@ def compare(table: pl.DataFrame, base: str, by: Sequence[str] = ()) -> pl.DataFr
     return _with_intervals(paired, keys, "gap", [of, above])
 
 
-def level_shares(table: pl.DataFrame, by: Sequence[str] = ("metric",)) -> pl.DataFrame:
+def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:
     """Return the number of a Table's values at each level of fidelity, null values left out.
 
     `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
     """
-    _check_columns(table, by)
+    table, by = split_by(table, by)
     values = table.filter(pl.col("value").is_not_null())
     counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
     of = pl.col("values").sum()
@@ -297,7 +313,7 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
     PolicyError for two different values of one level next to another level.
     """
-    _check_columns(table, by)
+    table, by = split_by(table, by)
     columns = [*_PLACE, *(name for name in by if name not in _PLACE), "share", "value"]
     values = (
         table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
@@ -338,14 +354,21 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     )
 
 
-def _check_columns(table: pl.DataFrame, by: Sequence[str]) -> None:
-    """Raise PolicyError where the table lacks a column."""
+def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame, list[str]]:
+    """Return the Table with the columns `by`, and their names; values without a stage are left out.
+
+    Raises PolicyError where the Table lacks a column.
+    """
+    by = listed(by)
+    if "stage" in by and "stage" not in table:
+        table = stages(table).drop_nulls("stage")
     missing = [name for name in by if name not in table.columns]
     if missing:
+        close = suggest(missing[0], [*table.columns, "stage"])
         raise PolicyError(
-            f"the table has no column {missing[0]!r}{suggest(missing[0], table.columns)}; it has "
-            f"{', '.join(table.columns)}"
+            f"the table has no column {missing[0]!r}{close}; it has {', '.join(table.columns)}"
         )
+    return table, by
 
 
 def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:

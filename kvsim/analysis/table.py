@@ -17,11 +17,13 @@ from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, Subject, Walk
+from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import FIDELITY, LABELS
+from kvsim.store.opening import TraceLike, as_trace
 
 # Labels that are numbers; a Table has their columns only where a trace has them.
 _NUMBERS: dict[str, Any] = {"length": pl.Int64, "depth": pl.Float64}
@@ -51,9 +53,9 @@ Progress = Callable[[int, int, str], None]
 
 
 def measure(
-    trace: Trace | Analysis,
+    trace: TraceLike | Analysis,
     record: Record | Sequence[Record] | None = None,
-    metrics: Sequence[str] | None = None,
+    metrics: str | Sequence[str] | None = None,
     *,
     events: bool = False,
     device: str = "cpu",
@@ -70,10 +72,11 @@ def measure(
     last event stands for them all or their mean (`Metric.over_events`).
 
     Args:
-        trace: a trace, or an `Analysis` of it with another k, rule, cut or gold tokens.
+        trace: a trace, its path or URL, or an `Analysis` of it with another k, rule, cut or gold
+            tokens.
         record: one or many; None for metrics of the trace alone.
-        metrics: by name. By default, of records those that are quick (`Metric.default`), and of a
-            trace alone all of kind "trace".
+        metrics: one or several, by name. By default, of records those that are quick
+            (`Metric.default`), and of a trace alone all of kind "trace".
         events: list every event.
         device: cpu, cuda or auto; of an `Analysis` its own.
         oracles: for `regret`, for each record that of the mass oracle on the same terms, or None;
@@ -93,7 +96,8 @@ def measure(
     device = resolve_device(device)
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
-    _check_inputs(trace, records, oracles)
+    trace = trace if isinstance(trace, Analysis) else as_trace(trace)
+    _check_inputs(records, oracles)
     chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
     if isinstance(trace, Analysis):
         analysis, trace = trace, trace.trace
@@ -120,10 +124,8 @@ def measure(
     return table_of(blocks)
 
 
-def _check_inputs(trace: Any, records: Any, oracles: Any) -> None:
-    """Raise an error for what `measure` cannot take as a trace, as records, or as oracles."""
-    if not isinstance(trace, Trace | Analysis):
-        raise TraceError(f"trace is {reprlib.repr(trace)}; expected a Trace of kvsim.open_trace")
+def _check_inputs(records: Any, oracles: Any) -> None:
+    """Raise an error for what `measure` cannot take as records, or as oracles."""
     if records is not None and not (
         isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
     ):
@@ -162,7 +164,7 @@ def choose(
     unknown name, and for a metric that needs an oracle or a record that there is not.
     """
     if metrics is not None:
-        metrics = _names(metrics)
+        metrics = names_of(metrics)
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
@@ -208,13 +210,12 @@ def _has(trace: Trace, array: str) -> bool:
     return trace.has(array) or (array == "residual_norm" and trace.has("residual"))
 
 
-def _names(metrics: Any) -> list[str]:
-    """Return names of metrics as a list. Raises PolicyError for a single name or no names."""
-    several = isinstance(metrics, Iterable) and not isinstance(metrics, str)
-    names = list(metrics) if several else []
-    if not several or not all(isinstance(name, str) for name in names):
+def names_of(metrics: Any) -> list[str]:
+    """Return one name of a metric, or several, as a list. Raises PolicyError for no names."""
+    names = listed(metrics)
+    if not all(isinstance(name, str) for name in names):
         raise PolicyError(
-            f"metrics is {reprlib.repr(metrics)}; expected a list of names, such as "
+            f"metrics is {reprlib.repr(metrics)}; expected names, such as "
             "['output_error'], which `kvsim metrics` lists"
         )
     return names

@@ -88,11 +88,11 @@ def cost(
         raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
     contexts = [_tokens(text) for text in context or ()]
 
+    from kvsim.core.arguments import resolve_budget
     from kvsim.cost import Model, bounded, estimate, no_selection
     from kvsim.store import open_trace
-    from kvsim.sweeps.run import resolve_budget
 
-    opened = None if trace is None else open_trace(values.locate(trace))
+    opened = None if trace is None else open_trace(trace)
     if model_config is not None:
         model = Model.from_config(model_config, number_bytes=dtype_bytes)
     elif opened is not None:

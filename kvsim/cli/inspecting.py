@@ -13,7 +13,7 @@ import typer
 
 from kvsim.cli import show
 from kvsim.cli.runs import describe_run, echo_run, is_run
-from kvsim.cli.values import Json, OptionError, ShowText, Stop, TracePaths, locate, path_argument
+from kvsim.cli.values import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import BOUND, LABELS, is_url, plural, ranges, visible
 
@@ -31,7 +31,7 @@ def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False)
     """
     from kvsim.store import describe
 
-    paths = [locate(trace) for trace in traces]
+    paths = paths_of(traces)
     runs = {path: describe_run(path) for path in paths if is_run(path)}
     described = [runs[path][0] if path in runs else describe(path) for path in paths]
     if as_json:
@@ -212,7 +212,7 @@ def verify(
     problem. The JSON document of several traces is an object with the list 'traces'.
     """
     single, verdicts, reports = len(traces) == 1, [], []
-    for path in map(locate, traces):
+    for path in paths_of(traces):
         verdict, report = _checked(path, deep=deep)
         if verdict == "no trace" and single:
             raise Stop(f"error: {show.one_line(report['problems'][0])}", 2)

@@ -113,8 +113,8 @@ def layers(
     from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
     from kvsim.analysis.prompt.ranking import ranking
     from kvsim.analysis.prompt.tables import diagnose
+    from kvsim.core.arguments import resolve_budget
     from kvsim.policies.asl import ASL
-    from kvsim.sweeps.run import resolve_budget
 
     if pool not in ("avg", "max", "none"):
         raise OptionError(f"--pool is {pool!r}; expected avg, max or none")

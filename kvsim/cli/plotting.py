@@ -377,8 +377,9 @@ def read(
 
 
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
+    from kvsim.core.arguments import resolve_budget
     from kvsim.engine import replay
-    from kvsim.sweeps.run import resolve_budget, shared_prefill
+    from kvsim.sweeps.run import shared_prefill
 
     budget = resolve_budget(size, trace.n_pos)
     interval, prefill = schedule["interval"], shared_prefill(**schedule)

@@ -43,12 +43,12 @@ def recompute(
     """
     limit = None if memory is None else values.parse_memory(memory)
 
+    from kvsim.core.arguments import resolve_budget
     from kvsim.recorder import load_model
     from kvsim.runner import recompute as prefill
     from kvsim.store import open_trace
-    from kvsim.sweeps.run import resolve_budget
 
-    opened = open_trace(values.locate(trace))
+    opened = open_trace(trace)
     policies = values.build_policies(policy, settings)
     sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded

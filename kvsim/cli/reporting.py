@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import bar
-from kvsim.cli.values import Overwrite, locate, path_option
+from kvsim.cli.values import Overwrite, path_option, paths_of
 
 
 def report(
@@ -37,7 +37,7 @@ def report(
     from kvsim.report import write_report
     from kvsim.store import open_trace
 
-    paths = [locate(one) for one in given]
+    paths = paths_of(given)
     traces = [open_trace(path) for path in paths if _is_trace(path)]
     runs = [Path(path) for path in paths if not _is_trace(path)]
     with bar("steps") as progress:

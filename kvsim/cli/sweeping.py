@@ -218,7 +218,7 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
             raise OptionError(f"{option} is missing; give one, or several between commas")
     numbers = None if given["layers"] is None else values.parse_layers(given["layers"])
     document = {name: value for name, value in given.items() if value is not None}
-    document |= {"layers": numbers, "traces": [str(values.locate(path)) for path in source]}
+    document |= {"layers": numbers, "traces": [str(path) for path in values.paths_of(source)]}
     settings = values.settings_of(given["policies"], document.pop("set", None) or [])
     document["policies"] = [{name: lists} for name, lists in settings.items()]
     document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ()]

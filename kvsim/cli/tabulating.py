@@ -95,7 +95,7 @@ def _means(table: pl.DataFrame, metrics: list[str] | None, by: list[str]) -> pl.
 
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
-    from kvsim.analysis.summaries import averages, last_events, main_variants, stages
+    from kvsim.analysis.summaries import averages, last_events, main_variants, split_by
     from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
 
     measured = set(table.drop_nulls(["policy", "value"])["metric"])
@@ -111,7 +111,7 @@ def _means(table: pl.DataFrame, metrics: list[str] | None, by: list[str]) -> pl.
             )
     chosen = main_variants(last_events(table), metrics)
     if "stage" in by:
-        chosen = stages(chosen)
+        chosen, _ = split_by(chosen, "stage")
     missing = [name for name in by if name not in chosen or not chosen[name].count()]
     if missing:
         raise OptionError(

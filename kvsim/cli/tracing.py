@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import bar, echo_json, echo_text, one_line
-from kvsim.cli.values import Json, Overwrite, Stop, TracePaths, locate, path_argument, path_option
+from kvsim.cli.values import Json, Overwrite, Stop, TracePaths, path_argument, path_option, paths_of
 from kvsim.schema import FORMAT_VERSION
 from kvsim.tiny.sample import SAMPLES
 
@@ -44,6 +44,7 @@ def pack(
     Chunks are checked first. The same trace has the same bytes.
     """
     from kvsim.store import packing
+    from kvsim.store.reader import locate
 
     if trace in SAMPLES and out is None:
         out = Path(f"{trace}.zarr.zip")  # not next to the sample, inside the package
@@ -120,7 +121,7 @@ def upgrade(traces: TracePaths) -> None:
     Every chunk is read and compared with its checksums first. Only the metadata of the group is
     written again; the digest stays.
     """
-    for path in map(locate, traces):
+    for path in paths_of(traces):
         changed = _upgraded(path)
         state = "upgraded to" if changed else "has already"
         echo_text(f"{one_line(str(path))}: {state} format {FORMAT_VERSION}")

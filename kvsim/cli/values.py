@@ -16,7 +16,6 @@ import typer
 
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.schema import is_url, size_in_bytes
-from kvsim.tiny.sample import SAMPLES, sample_trace
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
@@ -174,7 +173,7 @@ TracePaths = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
-        help="Recorded traces: folders, packed files, URLs of folders, or 'sample' and "
+        help="Recorded traces: their paths or URLs, folders of traces, or 'sample' and "
         "'sample-smollm2', which ship.",
     ),
 ]
@@ -207,20 +206,19 @@ def check_run_options(
         raise OptionError("--events is about the results in --out; give --out DIR as well")
 
 
-def locate(trace: str) -> Path | str:
-    """Return the path of a trace, or its URL; those of `SAMPLES` ship with kvsim."""
-    if is_url(trace):
-        return trace
-    path = Path(trace)
-    return sample_trace(SAMPLES[trace]) if trace in SAMPLES and not path.exists() else path
+def paths_of(traces: Iterable[str]) -> list[Path | str]:
+    """Return the paths and URLs of traces; those of `SAMPLES` ship, a folder may hold several."""
+    from kvsim.store import opening
+
+    return [path for trace in traces for path in opening.paths_of(trace)]
 
 
 def open_traces(paths: Iterable[str]) -> list[Trace]:
     """Open traces; raise TraceError unless their names are distinct."""
     from kvsim.analysis.results import check_distinct
-    from kvsim.store import open_trace
+    from kvsim.store.opening import as_traces
 
-    traces = [open_trace(locate(path)) for path in paths]
+    traces = as_traces(paths)
     check_distinct(traces)
     return traces
 

@@ -6,11 +6,14 @@ are defined in `kvsim.core.pieces` and `propagation`; those of the first can be 
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, cast
 
+from kvsim.core.arguments import listed
 from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
@@ -37,12 +40,14 @@ __all__ = [
     "LayerBudgets",
     "Plan",
     "Policy",
+    "PolicyLike",
     "Protection",
     "Schedule",
     "Scorer",
     "Scores",
     "Uniform",
     "Wrapper",
+    "as_policies",
     "protected_by",
 ]
 
@@ -126,6 +131,23 @@ class Policy:
                 f"{self.name}: its layers share one budget, and its propagation leaves fewer rows "
                 "to deeper layers; expected a policy with a budget for each layer, such as snapkv"
             )
+
+    @classmethod
+    def of(cls, given: PolicyLike) -> Policy:
+        """Return a policy, built if it is given by name (`kvsim.policy`).
+
+        A scorer alone becomes one that evicts every 128 rows. Raises PolicyError for anything else.
+        """
+        if isinstance(given, str):
+            return cast("Policy", import_module("kvsim").policy(given))
+        if isinstance(given, Scorer):
+            return cls(given.label, given, schedule=Schedule(interval=128))
+        if not isinstance(given, Policy):
+            raise PolicyError(
+                f"policy is {reprlib.repr(given)}; expected a name, a Scorer, or a Policy as "
+                "kvsim.policy(NAME) returns"
+            )
+        return given
 
     @property
     def columns(self) -> Mapping[str, float]:
@@ -326,3 +348,13 @@ class Policy:
         """Most recent rows whose attention is read at once."""
         window = 1 if self.propagation is None else self.propagation.window_rows
         return max(self.scorer.rows, self.allocator.rows, self.layer_budgets.rows, window)
+
+
+#: A policy, its name, or a scorer alone.
+PolicyLike = Policy | Scorer | str
+
+
+def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:
+    """Return one policy or several as `Policy` objects (`Policy.of`)."""
+    several: list[PolicyLike] = listed(given)
+    return [Policy.of(each) for each in several]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection
 from math import isfinite
 from numbers import Real
@@ -13,7 +12,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
 from kvsim.engine.source import longest_unmasked, windows
-from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError, TraceError
+from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.schema import NEVER, plural
 
 
@@ -27,16 +26,8 @@ def whole(budget: int) -> int:
     )
 
 
-def check_arguments(trace: object, policy: object, memory: object, internals: object) -> None:
-    """Raise a KvsimError where an argument of `replay` is of another kind than it says."""
-    if not isinstance(trace, Trace):
-        raise TraceError(
-            f"trace is {reprlib.repr(trace)}; expected a Trace, as kvsim.open_trace returns"
-        )
-    if not isinstance(policy, Policy):
-        raise PolicyError(
-            f"policy is {reprlib.repr(policy)}; expected a Policy, as kvsim.policy(NAME) returns"
-        )
+def check_options(memory: object, internals: object) -> None:
+    """Raise a KvsimError where an option of `replay` is of another kind than it says."""
     if memory is not None and (
         isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory)
     ):

@@ -10,24 +10,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvsim.core.arguments import resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.policy import Even, Policy, Schedule, Uniform
+from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
-from kvsim.engine.checks import check_arguments, check_cell, remark, whole
+from kvsim.engine.checks import check_cell, check_options, remark, whole
 from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import Run, check_together, layers_per_block, replayed, runs
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
 from kvsim.schema import NEVER
+from kvsim.store.opening import TraceLike, as_trace
 
 
 def replay(
-    trace: Trace,
-    policy: Policy,
-    budget: int,
+    trace: TraceLike,
+    policy: PolicyLike,
+    budget: int | str,
     *,
     interval: int | None = None,
     prefill: bool | None = None,
@@ -40,6 +42,8 @@ def replay(
 ) -> Record:
     """Return what the cache would have kept under `policy` at `budget` entries per KV head.
 
+    trace: a Trace, its path or URL, or the name of a sample. policy: a Policy, its name, or a
+    scorer alone. budget: entries, or a share of the trace's length such as "25%".
     interval, prefill, compress: replace the policy's own schedule: rows between events; whether the
     event that ends the prefill fires; whether it fires after the whole prompt, after the context
     and before the question, or after both (`kvsim.core.policy.Schedule`). layers: indices in the
@@ -53,11 +57,13 @@ def replay(
     where the policy has no rule for the budget, NeedsError where the trace has no context,
     ScoreError, MemoryLimitError.
     """
-    check_arguments(trace, policy, memory, internals)
+    trace, policy = as_trace(trace), Policy.of(policy)
+    check_options(memory, internals)
     options = Options(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)
     schedule = policy.schedule.override(interval, prefill, compress)
-    return run(trace, policy, whole(budget), schedule, options)
+    entries = resolve_budget(budget, trace.n_pos) if isinstance(budget, str) else whole(budget)
+    return replace(run(trace, policy, entries, schedule, options), share=share_of(budget))
 
 
 @dataclass(frozen=True)

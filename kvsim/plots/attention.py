@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.overlap import default_window, window_overlap
+from kvsim.analysis.results import Tabular, as_table
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -26,6 +27,7 @@ from kvsim.plots.style import (
     plain,
     series,
 )
+from kvsim.store.opening import Traces, as_traces
 
 #: Shares of top keys at which overlap is shown.
 TOPS = tuple(place / 20 for place in range(1, 21))
@@ -37,7 +39,7 @@ _NAMED = 9
 
 
 def overlap_curves(
-    traces: Sequence[Trace],
+    traces: Traces,
     *,
     layers: Sequence[int] | None = None,
     window: int | None = None,
@@ -56,6 +58,7 @@ def overlap_curves(
 
     Raises TraceError if a trace is too short for four windows.
     """
+    traces = as_traces(traces)
     panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
     at, styles = np.asarray(tops, dtype=np.float64), series(_BLOCKS)
     figure = Figure(figsize=(max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150)
@@ -89,7 +92,7 @@ def _overlaps(
     return out
 
 
-def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None) -> Figure:
+def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of the keys that score below p times the maximum, over p; full and compressed caches.
 
     G-KV (arXiv 2512.00504), Fig. 9. A row of panels for the full cache and for each policy, a line
@@ -98,6 +101,7 @@ def sparsity_curves(table: pl.DataFrame, *, layers: Sequence[int] | None = None)
 
     table: with the metrics `sparsity` and, for compressed caches, `sparsity_compressed`.
     """
+    table = as_table(table)
     table = table.filter(pl.col("metric").is_in(["sparsity", "sparsity_compressed"]))
     if layers is not None:
         table = table.filter(pl.col("layer").is_in(list(layers)))

@@ -19,11 +19,13 @@ from kvsim.analysis.kept.segmentation import Segmented, segmented
 from kvsim.analysis.kept.states import STRIP_STATES, Strip, strips_after
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
+from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.style import CELLS, COLOURS, caption, legend_of, name_axes, plain, short_text
 from kvsim.schema import plural
+from kvsim.store.opening import TraceLike, as_trace
 
 # Of each of STRIP_STATES: dark, pale, between, so that they differ in print too.
 _COLOURS = ("#0b4f7d", "#efebe3", "#e8a33d")
@@ -38,8 +40,8 @@ _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", 
 
 
 def bursts(
-    trace: Trace,
-    records: Sequence[Record],
+    trace: TraceLike,
+    records: Record | Sequence[Record],
     *,
     layer: int = 0,
     head: int = 0,
@@ -60,6 +62,8 @@ def bursts(
     more than 64 positions those 64 of which the other records keep most. least: positions from
     which a run is a burst.
     """
+    trace = as_trace(trace)
+    records = listed(records)
     row, strips = strips_after(trace, records, layer=layer, head=head, row=row)
     first, last = _stretch(strips) if zoom is None else zoom
     if not 0 <= first < last <= row:
@@ -156,7 +160,7 @@ def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:
 
 
 def mass_curve(
-    trace: Trace,
+    trace: TraceLike,
     record: Record,
     *,
     layer: int = 0,
@@ -173,6 +177,7 @@ def mass_curve(
     segments of the layer, or none at one of the events. events: their rows, a column each; by
     default the first and the last acting event.
     """
+    trace = as_trace(trace)
     check_record(trace, record)
     by_row = {event.row: event for event in segmented(record, layer, head)}
     rows = list(by_row)

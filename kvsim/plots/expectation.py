@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
+from kvsim.analysis.results import Tabular, as_table
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
@@ -108,7 +109,7 @@ def expected_observed(
 
 
 def agreement_steps(
-    table: pl.DataFrame, *, measure: str = "spearman", layers: Sequence[int] | None = None
+    table: Tabular, *, measure: str = "spearman", layers: Sequence[int] | None = None
 ) -> Figure:
     """Agreement of expected and observed attention after each step, a panel per layer.
 
@@ -117,6 +118,7 @@ def agreement_steps(
     measure: spearman (needs the metric `expectation_steps`), log_pearson (`expectation_logs`), or
     recall_10, recall_25, recall_50 (`expectation_recall`). layers: all by default.
     """
+    table = as_table(table)
     if measure not in _MEASURES:
         raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
     metric, ending, label = _MEASURES[measure]
@@ -143,7 +145,7 @@ def agreement_steps(
     return panels.figure
 
 
-def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) -> Figure:
+def attention_loss(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Share of observed attention lost against the share of keys removed, a line per order.
 
     A panel of the mean over layers and one per layer; means over query heads, then over traces with
@@ -151,6 +153,7 @@ def attention_loss(table: pl.DataFrame, *, layers: Sequence[int] | None = None) 
 
     table: with the metric `attention_loss`. layers: all by default.
     """
+    table = as_table(table)
     table = table.filter(metric="attention_loss").with_columns(
         order=pl.col("variant").str.extract(r"^(\w+),"),
         removed=pl.col("variant").str.extract(r"removed=(.+)$").cast(pl.Float64),

@@ -10,7 +10,9 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from kvsim.analysis.results import Tabular, as_table
 from kvsim.analysis.summaries import averages
+from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
@@ -32,7 +34,7 @@ _SHOWN = {
 }
 
 
-def needle(table: pl.DataFrame, metrics: Sequence[str] = ("needle_recall",)) -> Figure:
+def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) -> Figure:
     """Recall of the needle by its depth and the length of the prompt; a panel per policy, budget.
 
     The grid of Kamradt's needle in a haystack (github.com/gkamradt/LLMTest_NeedleInAHaystack), of
@@ -43,6 +45,8 @@ def needle(table: pl.DataFrame, metrics: Sequence[str] = ("needle_recall",)) -> 
     table: with the metric. PolicyError unless it has values by length and depth, and for other
     metrics or several.
     """
+    table = as_table(table)
+    metrics = listed(metrics)
     (name, *more) = metrics
     if more or name not in _SHOWN:
         raise PolicyError(

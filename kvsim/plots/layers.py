@@ -42,6 +42,7 @@ from kvsim.plots.style import (
     whole_ticks,
 )
 from kvsim.schema import plural
+from kvsim.store.opening import TraceLike, as_trace
 
 LINE, NEVER = "#33608c", "#e4e1da"
 
@@ -295,12 +296,13 @@ def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int 
 
 
 def layer_attention(
-    trace: Trace, window: int = 32, *, selected: int | None = None, device: str = "cpu"
+    trace: TraceLike, window: int = 32, *, selected: int | None = None, device: str = "cpu"
 ) -> Figure:
     """Attention of the last rows of the prompt in every layer, mean over query heads.
 
     ASL (arXiv 2601.07667), Fig. 3.
     """
+    trace = as_trace(trace)
     maps = window_attention(trace, window, columns=_PIXELS, device=device)
     layers = len(maps)
     columns = min(4, -(-layers // 3))

@@ -31,6 +31,7 @@ from kvsim.plots.style import (
     single_panel,
     whole_ticks,
 )
+from kvsim.store.opening import TraceLike, as_trace
 
 #: Dimensions shown by default, as in the paper.
 DIMENSIONS: Final = 32
@@ -50,7 +51,7 @@ _GAP_BINS = 60
 
 
 def state_ridges(
-    trace: Trace,
+    trace: TraceLike,
     layer: int = 0,
     of: States = "query",
     *,
@@ -67,6 +68,7 @@ def state_ridges(
     out, 4 for the sinks. seed: of the choice. Raises PolicyError if there are fewer than 4 rows,
     NeedsError if `of` is the residual stream and the trace has none.
     """
+    trace = as_trace(trace)
     names, samples = _drawn(trace, layer, of, dimensions, skip, seed)
     fit, shape = fit_normal(samples), histogram(samples)
     deviation = np.where(fit.deviation > 0, fit.deviation, np.nan)[:, None]
@@ -107,7 +109,7 @@ def state_ridges(
 
 
 def state_quantiles(
-    trace: Trace,
+    trace: TraceLike,
     layer: int = 0,
     of: States = "query",
     *,
@@ -120,6 +122,7 @@ def state_quantiles(
     The same dimensions as `state_ridges` shows; arguments and errors as there. Points of normal
     samples lie on the line. The number is the correlation of the points of all samples.
     """
+    trace = as_trace(trace)
     names, samples = _drawn(trace, layer, of, dimensions, skip, seed)
     across, up = quantiles(samples)
     fit = fit_normal(samples)

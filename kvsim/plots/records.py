@@ -19,8 +19,8 @@ from kvsim.analysis.kept.states import TOKEN_STATES, token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
+from kvsim.core.arguments import listed
 from kvsim.core.record import Record
-from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     COLOURS,
@@ -34,6 +34,7 @@ from kvsim.plots.style import (
     series,
     short_text,
 )
+from kvsim.store.opening import TraceLike, as_trace
 
 KEPT, GONE, MISSED = "#7a9cc6", "#f0ede6", "#c8102e"
 
@@ -62,7 +63,7 @@ _WIDTH = 0.602 * _SIZE / 72
 
 
 def retention_map(
-    trace: Trace, records: Sequence[Record], *, layer: int = 0, head: int = 0
+    trace: TraceLike, records: Record | Sequence[Record], *, layer: int = 0, head: int = 0
 ) -> Figure:
     """Positions that each row sees, and evicted ones that it would attend to; a panel per record.
 
@@ -71,6 +72,8 @@ def retention_map(
     5 % (drawn larger than it is). The number is the mean retained mass of rows after the prompt. A
     bar marks the needle of the prompt, if it has one.
     """
+    trace = as_trace(trace)
+    records = listed(records)
     heads = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
     needed = (attention >= NEEDED).cpu().numpy()
@@ -120,11 +123,15 @@ def retention_map(
     return figure
 
 
-def error_over_rows(trace: Trace, records: Sequence[Record], *, smooth: int = 16) -> Figure:
+def error_over_rows(
+    trace: TraceLike, records: Record | Sequence[Record], *, smooth: int = 16
+) -> Figure:
     """Output error of every row after the prompt, mean over layers and heads; a panel per budget.
 
     smooth: rows of the running mean.
     """
+    trace = as_trace(trace)
+    records = listed(records)
     budgets = sorted({record.budget for record in records})
     figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
     axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
@@ -185,7 +192,7 @@ def _running_mean(values: Floats, width: int) -> Floats:
 
 
 def token_text(
-    trace: Trace,
+    trace: TraceLike,
     record: Record,
     *,
     layer: int = -1,
@@ -201,6 +208,7 @@ def token_text(
 
     row: of the event; the layer's last by default. Errors are those of `token_states`.
     """
+    trace = as_trace(trace)
     states = token_states(trace, record, layer=layer, head=head, row=row)
     placed = _placed(states.text[start:])
     height = 1 + max((line for line, _, _ in placed), default=0)
@@ -231,7 +239,7 @@ def token_text(
 
 
 def token_html(
-    trace: Trace,
+    trace: TraceLike,
     record: Record,
     *,
     layer: int = -1,
@@ -245,6 +253,7 @@ def token_html(
     The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
     Positions from `start` up to and without `stop` are shown.
     """
+    trace = as_trace(trace)
     states = token_states(trace, record, layer=layer, head=head, row=row)
     codes, pieces = states.codes[start:stop], states.text[start:stop]
     edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
@@ -257,7 +266,7 @@ def token_html(
 
 
 def lift_bars(
-    trace: Trace,
+    trace: TraceLike,
     record: Record,
     *,
     layer: int = -1,
@@ -275,6 +284,7 @@ def lift_bars(
     many of the largest lifts, and so many of the smallest. Raises NeedsError if the trace has no
     text of tokens.
     """
+    trace = as_trace(trace)
     check_record(trace, record)
     index = layer % trace.n_layers
     table = retention_lift(trace, record, index, heads=heads, sink=SINK, recent=RECENT)

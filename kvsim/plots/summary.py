@@ -16,12 +16,13 @@ from kvsim.analysis.comparison import compare
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import against_entries, averages, main_variants, stages
+from kvsim.analysis.results import Tabular, as_table, labelled
+from kvsim.analysis.summaries import against_entries, averages, main_variants, split_by
 from kvsim.analysis.table import fidelity
+from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError, TraceError, suggest
+from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.style import (
     COLOURS,
     FAR,
@@ -38,6 +39,7 @@ from kvsim.plots.style import (
     series,
     short_text,
 )
+from kvsim.store.opening import Traces, as_traces
 
 _Ints = NDArray[np.int32]
 #: Draws arrays of each prompt, by policy, in a panel; with the names of all policies.
@@ -48,12 +50,14 @@ _SHADE = "#f2efe9"
 SHOWN = ("output_error", "retained_mass", "wipeout")
 
 
-def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
+def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
     metrics: a panel each, their main variants; those that the table lacks are left out, PolicyError
     if it has none.
     """
+    table = as_table(table)
+    metrics = listed(metrics)
     means = _means(table, metrics)
     shown = [name for name in metrics if name in set(means["metric"])]
     budgets = asked_order(means["asked"].to_list())
@@ -79,7 +83,7 @@ def over_budgets(table: pl.DataFrame, metrics: Sequence[str] = SHOWN) -> Figure:
     return figure
 
 
-def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeout")) -> Figure:
+def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipeout")) -> Figure:
     """Each metric against the entries that rows really saw; policies on the front are filled.
 
     A policy at a budget is on the front if no other result is better with as few entries. A metric
@@ -88,6 +92,8 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
 
     metrics: as in `over_budgets`; the table needs `entries_seen` too.
     """
+    table = as_table(table)
+    metrics = listed(metrics)
     means = _means(table, [*metrics, "entries_seen"])
     measured = set(means["metric"])
     shown = [name for name in metrics if name in measured]
@@ -125,7 +131,7 @@ def pareto(table: pl.DataFrame, metrics: Sequence[str] = ("output_error", "wipeo
 
 
 def ranking(
-    table: pl.DataFrame, metrics: Sequence[str] = ("output_error",), *, against: str | None = None
+    table: Tabular, metrics: str | Sequence[str] = ("output_error",), *, against: str | None = None
 ) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
@@ -137,6 +143,8 @@ def ranking(
 
     metrics: one, with a better direction. against: as in `kvsim.compare`.
     """
+    table = as_table(table)
+    metrics = listed(metrics)
     (name, *more) = metrics
     if more:
         raise PolicyError(f"metrics are {', '.join(metrics)}; expected one of them to rank by")
@@ -180,8 +188,8 @@ def ranking(
 
 
 def middle_coverage(
-    traces: Sequence[Trace],
-    records: Sequence[Record],
+    traces: Traces,
+    records: Record | Sequence[Record],
     *,
     layer: int | None = None,
     head: int | None = None,
@@ -195,6 +203,8 @@ def middle_coverage(
 
     layer, head: all by default. bins: parts of equal width.
     """
+    traces = as_traces(traces)
+    records = listed(records)
 
     def curves(gone: list[_Ints]) -> Floats | None:
         every = (kept_coverage(one, bins) for one in gone)
@@ -220,7 +230,7 @@ def middle_coverage(
     return _per_budget(traces, records, (layer, head), curves, draw, (label, what, note))
 
 
-def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
+def iou_by(table: Tabular, by: str = "stage") -> Figure:
     """Retained-set IoU of each policy by stage of the model or a label; a panel per budget.
 
     AMS (arXiv 2605.23200), Fig. 5 and Table 14. Mean over prompts with the 95 % interval; a short
@@ -230,10 +240,7 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
     stage that `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
     the layers in the table. PolicyError if there is no such column, or no IoU with a value in it.
     """
-    if by == "stage" and by not in table.columns:
-        table = stages(table)
-    if by not in table.columns:
-        raise PolicyError(f"the table has no column {by!r}{suggest(by, table.columns)}")
+    table, _ = split_by(as_table(table), by)
     values = table.filter(pl.col(by).is_not_null(), metric="retained_iou", variant="")
     means = averages(values, [by]).filter(pl.col("mean").is_not_null())
     if not means.height:
@@ -270,8 +277,8 @@ def iou_by(table: pl.DataFrame, by: str = "stage") -> Figure:
 
 
 def position_density(
-    traces: Sequence[Trace],
-    records: Sequence[Record],
+    traces: Traces,
+    records: Record | Sequence[Record],
     *,
     layer: int | None = None,
     head: int | None = None,
@@ -285,6 +292,8 @@ def position_density(
 
     layer, head: all by default. bins: of equal width.
     """
+    traces = as_traces(traces)
+    records = listed(records)
 
     def density(gone: list[_Ints]) -> Floats | None:
         layers = filter(None, map(retained_positions, gone))
@@ -369,7 +378,7 @@ def _per_budget(
 
 
 def _means(table: pl.DataFrame, metrics: Sequence[str]) -> pl.DataFrame:
-    means = averages(main_variants(table, metrics)).filter(pl.col("mean").is_not_null())
+    means = averages(main_variants(labelled(table), metrics)).filter(pl.col("mean").is_not_null())
     if not means.height:
         measured = ", ".join(table["metric"].unique(maintain_order=True)) or "none"
         raise PolicyError(f"the table has no value of {', '.join(metrics)}; it has {measured}")

@@ -14,7 +14,6 @@ from kvsim.core.policy import (
     Length,
     Policy,
     Protection,
-    Schedule,
     Scorer,
     Uniform,
 )
@@ -345,7 +344,7 @@ def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
     elif params:
         raise PolicyError(f"{name!r} is no function or class and takes no parameters")
     if isinstance(built, Scorer):
-        built = Policy(attribute, built, schedule=Schedule(interval=128))
+        built = replace(Policy.of(built), name=attribute)
     if not isinstance(built, Policy):
         raise PolicyError(
             f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or what "

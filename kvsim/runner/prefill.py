@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.checks import DTYPES, relative_error, tolerance
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, View
@@ -33,6 +33,7 @@ from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.runner.decoder import Computed, Decoder
 from kvsim.runner.recorded import check_model
+from kvsim.store.opening import TraceLike, as_trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,12 @@ class Recomputed:
 
 
 def recompute(
-    trace: Trace, policy: Policy, budget: int, model: PreTrainedModel, *, memory: int | None = None
+    trace: TraceLike,
+    policy: PolicyLike,
+    budget: int | str,
+    model: PreTrainedModel,
+    *,
+    memory: int | None = None,
 ) -> Recomputed:
     """Recompute the prefill of `policy` at `budget` after its first selection.
 
@@ -102,6 +108,7 @@ def recompute(
         CaptureError: another model than the recorded one, or a family whose layers cannot be run.
         BudgetError, MemoryLimitError: as `kvsim.replay`.
     """
+    trace, policy = as_trace(trace), Policy.of(policy)
     if policy.propagation is None or policy.per_query_head:
         raise PolicyError(
             f"{policy.name} propagates all rows or keeps sets per query head; expected a policy "

@@ -160,14 +160,15 @@ def _bytes(path: Path) -> int:
     return size
 
 
-def find_traces(root: Path) -> dict[str, Path]:
+def find_traces(root: Path, depth: int = DEPTH) -> dict[str, Path]:
     """Return traces below `root`, folders and packed ones, by their relative path.
 
+    depth: levels of folders that are entered, 1 for `root` alone.
     ``*.zarr`` and ``*.zarr.zip`` count as traces, whole or not, so that damaged ones are listed;
     of other names, those whose metadata is that of a trace. Hidden folders (drafts), and whatever
     is inside a trace or a run, are left out.
     """
-    return _named(root, "trace")
+    return _named(root, "trace", depth)
 
 
 def find_folders(root: Path) -> list[Path]:
@@ -177,11 +178,11 @@ def find_folders(root: Path) -> list[Path]:
 
 def find_runs(root: Path) -> dict[str, Path]:
     """Return run folders below `root` (with a run.json), by their relative path."""
-    return _named(root, "run")
+    return _named(root, "run", DEPTH)
 
 
-def _named(root: Path, wanted: Kind) -> dict[str, Path]:
-    paths = (path for path, kind in _walk(root, DEPTH) if kind == wanted)
+def _named(root: Path, wanted: Kind, depth: int) -> dict[str, Path]:
+    paths = (path for path, kind in _walk(root, depth) if kind == wanted)
     return {path.relative_to(root).as_posix(): path for path in paths}
 
 

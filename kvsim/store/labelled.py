@@ -14,19 +14,20 @@ from xarray.core.indexing import (
     explicit_indexing_adapter,
 )
 
-from kvsim.core.trace import Trace
 from kvsim.schema import AXES
 from kvsim.store.metadata import attributes_of
+from kvsim.store.opening import TraceLike, as_trace
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
 
 
-def to_xarray(trace: Trace) -> Dataset:
+def to_xarray(trace: TraceLike) -> Dataset:
     """Return the arrays of a trace with named dimensions; lazy for a stored trace.
 
     Importing this module raises ImportError without xarray (`pip install kvsim[xarray]`).
     """
+    trace = as_trace(trace)
     data: dict[str, Any] = {}
     source = trace.source
     if isinstance(source, StoredTrace):

@@ -33,7 +33,7 @@ from kvsim.store.metadata import check_numbers, find_document, object_at, read_h
 from kvsim.store.place import Folder, Packed, Place
 from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
-from kvsim.tiny.sample import SAMPLES
+from kvsim.tiny.sample import SAMPLES, sample_trace
 
 _ALL = slice(None)
 
@@ -63,6 +63,15 @@ def open_trace(path: str | Path) -> Trace:
     )
 
 
+def locate(path: str | Path) -> Path | str:
+    """Return the path of a trace, or its URL; of a name in `SAMPLES` the path of what ships."""
+    if isinstance(path, str) and is_url(path):
+        return path
+    path = local_path(path, TraceNotFoundError)
+    shipped = str(path) in SAMPLES and not path.exists()
+    return sample_trace(SAMPLES[str(path)]) if shipped else path
+
+
 def find_place(path: str | Path) -> Place:
     """Return the place of the trace at `path`: a folder, a packed trace, or a URL.
 
@@ -70,19 +79,16 @@ def find_place(path: str | Path) -> Place:
         TraceNotFoundError: nothing is there.
         TraceError: it is neither a folder nor a packed trace.
     """
-    if isinstance(path, str) and is_url(path):
+    path = locate(path)
+    if isinstance(path, str):
         return find_remote(path)
-    path = local_path(path, TraceNotFoundError)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        advice = "record one with `kvsim capture`"
-        if str(path) in SAMPLES:
-            model = "" if path == Path("sample") else repr(SAMPLES[str(path)])
-            advice += (
-                f", or open the shipped one with kvsim.open_trace(kvsim.sample_trace({model}))"
-            )
-        raise TraceNotFoundError(f"{path} does not exist, expected a trace; {advice}") from error
+        raise TraceNotFoundError(
+            f"{path} does not exist, expected a trace; record one with `kvsim capture`, or give "
+            f"one that ships: {', '.join(SAMPLES)}"
+        ) from error
     if stat.S_ISDIR(mode):
         return Folder(path)
     if stat.S_ISREG(mode):

@@ -2,9 +2,10 @@
 
 import warnings
 
+from kvsim.core.arguments import resolve_budget
 from kvsim.sweeps.outcome import Failure, Run
 from kvsim.sweeps.parts import check_output
-from kvsim.sweeps.run import SUMMARY, replay_all, resolve_budget, shared_prefill, summarise
+from kvsim.sweeps.run import SUMMARY, replay_all, shared_prefill, summarise
 
 __all__ = [
     "SUMMARY",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,16 +12,18 @@ import polars as pl
 from kvsim.analysis.live.outcome import LiveSubject, Outcome
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.results import check_distinct
+from kvsim.analysis.table import names_of
+from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.parameters import integer
-from kvsim.core.policy import Policy, Schedule
+from kvsim.core.policy import PolicyLike, Schedule, as_policies
 from kvsim.core.record import Record
-from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.recorder import load_model
 from kvsim.runner.closed import ClosedLoop, Writing, check_recorded
 from kvsim.runner.decoding import RunningModel, check_live
+from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
@@ -30,9 +32,9 @@ from kvsim.sweeps.run import cells_of, check_names, finished, paper_remark, para
 
 def live(
     model: Any,
-    traces: Sequence[Trace],
-    policies: Sequence[Policy],
-    budgets: Sequence[int | str],
+    traces: Traces,
+    policies: PolicyLike | Iterable[PolicyLike],
+    budgets: int | str | Iterable[int | str],
     *,
     tokenizer: Any = None,
     interval: int | None = None,
@@ -44,7 +46,7 @@ def live(
     max_new_tokens: int = 0,
     temperature: float = 0.0,
     seed: int = 0,
-    metrics: Sequence[str] | None = None,
+    metrics: str | Sequence[str] | None = None,
     events: bool = False,
     out: str | Path | None = None,
     resume: bool = False,
@@ -68,6 +70,8 @@ def live(
     another model than the recorded one; and what `sweep` raises.
     """
     check_progress(progress)
+    traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
+    metrics = None if metrics is None else names_of(metrics)
     policies = [each.fitted() for each in policies] if fit else policies
     check_names(policies)
     check_distinct(traces)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -17,7 +17,7 @@ from kvsim.errors import ConfigError
 from kvsim.files import lock
 from kvsim.sweeps.cluster import on_a_cluster
 from kvsim.sweeps.folder import replace_run
-from kvsim.sweeps.grid import Grid
+from kvsim.sweeps.grid import Grid, Keys
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
@@ -56,12 +56,14 @@ def sweep(
     shard: tuple[int, int] | None = None,
     scheduler: str | None = None,
     progress: Progress | None = None,
-    **grid: Any,
+    **grid: Unpack[Keys],
 ) -> Run:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
 
-    config: a YAML file (docs/sweeps.md), or the same keys as a mapping or as keywords; traces and
-    policies may also be Trace and Policy objects. out: a folder that any number of processes may
+    config: a YAML file (docs/sweeps.md), or the same keys as a mapping or as keywords, each one
+    value or several: traces (objects, paths, URLs, folders of traces, names of samples), policies
+    (objects, names, or `{name: {parameter: values}}`), budgets, intervals, metrics and more
+    (`kvsim.sweeps.grid.Keys`). out: a folder that any number of processes may
     compute at the same time, each of them what no other one has done; the same call goes on with
     what is there. It may be the URL of a store, where no process can claim a task. jobs: processes
     on this machine, each with one thread; None chooses. With several, a script needs

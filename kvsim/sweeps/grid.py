@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import yaml
 
@@ -16,22 +15,43 @@ from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available, check_arrays, choose
 from kvsim.core.checks import resolve_device
 from kvsim.core.parameters import integer
-from kvsim.core.policy import Policy, Protection
+from kvsim.core.policy import Policy, PolicyLike, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
-from kvsim.errors import ConfigError, KvsimError, local_path, suggest
+from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
 from kvsim.policies import policy as build
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
+from kvsim.store.opening import Traces, paths_of
 from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.run import SUMMARY, Terms, cells_of, shared_terms
-from kvsim.tiny.sample import SAMPLES, sample_trace
+from kvsim.tiny.sample import SAMPLES
 
 #: Most bytes of a configuration, and most cells of a sweep.
 _DOCUMENT = 4 << 20
 _CELLS = 1_000_000
 
 Compress = Literal["prompt", "context", "both"]
+
+
+class Keys(TypedDict, total=False):
+    """The keys of a configuration, as keywords of `kvsim.sweep`; their meanings are `Grid`'s."""
+
+    traces: Traces
+    policies: PolicyLike | Mapping[str, Any] | Sequence[PolicyLike | Mapping[str, Any]]
+    budgets: int | str | Sequence[int | str]
+    intervals: int | str | Sequence[int | str | None] | None
+    prefill: bool | None
+    compress: Compress | None
+    layers: int | Sequence[int] | None
+    metrics: str | Sequence[str] | None
+    protect: Protection | Mapping[str, Any]
+    fit: bool
+    regret: bool
+    events: bool
+    records: bool
+    memory: int | str | None
+    device: str
 
 
 @dataclass(frozen=True)
@@ -250,7 +270,7 @@ def _budget(value: object) -> str:
 
 
 def _traces(given: Iterable[object], folder: Path) -> Iterator[str | Trace]:
-    """Yield the paths of traces, those with wildcards in alphabetical order."""
+    """Yield the paths of traces; those of folders and wildcards in alphabetical order."""
     for one in given:
         if isinstance(one, Trace):
             yield one
@@ -262,22 +282,18 @@ def _traces(given: Iterable[object], folder: Path) -> Iterator[str | Trace]:
             yield each
             continue
         path = folder / each
-        if each in SAMPLES and not path.exists():
-            yield str(sample_trace(SAMPLES[each]))
-        elif glob.has_magic(each):
-            there = sorted(glob.glob(str(path)))  # noqa: PTH207  the folder may have wildcards too
-            if not there:
-                raise ConfigError(f"traces has {each!r}, and no path is like that")
-            yield from (str(Path(path).absolute()) for path in there)
-        else:
-            yield str(path.absolute())
+        name = each if each in SAMPLES and not path.exists() else path
+        try:
+            yield from (str(Path(path).absolute()) for path in paths_of(name))
+        except TraceNotFoundError as error:
+            raise ConfigError(f"traces has {each!r}: {error}") from error
 
 
 def _policies(given: object) -> Iterator[tuple[str | Policy, dict[str, Any]]]:
     """Yield names and settings: a name, `NAME: {parameter: value}`, or a list of either."""
     for each in _listed(given):
-        if isinstance(each, Policy):
-            yield each, {}
+        if isinstance(each, Policy | Scorer):
+            yield Policy.of(each), {}
             continue
         pairs = each.items() if isinstance(each, dict) else [(each, None)]
         for name, settings in pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +15,15 @@ import polars as pl
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.summaries import over_layers
-from kvsim.analysis.table import check_arrays, choose
+from kvsim.analysis.table import check_arrays, choose, names_of
+from kvsim.core.arguments import listed, resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, PolicyLike, as_policies
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
-from kvsim.errors import BudgetError, ConfigError, OutputError, PolicyError, local_path
+from kvsim.errors import ConfigError, OutputError, PolicyError, local_path
 from kvsim.schema import schedule
+from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.folder import RECORDS, read_run
@@ -33,21 +35,6 @@ from kvsim.sweeps.parts import (
     plan,
     plan_digest,
 )
-
-
-def resolve_budget(budget: int | str, n_pos: int) -> int:
-    """Entries: an integer, or `25%` of the trace's final length, rounded down, at least 1."""
-    text = str(budget).strip()
-    try:
-        if not text.endswith("%"):
-            return int(text)
-        share = float(text[:-1])
-    except ValueError:
-        raise BudgetError(f"budget is {text!r}; expected entries (128) or a share (25%)") from None
-    if not 0 < share <= 100:
-        raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
-    return max(1, int(n_pos * share / 100 + 1e-9))
-
 
 #: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
@@ -125,16 +112,16 @@ def paper_remark(cells: Sequence[Cell]) -> str:
 
 
 def replay_all(
-    traces: Sequence[Trace],
-    policies: Sequence[Policy],
-    budgets: Sequence[int | str],
+    traces: Traces,
+    policies: PolicyLike | Iterable[PolicyLike],
+    budgets: int | str | Iterable[int | str],
     *,
     interval: int | None = None,
     prefill: bool | None = None,
     compress: Literal["prompt", "context", "both"] | None = None,
     own_schedule: bool = False,
     fit: bool = False,
-    metrics: Sequence[str] | None = None,
+    metrics: str | Sequence[str] | None = None,
     regret: bool = False,
     events: bool = False,
     memory: int | None = None,
@@ -144,6 +131,9 @@ def replay_all(
     progress: Progress | None = None,
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
+
+    traces, policies, budgets, metrics: one or several, as for `kvsim.replay`; the path of a folder
+    stands for the traces in it.
 
     interval: rows between events, the same events for every policy; the prefill event is one of
     them unless prefill is False. Without an interval, two or more policies act after the prompt and
@@ -170,6 +160,8 @@ def replay_all(
     the last cells unmeasured.
     """
     check_progress(progress)
+    traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
+    metrics = None if metrics is None else names_of(metrics)
     policies = [each.fitted() for each in policies] if fit else policies
     check_names(policies)
     check_distinct(traces)
@@ -229,11 +221,9 @@ def cells_of(
     """Return every cell, with its budget in entries and its schedule."""
     cells: list[Cell] = []
     for trace, policy, budget, terms in itertools.product(traces, policies, budgets, schedules):
-        size = str(budget).strip()
-        share = size if size.endswith("%") else None
         entries = resolve_budget(budget, trace.n_pos)
         events = policy.schedule.override(*terms)
-        cells.append(Cell(len(cells), trace, policy, entries, share, events))
+        cells.append(Cell(len(cells), trace, policy, entries, share_of(budget), events))
     return cells
 
 

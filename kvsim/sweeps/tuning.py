@@ -20,12 +20,13 @@ from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.significance import sign_flip
 from kvsim.analysis.summaries import WEAKEST, Interval, main_variants, per_prompt
 from kvsim.analysis.table import choose
+from kvsim.core.arguments import resolve_budget
 from kvsim.core.checks import resolve_device
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
 from kvsim.schema import FIDELITY
-from kvsim.sweeps.run import replay_all, resolve_budget
+from kvsim.sweeps.run import replay_all
 from kvsim.sweeps.space import Dimension, dimension
 
 if TYPE_CHECKING:

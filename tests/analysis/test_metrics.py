@@ -526,18 +526,9 @@ def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
 @pytest.mark.parametrize(
     ("record", "options", "message"),
     [
-        (
-            ...,
-            {"metrics": 5},
-            r"^metrics is 5; expected a list of names, such as \['out",
-        ),
-        (..., {"metrics": [None]}, r"^metrics is \[None\]; expected a list of names"),
-        (
-            ...,
-            {"metrics": [["wipeout"]]},
-            r"^metrics is \[\['wipeout'\]\]; expected a list",
-        ),
-        (..., {"metrics": "wipeout"}, "^metrics is 'wipeout'; expected a list of names"),
+        (..., {"metrics": 5}, r"^metrics is 5; expected names, such as \['out"),
+        (..., {"metrics": [None]}, r"^metrics is \[None\]; expected names"),
+        (..., {"metrics": [["wipeout"]]}, r"^metrics is \[\['wipeout'\]\]; expected names"),
         (5, {}, "^record is 5; expected Records of kvsim.replay"),
         ([5], {}, r"^record is \[5\]; expected Records of kvsim.replay"),
         (..., {"oracles": []}, r"^oracles are \[\]; expected a Record or None for each record"),

@@ -83,7 +83,7 @@ def test_every_entry_takes_the_device_auto(monkeypatch, paths):
     [
         ({"polices": "tova"}, "unknown key 'polices'; did you mean 'policies'"),
         ({"traces": None}, "traces is missing"),
-        ({"traces": "no/*.zarr"}, "no path is like that"),
+        ({"traces": "no/*.zarr"}, "no path is like "),
         ({"traces": 3}, "traces has 3"),
         ({"budgets": [True]}, "budgets has True"),
         ({"budgets": []}, "budgets is missing"),

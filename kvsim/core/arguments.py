@@ -1,0 +1,36 @@
+"""Arguments as users give them: one value where several are expected, and budgets as shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar, cast
+
+from kvsim.errors import BudgetError
+
+T = TypeVar("T")
+
+
+def listed(given: T | Iterable[T]) -> list[T]:
+    """Return a list of what is given; text, and what nobody can iterate over, is one value."""
+    single = isinstance(given, str) or not isinstance(given, Iterable)
+    return [cast("T", given)] if single else list(cast("Iterable[T]", given))
+
+
+def share_of(budget: int | str) -> str | None:
+    """Return a budget such as `25%` as its text; None for one in entries."""
+    text = str(budget).strip()
+    return text if text.endswith("%") else None
+
+
+def resolve_budget(budget: int | str, n_pos: int) -> int:
+    """Entries: an integer, or `25%` of the trace's final length, rounded down, at least 1."""
+    text = str(budget).strip()
+    try:
+        if not text.endswith("%"):
+            return int(text)
+        share = float(text[:-1])
+    except ValueError:
+        raise BudgetError(f"budget is {text!r}; expected entries (128) or a share (25%)") from None
+    if not 0 < share <= 100:
+        raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
+    return max(1, int(n_pos * share / 100 + 1e-9))

@@ -1,0 +1,65 @@
+"""Traces as users name them: by path, URL, folder, wildcards, or the name of a sample.
+
+The command line, configurations of sweeps and the functions of Python all go through here.
+"""
+
+from __future__ import annotations
+
+import glob
+import reprlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvsim.core.arguments import listed
+from kvsim.core.trace import Trace
+from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.store.index import find_traces
+from kvsim.store.reader import locate, open_trace
+
+#: A trace, or its path or URL, or the name of one that ships.
+TraceLike = Trace | str | Path
+#: One or several, of which a path may be that of a folder of traces or have wildcards.
+Traces = TraceLike | Iterable[TraceLike]
+
+
+def as_trace(given: TraceLike) -> Trace:
+    """Return a trace, opened if it is given by path, URL or name.
+
+    Raises TraceError for anything else, and what `open_trace` raises.
+    """
+    if isinstance(given, Trace):
+        return given
+    if isinstance(given, str | Path):
+        return open_trace(given)
+    raise TraceError(
+        f"trace is {reprlib.repr(given)}; expected a Trace of kvsim.open_trace, its path or URL"
+    )
+
+
+def as_traces(given: Traces) -> list[Trace]:
+    """Return traces, each opened if need be; of a folder those in it, by name."""
+    traces: list[Trace] = []
+    several: list[TraceLike] = listed(given)
+    for each in several:
+        paths = paths_of(each) if isinstance(each, str | Path) else [each]
+        traces += [as_trace(path) for path in paths]
+    return traces
+
+
+def paths_of(given: str | Path) -> list[Path | str]:
+    """Return the paths and URLs that a path stands for: its own, or those of traces in a folder.
+
+    Raises TraceNotFoundError where nothing fits wildcards.
+    """
+    path = locate(given)
+    if isinstance(path, str):
+        return [path]
+    if glob.has_magic(str(path)) and not path.exists():
+        matches = sorted(glob.glob(str(path)))  # noqa: PTH207  the folder may have wildcards too
+        if not matches:
+            raise TraceNotFoundError(f"no path is like {path}; expected traces")
+        return [Path(match) for match in matches]
+    is_folder = path.is_dir() and path.suffix != ".zarr"
+    if is_folder and not any((path / name).exists() for name in ("zarr.json", "run.json")):
+        return [*find_traces(path, 1).values()] or [path]
+    return [path]
