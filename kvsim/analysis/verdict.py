@@ -19,8 +19,8 @@ from kvsim.errors import PolicyError
 #: What ranks policies, the first that is measured.
 RANKING = ("output_error", "response_kl", "layer_error", "retained_mass", "wipeout")
 
-#: Most policies that a verdict names at a time.
-_NAMES = 6
+#: Most policies that a verdict names at a time, and how many of more: the next in rank.
+_NAMES, _FIRST = 6, 3
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Verdict:
 
     asked: the budget as it was asked for. best: its label; mean over `prompts`, with the ends of
     its 95 % interval (None for one prompt); leads: on how many of them no other is better.
-    beaten: policies that it is better than beyond chance, corrected for the number of comparisons;
-    undecided: the others, with the number of prompts that would decide where that can be said;
-    equal: those that no prompt distinguishes. seen: entries that a row sees, if that is over 5 %
-    more than under another policy.
+    beaten: policies that it is better than beyond chance, corrected for the number of comparisons,
+    by rank; undecided: the others, with the number of prompts that would decide where that can be
+    said; equal: those that no prompt distinguishes. seen: entries that a row sees, if that is over
+    5 % more than under another policy. second: the policy that is next in rank.
     """
 
     asked: str
@@ -47,6 +47,7 @@ class Verdict:
     undecided: tuple[tuple[str, int | None], ...]
     equal: tuple[str, ...]
     seen: float | None
+    second: str
 
     @property
     def text(self) -> str:
@@ -57,7 +58,7 @@ class Verdict:
             mean += f" [{self.low:.3g}, {self.high:.3g}]"
         parts = [f"Budget {self.asked}: {self.best} has the {most} {self.metric}, {mean}"]
         if self.prompts == 1:
-            parts[0] += " on this prompt"
+            parts[0] += f" on this prompt; the next is {self.second}"
         if self.prompts > 1:
             parts[0] += f", and leads on {self.leads} of {self.prompts} prompts"
             against = {
@@ -85,9 +86,9 @@ def _needing(pair: tuple[str, int | None]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    if len(names) > _NAMES:
-        return f"{len(names)} other policies"
     *most, last = names
+    if len(names) > _NAMES:
+        most, last = [*names[:_FIRST]], f"{len(names) - _FIRST} others"
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -120,6 +121,7 @@ def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
         ),
         equal=tuple(name for name, verdict, _ in pairs if verdict == "equal"),
         seen=best["seen"] if best["unfair"] else None,
+        second=others[0]["policy"],
     )
 
 

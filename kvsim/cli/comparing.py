@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Form = Literal["table", "json", "csv", "markdown", "latex"]
 
+#: Columns of the ranking in LaTeX, by how they begin; the other forms have all.
+_IN_PAPERS = ("budget", "policy", "mean", "minus ", "p (Holm)")
+
 
 def compare(
     runs: Annotated[
@@ -145,7 +148,12 @@ def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
     verdict = [each.text for each in verdicts(comparison)]
     if form == "latex":
         show.echo_text("\n".join(f"% {line}" for line in (*verdict, lead, *notes)))
-        for headers, rows in tables:
+        (headers, rows), *more = tables
+        kept = [at for at, name in enumerate(headers) if name.startswith(_IN_PAPERS)]
+        show.echo_text(
+            latex([headers[at] for at in kept], [[row[at] for at in kept] for row in rows])
+        )
+        for headers, rows in more:
             show.echo_text(latex(headers, rows))
         return
     if verdict:
@@ -282,5 +290,10 @@ def latex(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _escaped(cell: str) -> str:
+    """A cell for LaTeX; a hyphen before a number is a minus sign, and powers of ten are set."""
+    if cell == "-":
+        return "--"
     plain = show.one_line(cell)
-    return re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX.get(found[0], f"\\{found[0]}"), plain)
+    plain = re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX.get(found[0], f"\\{found[0]}"), plain)
+    plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain)
+    return re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e\+?(-?)0*(\d+)", r"$\1 \\times 10^{\2\3}$", plain)

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.show import bar, cells, echo_json, echo_results, echo_text, fidelity_shares
+from kvsim.cli.show import (
+    bar,
+    cells,
+    echo_json,
+    echo_results,
+    echo_text,
+    echo_verdict,
+    fidelity_shares,
+    verdict,
+)
 from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 from kvsim.files import check_writable, published, refused
@@ -146,16 +155,19 @@ class _Demo:
         rows = cells(summary)
         for row in rows:
             row["replay_seconds"] = seconds[row["policy"], row["budget"]]
+        best = verdict(run.table, shown)
         if not self.quiet:
             self._echo(
-                f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval."
+                f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.\n"
             )
+            echo_verdict(best)
             echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
             self._echo(f"\n{means(shown, 1)}" if first else "")
             self._echo(fidelity_line(run.table, shown))
             self._echo(read(rows))
         return {
             **run.describe(),
+            **best,
             "cells": rows,
             "fidelity": fidelity_shares(run.table, shown),
         }

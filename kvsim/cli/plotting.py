@@ -357,7 +357,10 @@ def read(
     from kvsim.report import joined, read_run
 
     saved = [read_run(run) for run in runs]
-    table = labelled(joined(saved))
+    whole = joined(saved)
+    table = labelled(whole)
+    if policies is not None:
+        policies = [label for name in policies for label in _labels_of(name, table)]
     size = pl.coalesce("share", pl.col("budget").cast(pl.String))
     requested = {"--policy": (policies, pl.col("policy")), "--budget": (budgets, size)}
     for option, (names, column) in requested.items():
@@ -372,8 +375,21 @@ def read(
             )
         # what belongs to no policy stays, such as the sparsity of the full cache
         table = table.filter(column.is_in(names) | pl.col("policy").is_null())
+    shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
+    hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
     remarks = [remark for run in saved for remark in run.parameters.get("remarks", ())]
+    remarks = [remark for remark in remarks if not remark.startswith(hidden)]
     return Data(table=table, remarks=remarks, layers=layers_of(table))
+
+
+def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
+    """The labels that a name of `--policy` stands for: itself, or else those of its variants.
+
+    Where runs have several schedules every label of a policy names one.
+    """
+    labels = table["policy"].drop_nulls().unique(maintain_order=True).to_list()
+    variants = [label for label in labels if label.startswith(f"{name} (")]
+    return [name] if name in labels else variants or [name]
 
 
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:

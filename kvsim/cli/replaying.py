@@ -176,14 +176,11 @@ def show_run(
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
-    from kvsim.analysis.verdict import answer
     from kvsim.sweeps.run import summarise
 
-    verdicts, lines = answer(run.table, shown)
     return {
         **run.describe(),
-        "verdict": [vars(each) for each in verdicts],
-        "verdict_text": lines,
+        **show.verdict(run.table, shown),
         "cells": show.cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
         "fidelity": show.fidelity_shares(run.table, shown),
@@ -215,7 +212,6 @@ def _print(
     shown: Sequence[str],
     out: Path | None,
 ) -> None:
-    from kvsim.analysis.verdict import answer
     from kvsim.sweeps.run import summarise
 
     for trace in traces:
@@ -231,9 +227,7 @@ def _print(
     if any(protected):
         show.echo_text(f"Every policy also protects {' and '.join(filter(None, protected))}.")
     show.echo_text()
-    verdict = answer(run.table, shown)[1]
-    if verdict:
-        show.echo_text("\n".join(verdict) + "\n")
+    show.echo_verdict(show.verdict(run.table, shown))
     summary, free = summarise(run.table, shown), unbounded(policies)
     if summary.height:
         show.echo_results(summary, free)

@@ -35,8 +35,10 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     closed = saved.parameters.get("loop") == "closed"
     measured = saved.table["metric"].unique(maintain_order=True).to_list()
     requested = measured if saved.parameters.get("metrics") else LIVE_SUMMARY if closed else SUMMARY
-    summary = summarise(saved.table, [name for name in requested if name in measured])
-    document = {"run": str(path), **saved.parameters, "cells": show.cells(summary)}
+    shown = [name for name in requested if name in measured]
+    summary = summarise(saved.table, shown)
+    document = {"run": str(path), **saved.parameters, **show.verdict(saved.table, shown)}
+    document |= {"cells": show.cells(summary)}
     # a sweep keeps records on request alone
     kept = Path(path) / RECORDS
     records = read_records(kept) if kept.exists() else []
@@ -61,6 +63,7 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
     )
     show.echo_text()
     if summary.height:
+        show.echo_verdict(document)
         show.echo_results(summary, ["full"])
     echo_responses(document["responses"], whole=whole)
 

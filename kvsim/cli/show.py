@@ -109,6 +109,20 @@ def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
     return [{**row, "params": json.loads(row["params"])} for row in summary.to_dicts()]
 
 
+def verdict(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
+    """Return for JSON which policy is best at each budget, and how sure that is."""
+    from kvsim.analysis.verdict import answer
+
+    each, lines = answer(table, metrics)
+    return {"verdict": [vars(one) for one in each], "verdict_text": lines}
+
+
+def echo_verdict(document: Mapping[str, Any]) -> None:
+    """Print the lines of a verdict, with which tables open; nothing where there is none."""
+    if document["verdict_text"]:
+        echo_text("\n".join(document["verdict_text"]) + "\n")
+
+
 def selection_dict(record: Record) -> dict[str, Any] | None:
     """Return for JSON after which layer a record's policy dropped rows of the prompt, if it did."""
     from kvsim.analysis.table import selection_fidelity

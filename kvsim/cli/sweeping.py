@@ -352,9 +352,11 @@ def _show(
     summary = summarise(run.table, metrics)
     if as_json:
         cells = show.cells(summary) if summary.height else []
-        show.echo_json({**run.describe(), "results": cells, "out": out})
+        verdict = show.verdict(run.table, metrics)
+        show.echo_json({**run.describe(), **verdict, "results": cells, "out": out})
     elif shard is None:
         if summary.height:
+            show.echo_verdict(show.verdict(run.table, metrics))
             show.echo_results(summary.head(_LINES), unbounded(plan.grid.built()))
             hidden = summary.height - _LINES
             show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")

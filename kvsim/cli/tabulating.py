@@ -35,7 +35,7 @@ def table(
             callback=values.split,
             metavar="NAME[,NAME...]",
             help="What to show, a column each, of metrics with variants the main one; default: the "
-            "main metrics of the runs.",
+            "main metrics of the runs, in latex and markdown the first two that rank policies.",
         ),
     ] = None,
     by: Annotated[
@@ -74,7 +74,8 @@ def table(
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
-    means = _means(data.table, metric, by or [])
+    paper = form in ("latex", "markdown")
+    means = _means(data.table, metric, by or [], most=2 if paper else None)
     if form == "csv":
         show.echo_text(means.write_csv().rstrip())
     elif form == "json":
@@ -89,19 +90,26 @@ def table(
         show.echo_text("\n".join("% " * (form == "latex") + note for note in ("", *notes)))
 
 
-def _means(table: pl.DataFrame, metrics: list[str] | None, by: list[str]) -> pl.DataFrame:
-    """Return means over prompts: parts, policy, budget and metric, then numbers of each."""
+def _means(
+    table: pl.DataFrame, metrics: list[str] | None, by: list[str], *, most: int | None
+) -> pl.DataFrame:
+    """Return means over prompts: parts, policy, budget and metric, then numbers of each.
+
+    most: metrics by default, those that rank policies first.
+    """
     import polars as pl
 
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
     from kvsim.analysis.summaries import averages, last_events, main_variants, split_by
+    from kvsim.analysis.verdict import RANKING
     from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
 
     measured = set(table.drop_nulls(["policy", "value"])["metric"])
     if metrics is None:
-        main = dict.fromkeys((*SUMMARY, *LIVE_SUMMARY))
+        main = dict.fromkeys((*(RANKING if most else ()), *SUMMARY, *LIVE_SUMMARY))
         metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
+        metrics = metrics[:most]
     for name in metrics:
         metric_named(name)
         if name not in measured:

@@ -52,11 +52,24 @@ def test_a_verdict_says_what_is_lacking():
     single = answer(pl.concat([table(one), seen]), ["output_error"])[1]
 
     assert single[0].startswith(f"Budget 64: {best} has the lowest output_error")
-    assert "on this prompt. But its rows see more entries (90) than" in single[0]
+    second = sorted(set(one) - {"full"}, key=lambda name: one[name][0])[1]
+    assert f"on this prompt; the next is {second}. But its rows see more entries (90)" in single[0]
     assert single[0].endswith("than under other policies, so this is no fair comparison.")
     assert single[1].startswith("One prompt decides nothing")
     assert "At least 9 can: kvsim capture" in single[1]
     assert "that takes at least 9 prompts" in answer(table(few), ["output_error"])[1][1]
+
+
+def test_a_verdict_on_many_policies_names_the_next_in_rank():
+    """The first three of more than six, and how many the others are."""
+    many = {"h2o": HARD} | {f"tova (n={n})": HARD + 0.1 * n for n in range(9, 0, -1)}
+
+    (verdict,), lines = answer(table(many), ["output_error"])
+
+    assert verdict.second == "tova (n=1)"
+    assert lines[0].endswith(
+        "Beyond chance better than tova (n=1), tova (n=2), tova (n=3) and 6 others."
+    )
 
 
 def test_there_is_no_verdict_without_two_policies():

@@ -1167,6 +1167,9 @@ def test_demo_answers_the_question(demo):
     assert "is right." in lines[0]
     assert any(line.startswith("Fidelity of the values: ") for line in lines)
     assert any(line.startswith("Seconds: ") for line in lines)
+    assert [line for line in lines if line.startswith("Budget ")] == [
+        line for each in (document, document["smollm2"]) for line in each["verdict_text"][:2]
+    ]
     assert {p.name for p in folder.iterdir()} == demo_module._FILES
     assert kvsim.open_trace(folder / "trace.zarr").meta["answer_check"]["right"]
     for prefix in ("", "smollm2-"):

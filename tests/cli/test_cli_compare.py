@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
     policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "full")]
     options = {"interval": 16, "metrics": ["output_error", "wipeout", "entries_seen"]}
     replay_all(traces, policies, [24, 48], out=folder / "many", **options)
+    policies.append(kvsim.policy("gkv"))
     replay_all(traces[:1], policies, [24], out=folder / "one", **options)
     return folder
 
@@ -95,6 +96,11 @@ def test_markdown_and_latex_are_tables(run, folder):
     assert all(line.startswith("%") for line in tex.partition(r"\begin{tabular}")[0].splitlines())
     assert r"streaming\_llm & " in tex
     assert tex.count(r" \\") == 7
+    assert r"budget & policy & mean & minus the best & p (Holm) \\" in tex
+    assert r"\_ & $-$0.5 [$-$2, +1] & -- & a-3 \\" in latex(
+        ["a"], [["_", "-0.5 [-2, +1]", "-", "a-3"]]
+    )
+    assert r"$9.2 \times 10^{-5}$ & $1 \times 10^{5}$ \\" in latex(["a"], [["9.2e-05", "1e+05"]])
     assert markdown(["a|b"], [["<i>*"]]) == "| a\\|b |\n| --- |\n| \\<i>\\* |"
     assert r"50\% \& \textbackslash{}x\textasciicircum{}\_ \\" in latex(["a"], [["50% & \\x^_"]])
 
@@ -118,6 +124,38 @@ def test_policies_and_budgets_are_chosen(run, folder):
 
     assert document["comparisons"] == 1
     assert against == {"tova": None, "streaming_llm": "tova"}
+
+
+def test_a_policy_is_chosen_by_its_name_where_schedules_differ(run, folder, tmp_path):
+    """Its label names the schedule then, and is no name that users know."""
+    table = pl.read_parquet(folder / "many" / "results.parquet")
+    other = table.filter(policy="tova").with_columns(interval=pl.lit(8, table.schema["interval"]))
+    pl.concat([table, other]).write_parquet(tmp_path / "two.parquet")
+
+    _, out, _ = run("compare", tmp_path / "two.parquet", "--policy", "tova", "--json")
+
+    assert {cell["policy"] for cell in json.loads(out)["cells"]} == {
+        f"tova (after: the prompt, every {rows} rows)" for rows in (8, 16)
+    }
+
+
+def test_notes_are_about_policies_that_are_shown(run, folder):
+    """A note that begins with the name of another policy is left out."""
+    note = "Note: gkv: window=16 is meant for budget 512, and over half of 24"
+
+    assert note in run("compare", folder / "one")[1]
+    assert note not in run("compare", folder / "one", "--policy", "tova,streaming_llm")[1]
+
+
+def test_info_opens_with_the_verdict_of_a_run(run, folder):
+    """That of `kvsim replay`, above the table and in the document."""
+    lines = run("info", folder / "many")[1].splitlines()
+    document = json.loads(run("info", folder / "many", "--json")[1])
+
+    (first, *_), table = document["verdict_text"], lines.index(document["verdict_text"][-1])
+    assert first.startswith("Budget 24: ")
+    assert first in lines[:table]
+    assert document["verdict"][0]["best"] in first
 
 
 def test_a_figure_is_drawn(run, folder, tmp_path):

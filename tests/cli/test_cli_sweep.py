@@ -34,6 +34,7 @@ def test_lists_are_a_sweep(command, tmp_path):
         ["snapkv", "window=16"],
     ]
     assert "3 of 3 cells are done" in done.out
+    assert done.out.startswith("Budget ")
     status = command("sweep", "--out", out, "--status", "--json")
     told = {"cells": 3, "done": 3, "failed": 0, "tasks": 1, "tasks_left": 0, "tasks_running": 0}
     assert json.loads(status.out) == told
