@@ -1,0 +1,209 @@
+"""The kept sets that retain the most attention mass, event by event, with a proof.
+
+Entries of one pool (a head, or all heads of a layer that share its budget) compete at events
+0..M-1 for capacity[m] places each. Eviction is final, so a kept set is a stop for each entry: the
+event that evicts it, M if none does. Entry p competes from event first[p] on, the first event after
+its row at which it is not protected, and earns mass[p, m] if it outlives event m: the full
+attention that rows between this event and the next pay to it. With W_p(s) the sum of mass[p, m]
+over m < s, the optimum is
+
+    max  sum_p W_p(s_p)   such that at most capacity[m] entries have first[p] <= m < s_p
+
+Prices prove it. For any price[m] >= 0 of a place at event m, no kept sets retain more than
+
+    bound = sum_m capacity[m] price[m] + sum_p max_s (W_p(s) - sum of price[m], first[p] <= m < s)
+
+The problem is a minimum-cost flow (places flow through time, from entry to entry), so whole
+numbers attain the bound. The flow is found by successive shortest paths (Ahuja, Magnanti, Orlin,
+"Network Flows", 1993, section 9.7) on a graph of the M + 1 stops alone: an arc from stop i to stop
+j is the best move of any entry from one to the other. The search begins with the prices of every
+fourth entry at a fourth of the capacity, which are nearly right, so that few paths remain. Sums of
+mass are rounded to multiples of a power of two; their differences are then exact, and so is all
+that follows.
+
+Shape letters: P pools that are solved together, E entries, M events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Every fourth entry gives the first prices, down to this capacity.
+_SAMPLE, _LEAST = 4, 16
+
+# Sums of mass are rounded to this many bits; float64 has 53, the rest is for sums of several.
+_BITS = 49
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """Kept sets, and the prices that prove them best.
+
+    stop: event that evicts each entry, M if none does, int [P, E]. price: of a place at each event,
+    [P, M]. retained: mass of the kept sets, [P]. bound: what no kept sets exceed, [P].
+    """
+
+    stop: Ints
+    price: Floats
+    retained: Floats
+    bound: Floats
+
+
+def solve(mass: Floats, first: Ints, capacity: Ints) -> Optimum:
+    """Return the optimum of each pool.
+
+    mass [P, E, M] >= 0, read from event first[p] on; first [E] from 0 to M, M for an entry that
+    never competes; capacity [P, M] >= 0.
+    """
+    pools, entries, events = mass.shape
+    total = np.zeros((pools, entries, events + 1))
+    earned = np.where(np.arange(events) < first[:, None], 0.0, mass)
+    np.cumsum(earned, axis=2, out=total[..., 1:])
+    largest = total[..., -1].sum(1).max(initial=np.finfo(float).tiny)
+    unit = 2.0 ** (np.ceil(np.log2(largest)) - _BITS)
+    total = np.rint(total / unit)
+    total[:, np.arange(events + 1) < first[:, None]] = -np.inf  # no stop before it competes
+    flow = _flow(total, first, capacity)
+    price = np.diff(flow.cost, axis=1)
+    paid = flow.cost[:, None] - flow.cost[:, first, None]
+    return Optimum(
+        stop=flow.stop,
+        price=price * unit,
+        retained=np.take_along_axis(total, flow.stop[..., None], 2).sum((1, 2)) * unit,
+        bound=((capacity * price).sum(1) + (total - paid).max(2).sum(1)) * unit,
+    )
+
+
+def _flow(total: Floats, first: Ints, capacity: Ints) -> _Flow:
+    """The optimal flow; total [P, E, M + 1] is the mass earned up to each stop, -inf for none."""
+    if capacity.max(initial=0) > _LEAST:
+        sample = slice(None, None, _SAMPLE)
+        cost = _flow(total[:, sample], first[sample], -(-capacity // _SAMPLE)).cost
+    else:  # prices that no entry is worth
+        earned = np.where(np.isfinite(total), total, 0.0)
+        cost = np.diff(earned, axis=2, prepend=0.0).max(1, initial=0.0).cumsum(1)
+    flow = _Flow(total, first, capacity, cost)
+    flow.run()
+    return flow
+
+
+class _Flow:
+    """Stops that are optimal for their own use of places, on the way to the use that is wanted.
+
+    cost [P, M + 1]: sum of the prices up to each stop. No move of an entry from stop i to stop j
+    gains more than it costs, cost[j] - cost[i]; that holds from the beginning to the end.
+    """
+
+    def __init__(self, total: Floats, first: Ints, capacity: Ints, cost: Floats) -> None:
+        self.total, self.cost = total, cost
+        self.stop = np.stack(
+            [(of - price).argmax(1) for of, price in zip(total, cost, strict=True)]
+        )
+        pools, self.stops = cost.shape
+        free = capacity - self._used(first)
+        # places that nothing uses, where they are free of charge
+        self.idle = np.where(np.diff(cost, axis=1) == 0, free.clip(min=0), 0)
+        missing = free - self.idle
+        # where places begin to be missing (> 0), and where they are no longer
+        self.excess = np.diff(missing, axis=1, prepend=0, append=0)
+        pool, stop = np.divmod(np.arange(pools * self.stops), self.stops)
+        self.gain = np.empty((pools, self.stops, self.stops))
+        self._refresh(pool, stop)
+
+    def _used(self, first: Ints) -> Ints:
+        """Entries kept at each event, [P, M]."""
+        begun = np.bincount(first, minlength=self.stops).cumsum()
+        ended = [np.bincount(of, minlength=self.stops).cumsum() for of in self.stop]
+        used: Ints = (begun - np.stack(ended))[:, :-1]
+        return used
+
+    def _refresh(self, pool: Ints, stop: Ints) -> None:
+        """Compute the arcs from these stops: the best move of any entry there to each stop."""
+        gain = np.full((len(pool), self.stops), -np.inf)
+        at, entry = np.nonzero(self.stop[pool] == stop[:, None])
+        if len(at):
+            moves = self.total[pool[at], entry]
+            moves -= np.take_along_axis(moves, stop[at, None], 1)
+            rows, begins = np.unique(at, return_index=True)
+            gain[rows] = np.maximum.reduceat(moves, begins)
+        self.gain[pool, stop] = gain
+
+    def run(self) -> None:
+        """Send places along shortest paths until none is missing."""
+        while True:
+            pool = np.flatnonzero((self.excess > 0).any(1))
+            if not len(pool):
+                return
+            self._send(pool, *self._search(pool))
+
+    def _search(self, pool: Ints) -> tuple[Ints, Ints]:
+        """The nearest stop where a place is too many [P], and the stop before each [P, M + 1].
+
+        Dijkstra's algorithm from all stops where one is missing; distances are what moves lose
+        against their cost. Raises the costs by them, so that the path found loses nothing.
+        """
+        here, cost = np.arange(len(pool)), self.cost[pool]
+        near = np.where(self.excess[pool] > 0, 0.0, -np.inf)
+        before, done = np.full(near.shape, -1), np.zeros(near.shape, bool)
+        end = np.full(len(pool), -1)
+        while True:
+            now = np.where(done, -np.inf, near).argmax(1)
+            done[here, now] = True
+            ends = (end < 0) & (self.excess[pool, now] < 0)
+            end[ends] = now[ends]
+            if (end >= 0).all():
+                break
+            gain = self._arcs(pool, now)
+            via = near[here, now, None] + (gain + cost[here, now, None] - cost)
+            nearer = (via > near) & ~done & (end < 0)[:, None]
+            near = np.where(nearer, via, near)
+            before = np.where(nearer, now[:, None], before)
+        least = near[here, end, None]
+        self.cost[pool] += np.where(done, near, least).clip(min=least)
+        return end, before
+
+    def _arcs(self, pool: Ints, stop: Ints) -> Floats:
+        """What a place gains on its way from a stop to each; to the next it may lie idle."""
+        gain = self.gain[pool, stop]
+        here = np.arange(len(pool))
+        ahead = here[stop < self.stops - 1]
+        gain[ahead, stop[ahead] + 1] = gain[ahead, stop[ahead] + 1].clip(min=0.0)
+        back = here[stop > 0]
+        back = back[self.idle[pool[back], stop[back] - 1] > 0]
+        gain[back, stop[back] - 1] = gain[back, stop[back] - 1].clip(min=0.0)
+        return gain
+
+    def _send(self, pool: Ints, end: Ints, before: Ints) -> None:
+        """Move one place to each end, along the path that leads there."""
+        self.excess[pool, end] += 1
+        moves: list[tuple[Ints, ...]] = []
+        active = np.arange(len(pool))
+        at = end.copy()
+        while True:
+            active = active[before[active, at[active]] >= 0]
+            if not len(active):
+                break
+            new, which = at[active], pool[active]
+            old = before[active, new]
+            with np.errstate(invalid="ignore"):  # entries that are not yet there at either stop
+                gains = self.total[which, :, new] - self.total[which, :, old]
+            gains[self.stop[which] != old[:, None]] = -np.inf
+            entry = gains.argmax(1)
+            low = np.minimum(old, new)
+            idle = (new == old + 1) | ((new == old - 1) & (self.idle[which, low] > 0))
+            idle &= gains.max(1) < 0
+            self.idle[which[idle], low[idle]] += (new - old)[idle]
+            moved = ~idle
+            moves.append((which[moved], entry[moved], old[moved], new[moved]))
+            at[active] = old
+        self.excess[pool, at] -= 1
+        for which, entry, _, new in moves:
+            self.stop[which, entry] = new
+        keys = [which * self.stops + stop for which, _, old, new in moves for stop in (old, new)]
+        self._refresh(*np.divmod(np.unique(np.concatenate(keys or [end[:0]])), self.stops))

@@ -1,0 +1,156 @@
+"""The optimum against all kept sets by trying, against scipy's solvers, and its own certificate."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.optimize import linear_sum_assignment, linprog
+
+from kvsim.policies.optimum import solve
+
+POOLS = 4
+KINDS = ("spread", "few values", "equal", "zero", "one strong entry")
+
+
+def draw(seed):
+    """Four small pools: mass, first events and capacities, of a kind that the seed decides."""
+    generator = np.random.default_rng(seed)
+    entries, events = generator.integers(1, 7), generator.integers(1, 5)
+    shape = POOLS, entries, events
+    mass = {
+        "spread": generator.random(shape) ** 4,
+        "few values": generator.integers(0, 3, shape).astype(float),
+        "equal": np.ones(shape),
+        "zero": np.zeros(shape),
+        "one strong entry": generator.random(shape) + 50 * (np.arange(entries) == 0)[:, None],
+    }[KINDS[seed % len(KINDS)]]
+    # entries of first event `events` never compete; events without births are frequent
+    first = np.sort(generator.integers(0, events + 1, entries))
+    capacity = generator.integers(0, entries + 2, (POOLS, events if seed % 2 else 1))
+    return mass, first, np.broadcast_to(capacity, (POOLS, events)).copy()
+
+
+def bound_of(mass, first, capacity, price):
+    """The certificate's checker: what no kept sets of a pool exceed at these prices."""
+    events = range(len(capacity))
+    best = [
+        max(
+            sum(of[m] - price[m] for m in events if since <= m < stop)
+            for stop in range(since, len(capacity) + 1)
+        )
+        for of, since in zip(mass, first, strict=True)
+    ]
+    return sum(c * p for c, p in zip(capacity, price, strict=True)) + sum(best)
+
+
+def kept_at(stop, first, events):
+    """Which entries stops [..., E] keep at each event, bool [..., E, events]."""
+    return (first[:, None] <= np.arange(events)) & (np.arange(events) < stop[..., None])
+
+
+def test_it_is_the_best_of_all_kept_sets():
+    """Of 1,200 random pools: what is retained is what trying every stop of every entry retains."""
+    for seed in range(300):
+        mass, first, capacity = draw(seed)
+        events = capacity.shape[1]
+        optimum = solve(mass, first, capacity)
+        stops = np.array(list(product(*(range(since, events + 1) for since in first))))
+        kept = kept_at(stops, first, events)  # [choices, E, M]
+        retained = np.einsum("cem,pem->pc", kept, mass)
+        fits = (kept.sum(1) <= capacity[:, None]).all(-1)
+        best = np.where(fits, retained, -1.0).max(1)
+
+        assert optimum.retained == pytest.approx(best, rel=1e-9, abs=1e-12), seed
+
+
+def test_its_certificate_holds():
+    """A schedule that fits, prices of at least 0, and a bound at them that the schedule attains."""
+    for seed in range(300):
+        mass, first, capacity = draw(seed)
+        optimum = solve(mass, first, capacity)
+        kept = kept_at(optimum.stop, first, capacity.shape[1])
+
+        assert (kept.sum(1) <= capacity).all()
+        assert (optimum.price >= 0).all()
+        assert optimum.retained == pytest.approx((kept * mass).sum((1, 2)), rel=1e-9, abs=1e-12)
+        for pool in range(POOLS):
+            bound = bound_of(mass[pool], first, capacity[pool], optimum.price[pool])
+            assert optimum.bound[pool] == pytest.approx(bound, rel=1e-9, abs=1e-12)
+            assert bound == pytest.approx(optimum.retained[pool], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("events", "budget"), [(1, 20), (8, 24), (40, 40)])
+def test_it_is_the_best_assignment_of_evictions(events, budget):
+    """scipy's assignment of every eviction to an entry loses as much as the optimum does.
+
+    Larger pools, whose first prices are those of a sample of the entries.
+    """
+    generator = np.random.default_rng(events)
+    first = np.sort(np.r_[np.zeros(60, int), generator.integers(0, events, 60)])
+    mass = generator.pareto(1.0, (1, 120, events))
+    mass[0][np.arange(events) < first[:, None]] = 0.0
+    optimum = solve(mass, first, np.full((1, events), budget))
+
+    lost = np.concatenate([mass[0][:, ::-1].cumsum(1)[:, ::-1], np.zeros((120, 1))], axis=1)
+    born = (first[:, None] <= np.arange(events)).sum(0)
+    due = np.maximum.accumulate((born - budget).clip(min=0))  # evictions up to each event
+    at = np.repeat(np.arange(events), np.diff(due, prepend=0))
+    cost = np.where(first <= at[:, None], lost[:, at].T, np.inf)
+    rows, columns = linear_sum_assignment(cost)
+
+    assert optimum.retained[0] == pytest.approx(mass.sum() - cost[rows, columns].sum(), rel=1e-12)
+    assert optimum.bound == pytest.approx(optimum.retained, rel=1e-12)
+
+
+def test_it_is_the_value_of_the_linear_program():
+    """HiGHS on one variable for every entry and event: no fraction of a place retains more."""
+    mass, first, capacity = draw(15)
+    entries, events = mass.shape[1:]
+    place = np.arange(entries * events).reshape(entries, events)
+    rows = []
+    for at in place[:, 1:].ravel():  # an entry is kept no more than at the event before
+        rows.append(np.zeros(place.size))
+        rows[-1][[at, at - 1]] = 1, -1
+    limits = [np.bincount(place[:, m], minlength=place.size) for m in range(events)]
+    bounds = [(0, int(since <= m)) for since in first for m in range(events)]
+    # before an entry competes it is not there, and nothing limits it at its first event
+    rows = [row for row in rows if bounds[int(row.argmin())][1]]
+    for pool in range(POOLS):
+        limit = np.r_[np.zeros(len(rows)), capacity[pool]]
+        program = linprog(-mass[pool].ravel(), np.array([*rows, *limits]), limit, bounds=bounds)
+        assert solve(mass, first, capacity).retained[pool] == pytest.approx(-program.fun, rel=1e-9)
+
+
+def greedy(mass, first, capacity):
+    """What is retained by keeping, at each event, the entries with the most mass still to come."""
+    alive, retained = np.ones(len(first), bool), 0.0
+    for m, places in enumerate(capacity):
+        later = np.where(alive & (first <= m), mass[:, m:].sum(1), -1.0)
+        keep = np.argsort(-later, kind="stable")[:places]
+        alive &= (first > m) | np.isin(np.arange(len(first)), keep)
+        retained += mass[alive & (first <= m), m].sum()
+    return retained
+
+
+def test_keeping_what_the_future_attends_to_most_falls_short():
+    """An entry that a later one displaces anyway takes a place that another could have used."""
+    mass = np.array([[[0.0, 5.0], [4.0, 0.0], [0.0, 10.0]]])
+    first, capacity = np.array([0, 0, 1]), np.ones((1, 2), int)
+    optimum = solve(mass, first, capacity)
+
+    assert greedy(mass[0], first, capacity[0]) == 10.0
+    assert optimum.retained[0] == 14.0
+    assert optimum.stop.tolist() == [[0, 1, 2]]
+
+
+def test_no_greedy_choice_retains_more():
+    """On random pools the greedy rule never wins, and loses on some of them."""
+    short = []
+    for seed in range(100):
+        mass, first, capacity = draw(seed)
+        best = solve(mass, first, capacity).retained
+        pools = zip(best, mass, capacity, strict=True)
+        short += [b - greedy(of, first, places) for b, of, places in pools]
+
+    assert min(short) > -1e-9
+    assert max(short) > 0.01
