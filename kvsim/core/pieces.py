@@ -75,13 +75,17 @@ class Protection:
             max(self.sink, other.sink), max(self.recent, other.recent), self.prompt or other.prompt
         )
 
+    def first(self, prompt_len: int) -> int:
+        """First positions that are always protected."""
+        return max(self.sink, prompt_len if self.prompt else 0)
+
     def size(self, prompt_len: int) -> int:
         """Entries that it protects once that many exist."""
-        return max(self.sink, prompt_len if self.prompt else 0) + self.recent
+        return self.first(prompt_len) + self.recent
 
     def mask(self, pos: Tensor, row: int, prompt_len: int = 0) -> Tensor:
         """bool, the shape of pos: protected right after row `row`. Pads (-1) never are."""
-        first = max(self.sink, prompt_len if self.prompt else 0)
+        first = self.first(prompt_len)
         return ((pos < first) | (pos > row - self.recent)) & (pos >= 0)
 
 

@@ -84,7 +84,9 @@ class Setting:
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
     windowed: layers whose sliding window is shorter than the text; they are not replayed.
     protected: protected entries of a head, once they exist. longest: the most entries that a head
-    holds before an event, if every layer gets the budget.
+    holds before an event, if every layer gets the budget. For clairvoyant scorers, of the whole
+    replay: events, the rows after which they fire; spared, how many of the first positions and how
+    many of the most recent ones are protected; response, the first row after the prompt.
     """
 
     budget: int
@@ -96,6 +98,9 @@ class Setting:
     protected: int = 0
     longest: int = 0
     windowed: tuple[int, ...] = ()
+    events: tuple[int, ...] = ()
+    spared: tuple[int, int] = (0, 0)
+    response: int = 0
 
 
 class View:
@@ -184,6 +189,12 @@ class View:
         """Rows of the whole trace, for clairvoyant scorers alone."""
         self._look(self._source.n_rows)
         return self._source.n_rows
+
+    @property
+    def source(self) -> Source:
+        """All that was recorded, later rows included; for clairvoyant scorers alone."""
+        self._look(self._source.n_rows)
+        return self._source
 
     def __getitem__(self, column: str) -> Tensor:
         """A column that the policy carries with each entry, [L, H, n]."""

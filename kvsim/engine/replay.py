@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -153,8 +153,18 @@ def _replay(
 
     settings: the one of all events, and of the event that ends the context if there are both.
     """
-    setting, context = settings
     part = trace if run.rows is None else trace.only(run.rows)
+    events = schedule.rows(part.prompt_len, part.n_pos, part.context_len)
+    setting, context = settings
+    if run.rows is not None:
+        setting = replace(setting, prompt_len=part.prompt_len)
+    protection = policy.protection(setting.budget)
+    future: dict[str, Any] = {
+        "events": tuple(events),
+        "spared": (protection.first(setting.prompt_len), protection.recent),
+        "response": part.prompt_len,
+    }
+    setting, context = replace(setting, **future), context and replace(context, **future)
     source = TraceSource(part, run.layers, torch.device(options.device))
     plans: list[Plans] = []
     names = options.internals
@@ -165,13 +175,14 @@ def _replay(
     block = Block(
         source,
         policy,
-        setting if run.rows is None else replace(setting, prompt_len=part.prompt_len),
+        setting,
         torch.tensor(run.layers, device=options.device),
         context=context,
         poison=source.poison if options.poison else None,
         note=note if names else None,
     )
-    events = [] if run.whole else schedule.rows(part.prompt_len, part.n_pos, part.context_len)
+    if run.whole:
+        events = []
     if options.by_row:
         replay_rows(block, events)
     else:

@@ -4,9 +4,12 @@
 rows and the query heads of the group. At one event this is a bound: no policy with the same quota
 for every head and the same protected entries retains more of this attention. Over several events it
 is a reference and not a bound, because an event keeps entries for all later rows, and the next
-event may evict them. `by="output"` ranks by the relative error of the output if only this entry
-were missing. It is not a bound even at one event, because the errors of several entries do not add
-up.
+event may evict them. `by="optimum"` is the bound over all events: no policy on the same terms
+retains more of the full attention of the rows after the prompt (`kvsim.policies.optimum`). Terms
+are the events, the budget of each layer as at the first event, and the protected entries; `pooled`
+is for heads that share the budget of their layer, as in adakv+oracle with floor=0. `by="output"`
+ranks by the relative error of the output if only this entry were missing. It is not a bound even at
+one event, because the errors of several entries do not add up.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import Scorer
 from kvsim.core.view import LOGIT_BYTES, View
+from kvsim.policies.future import best
 
 # The least attention that others are taken to receive beside an entry: a row that sees one entry
 # alone would lose everything with it, which is a large number and not infinity.
@@ -30,7 +35,8 @@ _OTHERS = 1e-6
 class Oracle(Scorer):
     """Attention mass, or effect on the output, over all later rows of the recorded sequence."""
 
-    by: Literal["mass", "output"] = "mass"
+    by: Literal["mass", "output", "optimum"] = "mass"
+    pooled: bool = False
 
     clairvoyant = True
 
@@ -38,7 +44,11 @@ class Oracle(Scorer):
         """s_j = sum over rows r > e and the group of A_r(j), A the full cache's softmax; [L, H, n].
 
         by="output": of A_r(j) / (1 - A_r(j)) * |v_j - o_r| / |o_r|, with o_r the full output.
+        by="optimum": the number of the event that evicts the entry.
         """
+        if self.by == "optimum":
+            stops = view.once(self, lambda: self._stops(view))
+            return stops.gather(-1, view.pos.clamp(min=0))
         keys, n = view.keys, view.pos.shape[-1]
         total = keys.new_zeros(keys.shape[:3])
         first = view.row + 1
@@ -57,8 +67,27 @@ class Oracle(Scorer):
             total += attention.sum(2)
         return total.masked_fill_(~view.live, 0.0) if n else total
 
-    def flops(self, event: Event) -> Flops:
-        """Weights of all later rows; by="output" also distances to outputs, 3 per number."""
+    def _stops(self, view: View) -> Tensor:
+        """The number of the event that evicts each entry, that of all events if none does."""
+        setting, budget = view.setting, view.budget.cpu().numpy()
+        pools = 1 if self.pooled else view.keys.shape[1]
+        places = budget * (view.keys.shape[1] // pools)  # [L, 1]
+        optimum = best(
+            view.source,
+            setting.events,
+            np.broadcast_to(places[..., None], (len(places), pools, len(setting.events))),
+            start=setting.response,
+            protect=setting.spared,
+        )
+        return torch.from_numpy(optimum.stop).to(view.pos.device, torch.float32)
+
+    def flops(self, event: Event) -> Flops | None:
+        """Weights of all later rows; by="output" also distances to outputs, 3 per number.
+
+        Unknown of the optimum, whose steps depend on the weights.
+        """
+        if self.by == "optimum":
+            return None
         h, _, d, n = event.sizes
         pairs = h * event.later * n
         return Flops(2 * pairs * d, pairs * (2 + (3 * d + 3 if self.by == "output" else 0)))

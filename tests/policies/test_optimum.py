@@ -1,12 +1,21 @@
 """The optimum against all kept sets by trying, against scipy's solvers, and its own certificate."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import linear_sum_assignment, linprog
 
+import kvsim
+from kvsim.core.policy import Even, Policy, Protection, Schedule, Uniform
+from kvsim.engine.replay import Options, run
+from kvsim.policies.adakv import AdaKV
 from kvsim.policies.optimum import solve
+from kvsim.policies.oracle import Oracle
+from kvsim.policies.pyramidkv import Pyramid
+from kvsim.schema import NEVER
 
 POOLS = 4
 KINDS = ("spread", "few values", "equal", "zero", "one strong entry")
@@ -154,3 +163,118 @@ def test_no_greedy_choice_retains_more():
 
     assert min(short) > -1e-9
     assert max(short) > 0.01
+
+
+# --- the oracle that replays it ---
+
+N, PROMPT, CONTEXT = 9, 5, 4
+
+
+def short_trace(seed):
+    """Two layers, two KV heads, groups of two, nine tokens; attention far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, h, N, 8, generator=generator, dtype=torch.float64) * 2 for h in (4, 2, 2)
+    )
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=PROMPT, context_len=CONTEXT, rope=rope)
+
+
+def attended(trace):
+    """Attention of every row after the prompt, summed over the group; [layer, head, row, pos]."""
+    layers = [trace.attention(layer, range(N)).double() for layer in range(trace.n_layers)]
+    attention = torch.stack(layers).unflatten(1, (trace.n_heads, -1)).sum(2).numpy()
+    attention[:, :, :PROMPT] = 0.0
+    return attention
+
+
+def retained_by(attention, evicted_at):
+    """Attention on what rows see, [..., head]; evicted_at [..., head, pos]."""
+    seen = np.arange(N)[:, None] <= evicted_at[..., None, :]
+    return (attention * seen).sum((-1, -2))
+
+
+def best_by_trying(attention, events, places, spared, *, pooled):
+    """The most that kept sets retain in a layer, of all stops of all entries of its two heads.
+
+    attention [head, row, pos]. places: entries of a head that may outlive an event. spared: whether
+    (position, row of an event) is protected.
+    """
+    entries = range(events[-1] + 1)
+    since = np.searchsorted(events, entries)
+    choices = [
+        range(
+            max([begin, *(m + 1 for m, row in enumerate(events) if spared(pos, row))]),
+            len(events) + 1,
+        )
+        for pos, begin in zip(entries, since, strict=True)
+    ]
+    stops = np.array(list(product(*choices)))
+    counts = kept_at(stops, since, len(events)).sum(1)  # [choices, events]
+    gone = np.array([*events, NEVER])
+    none = np.full((2, N), NEVER)
+    mass = np.array(  # what an entry retains up to each stop
+        [[attention[:, : row + 1, pos].sum(1) for row in gone] for pos in entries]
+    )
+    later = retained_by(attention, none) - mass[:, -1].sum(0)
+    value = mass[np.arange(len(entries)), stops].sum(1) + later  # [choices, head]
+    if not pooled:
+        return value[(counts <= places).all(1)].max(0).sum()
+    used, group = np.unique(counts, axis=0, return_inverse=True)
+    best = np.full((2, len(used)), -np.inf)
+    for head in range(2):
+        np.maximum.at(best[head], group, value[:, head])
+    fits = (used[:, None] + used <= 2 * places).all(-1)
+    return (best[0][:, None] + best[1])[fits].max()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "protect", "pooled", "budgets"),
+    [
+        (Schedule(2), Protection(), False, Even()),
+        (Schedule(2), Protection(), True, Even()),
+        (Schedule(2), Protection(sink=1, recent=1), False, Even()),
+        (Schedule(2), Protection(sink=1, recent=2), True, Even()),
+        (Schedule(2, prefill=False), Protection(), False, Even()),
+        (Schedule(None), Protection(recent=1), False, Even()),
+        (Schedule(2, compress="context"), Protection(recent=1), False, Even()),
+        (Schedule(None, compress="both"), Protection(sink=1), True, Even()),
+        (Schedule(2), Protection(), False, Pyramid(window=1, beta=2.0)),
+    ],
+)
+def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budgets):
+    """Replayed through the engine, it retains what trying all kept sets of a layer retains."""
+    allocator = AdaKV(floor=0.0) if pooled else Uniform()
+    oracle = Policy(
+        "best", Oracle("optimum", pooled), allocator, schedule, protect, layer_budgets=budgets
+    )
+    events = schedule.rows(PROMPT, N, CONTEXT)
+    of_layer = budgets.planned(3, 2, schedule.longest(PROMPT, 3))
+
+    def spared(pos, row):
+        return pos <= row and (pos < protect.sink or pos > row - protect.recent)
+
+    for seed in range(3):
+        trace = short_trace(seed)
+        attention = attended(trace)
+        record = run(trace, oracle, 3, schedule, Options())
+        retained = retained_by(attention, record.evicted_at).sum(-1)
+        best = [
+            best_by_trying(of, events, places, spared, pooled=pooled)
+            for of, places in zip(attention, np.broadcast_to(of_layer, 2), strict=True)
+        ]
+
+        assert retained == pytest.approx(best, rel=1e-9)
+        mass = run(trace, replace(oracle, scorer=Oracle()), 3, schedule, Options())
+        assert (retained_by(attention, mass.evicted_at).sum(-1) <= retained + 1e-9).all()
+
+
+def test_it_is_the_mass_oracle_at_one_event():
+    """With one event there is nothing to weigh: both keep what later rows attend to most."""
+    trace = short_trace(3)
+    records = [
+        kvsim.replay(trace, kvsim.policy("oracle", by=by), 3, interval=100)
+        for by in ("mass", "optimum")
+    ]
+
+    assert np.array_equal(*(record.evicted_at for record in records))

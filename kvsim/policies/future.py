@@ -1,0 +1,118 @@
+"""What later rows pay to each entry of a block of layers, and the best kept sets for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from kvsim.core.view import LOGIT_BYTES, Source
+from kvsim.policies.optimum import Floats, Ints, solve
+
+# Bytes of the mass of layers that are solved together.
+_MASS_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Best:
+    """The optimum of some layers; S pools of a layer are its heads, or 1 if they share a budget.
+
+    stop: index of the event that evicts each entry, M if none does; int [L, H, T]. price [L, S, M]
+    of a place at each event. Mass that competing entries retain, [L, S]: retained by the optimum,
+    bound which no kept sets exceed, and chance on average by random kept sets. Mass is summed over
+    the rows that count and the query heads of the group; protected entries are not competing.
+    """
+
+    stop: Ints
+    price: Floats
+    retained: Floats
+    bound: Floats
+    chance: Floats
+
+
+def best(
+    source: Source,
+    events: Sequence[int],
+    places: Ints,
+    *,
+    start: int,
+    protect: tuple[int, int] = (0, 0),
+) -> Best:
+    """Return the kept sets that retain the most full attention of rows `start` and later.
+
+    events: rows after which events fire, ascending. places [L, S, M]: entries that may outlive each
+    event, protected ones included: of each head, or S = 1 of all heads of a layer together.
+    protect: how many first positions and how many most recent ones are protected.
+    """
+    layers, heads, rows = source.keys.shape[:3]
+    pools = places.shape[1]
+    at, fixed = np.asarray(events), protect[0]
+    position = np.arange(rows)
+    # the first event after its row at which an entry is not protected
+    first = np.searchsorted(at, position + protect[1])
+    first[:fixed] = len(events)
+    competing = np.bincount(first, minlength=len(events) + 1).cumsum()[:-1]
+    protected = (at + 1 - competing) * (heads // pools)
+    first = np.tile(first, heads // pools)
+    each = max(1, _MASS_BYTES // (8 * heads * rows * max(1, len(events))))
+    parts = []
+    for begin in range(0, layers, each):
+        part = slice(begin, begin + each)
+        mass = future_mass(source, events, start, part).reshape(-1, len(first), len(events))
+        capacity = (places[part] - protected).clip(min=0).reshape(len(mass), -1)
+        optimum = solve(mass, first, capacity)
+        random = _random(mass, first, capacity)
+        of_layer = (-1, pools)
+        parts.append(
+            Best(
+                optimum.stop.reshape(-1, heads, rows),
+                *(x.reshape(*of_layer, *x.shape[1:]) for x in (optimum.price, optimum.retained)),
+                *(x.reshape(of_layer) for x in (optimum.bound, random)),
+            )
+        )
+    names = [field.name for field in fields(Best)]
+    return Best(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def future_mass(
+    source: Source, events: Sequence[int], start: int, layers: slice = slice(None)
+) -> Floats:
+    """Full attention that an entry gets between an event and the next; [L, H, T, M].
+
+    Summed over the rows from `start` on and the query heads of the group; 0 at events before its
+    row.
+    """
+    keys = source.keys[layers]
+    mass = keys.new_zeros(*keys.shape[:3], len(events), dtype=torch.float64)
+    ends = [*(row + 1 for row in events[1:]), source.n_rows]
+    for event, (row, end) in enumerate(zip(events, ends, strict=True)):
+        visible = keys[:, :, : row + 1].mT
+        rows = range(max(row + 1, start), end)
+        if not rows:
+            continue
+        group = source.queries(rows.start, rows.start + 1).shape[2]
+        step = max(1, LOGIT_BYTES // (visible[:, :, 0].numel() * group * keys.element_size()))
+        for low in rows[::step]:
+            high = min(low + step, end)
+            q = source.queries(low, high)[layers].flatten(2, 3)  # [L, H, G * w, d]
+            lse = source.full(low, high)[1][layers].flatten(2, 3)
+            z = source.formula.capped((q @ visible).mul_(source.formula.scale))
+            attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)
+            mass[:, :, : row + 1, event] += attention.sum(2)
+    out: Floats = mass.cpu().numpy()
+    return out
+
+
+def _random(mass: Floats, first: Ints, capacity: Ints) -> Floats:
+    """Mass [P, E, M] that random kept sets retain on average, [P]: each entry has equal chances."""
+    retained, alive = np.zeros(len(mass)), np.zeros(len(mass))
+    chance = np.ones(mass.shape[:2])
+    for event in range(mass.shape[2]):
+        alive += (first == event).sum()
+        share = np.minimum(capacity[:, event], alive) / np.maximum(alive, 1)
+        alive = np.minimum(capacity[:, event], alive)
+        chance *= np.where(first <= event, share[:, None], 1.0)
+        retained += np.where(first <= event, chance * mass[..., event], 0.0).sum(1)
+    return retained
