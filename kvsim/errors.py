@@ -8,10 +8,10 @@ KvsimError
 ├── CaptureError (RuntimeError)        a model or prompt that cannot be recorded exactly
 ├── PolicyError (ValueError)           an unknown policy or parameter, or a value outside its range
 │   ├── BudgetError                    a budget that the policy has no rule for
-│   └── NeedsError                     a policy or metric needs what the trace lacks
+│   ├── NeedsError                     a policy or metric needs what the trace lacks
+│   └── ScoreError (FloatingPointError) scores that cannot rank the live entries
 ├── TextError (ValueError)             a prompt on real text that cannot be written
 ├── GoldError (ValueError)             gold tokens that a prompt does not have
-├── ScoreError (FloatingPointError)    a scorer returned NaN for a live entry
 ├── ConfigError (ValueError)           a configuration of a sweep that cannot be read
 ├── ClusterError (ConnectionError)     a cluster that cannot be reached, or whose versions differ
 ├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
@@ -63,16 +63,16 @@ class NeedsError(PolicyError):
     """A policy or a metric needs something that the trace does not hold."""
 
 
+class ScoreError(PolicyError, FloatingPointError):
+    """Scores cannot rank the live entries: NaN, infinite, of another shape or type, or negative."""
+
+
 class TextError(KvsimError, ValueError):
     """A prompt on real text that cannot be written: an unknown task, or a length out of range."""
 
 
 class GoldError(KvsimError, ValueError):
     """Gold tokens that the prompt of a trace does not have."""
-
-
-class ScoreError(KvsimError, FloatingPointError):
-    """A scorer returned NaN for a live entry."""
 
 
 class ConfigError(KvsimError, ValueError):

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
 
+#: The page on policies of one's own, which errors of scorers name.
+GUIDE = "docs/add-a-policy.md"
+
 #: Version of the trace format (docs/trace-format.md) that writers write; a reader refuses a larger
 #: one.
 FORMAT_VERSION = 3

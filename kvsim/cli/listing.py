@@ -20,22 +20,18 @@ if TYPE_CHECKING:
 def policies(
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Show these in full: parameters and exact rule."),
+        typer.Argument(
+            metavar="[NAME]...",
+            help="Show these in full, parameters and exact rule; also NAME@scaled, and module:NAME "
+            "of your own.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """List the policies, or show some of them in full."""
-    from kvsim.errors import PolicyError, suggest
     from kvsim.policies import describe, names
 
-    available = names()
-    for requested in name or ():
-        if requested not in available:
-            raise PolicyError(
-                f"no policy of the list is called {requested!r}{suggest(requested, available)}; "
-                "expected one name without a +, `kvsim policies` lists them"
-            )
-    listed = [describe(each) for each in name or available]
+    listed = [describe(each) for each in name or names()]
     if as_json:
         echo_json([{**asdict(each), "paper": each.paper or None} for each in listed])
         return
@@ -53,12 +49,19 @@ def _in_full(policy: Description) -> str:
     """One policy: its facts, its parameters, and the docstrings of its files."""
     from kvsim.core.pieces import Even
     from kvsim.policies import CATALOGUE
+    from kvsim.policies import policy as build
+    from kvsim.policies.naming import documentation
 
     base, _, preset = policy.name.partition("@")
-    entry = CATALOGUE[base].preset(preset)
-    pieces = [piece for piece in (entry.piece, entry.layer_budgets) if piece is not None]
-    modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
-    presets = ", ".join(f"{base}@{other}" for other in CATALOGUE[base].presets)
+    if base in CATALOGUE:
+        entry = CATALOGUE[base].preset(preset)
+        pieces = [piece for piece in (entry.piece, entry.layer_budgets) if piece is not None]
+        modules = dict.fromkeys(piece.__module__ for piece in pieces if piece is not Even)
+        docs = [sys.modules[module].__doc__ for module in modules]
+        listed = (*entry.presets, *["scaled"] * entry.has_preset("scaled"))
+        presets = ", ".join(f"{base}@{other}" for other in listed)
+    else:  # a user's own
+        docs, presets = [documentation(build(policy.name).scorer)], ""
     facts = {
         "evicts after": fires(policy),
         "needs": needs(policy),
@@ -72,8 +75,8 @@ def _in_full(policy: Description) -> str:
     wide = max((len(f"{key}={value}") for key, value in policy.params.items()), default=0)
     for key, value in policy.params.items():
         lines.append(f"  {f'{key}={value}':<{wide}}  {policy.accepts[key]}")
-    docs = [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
-    return "\n\n".join(["\n".join(lines), *docs])
+    texts = ("\n".join(lines), *(inspect.cleandoc(doc or "") for doc in docs))
+    return "\n\n".join(filter(None, texts))
 
 
 def shown(policy: Description) -> str:

@@ -164,7 +164,7 @@ def show_run(
         raise Stop(f"interrupted, {_unmeasured(run, total, out) or done}", 130)
     if not run.records:
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
-        raise Stop("\n".join(dict.fromkeys(f"error: {f.error}" for f in run.failures)), status)
+        raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
     measured = set(run.table["metric"])
     shown = [name for name in dict.fromkeys([*metrics, "regret"]) if name in measured]
     if as_json:
@@ -312,9 +312,7 @@ def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
 
 def finish(run: Run, total: int, out: Path | None) -> None:
     """Print on standard error what is missing, and end with the right status."""
-    for failure in run.failures:
-        cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
-        show.echo_text(f"failed: {cell}: {failure.error}", err=True)
+    show.echo_failures(run.failures)
     kept = "shown above" if out is None else f"kept in {out}"
     again = "" if out is None else "; continue with the same command and --resume"
     if run.interrupted:

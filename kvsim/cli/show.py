@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsim.schema import schedule, visible
+from kvsim.schema import plural, schedule, visible
 
 if TYPE_CHECKING:
     import polars as pl
 
     from kvsim.core.record import Record
+    from kvsim.sweeps.outcome import Failure
 
 #: Metrics with a shorter column name, and the format of their values.
 _COLUMNS = {
@@ -221,6 +223,25 @@ def _settings(summary: pl.DataFrame) -> dict[tuple[str, str], str]:
 def budget_text(budget: int, share: str | None) -> str:
     """Return the entries, and the share of the trace if the budget was given as a share."""
     return str(budget) if share is None else f"{budget} ({share})"
+
+
+def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:
+    """Yield the first failure of each error, and the error with a count of the other cells.
+
+    Errors that differ in numbers alone, such as rows, are the same.
+    """
+    same: dict[str, list[Failure]] = {}
+    for each in failures:
+        same.setdefault(re.sub(r"\d+", "#", each.error), []).append(each)
+    for first, *more in same.values():
+        yield first, first.error + f" (and so in {plural(len(more), 'more cell')})" * bool(more)
+
+
+def echo_failures(failures: Sequence[Failure]) -> None:
+    """Print on standard error what failed, each error once."""
+    for first, error in errors_once(failures):
+        cell = f"{one_line(first.trace)}: {first.policy}, budget {first.budget}"
+        echo_text(f"failed: {cell}: {error}", err=True)
 
 
 @contextmanager

@@ -367,9 +367,7 @@ def _show(
     if out is not None and not as_json:
         more = "" if shard is None else "; --collect writes the results"
         show.echo_text(f"{done} of {plural(total, 'cell')} are done in {out}{more}.")
-    for failure in run.failures:
-        cell = f"{show.one_line(failure.trace)}: {failure.policy}, budget {failure.budget}"
-        show.echo_text(f"failed: {cell}: {failure.error}", err=True)
+    show.echo_failures(run.failures)
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:
         raise Stop(f"interrupted, {done} of {total} cells are done{again}", 130)

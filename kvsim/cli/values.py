@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -285,8 +284,6 @@ def build_policies(
     from kvsim.core.policy import Protection
     from kvsim.policies import policy
 
-    if any(":" in name for name in names):
-        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
     built = [
         policy(name, **dict(zip(lists, combination, strict=True)))
         for name, lists in settings_of(names, settings or ()).items()

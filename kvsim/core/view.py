@@ -18,6 +18,7 @@ from torch import Tensor
 from kvsim.core.attention import Formula, Rope, softmax
 from kvsim.core.entries import Entries, gather
 from kvsim.errors import PolicyError
+from kvsim.schema import GUIDE
 
 Group = Literal["mean", "max", "sum"]
 T = TypeVar("T")
@@ -82,7 +83,8 @@ class Setting:
     """What stays the same over the events of a replay.
 
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
-    windowed: layers whose sliding window is shorter than the text; they are not replayed.
+    policy: its name, for errors. windowed: layers whose sliding window is shorter than the text;
+    they are not replayed.
     protected: protected entries of a head, once they exist. longest: the most entries that a head
     holds before an event, if every layer gets the budget. For clairvoyant scorers, of the whole
     replay: events, the rows after which they fire; spared, how many of the first positions and how
@@ -101,6 +103,7 @@ class Setting:
     events: tuple[int, ...] = ()
     spared: tuple[int, int] = (0, 0)
     response: int = 0
+    policy: str = "a policy"
 
 
 class View:
@@ -198,6 +201,13 @@ class View:
 
     def __getitem__(self, column: str) -> Tensor:
         """A column that the policy carries with each entry, [L, H, n]."""
+        if column not in self._entries.columns:
+            declared = ", ".join(self._entries.columns) or "none"
+            raise PolicyError(
+                f"{self.setting.policy}: reads a column {column!r} that it does not declare; it "
+                f"declares {declared}; add {column!r} and the value of a new entry to `columns`, "
+                f"see {GUIDE}"
+            )
         return self._share(column, self._entries.columns[column])
 
     @property
@@ -299,9 +309,10 @@ class View:
 
     def _look(self, stop: int) -> None:
         if stop > self.row + 1 and not self.setting.clairvoyant:
-            raise ValueError(
-                f"a scorer asks for row {stop - 1} at the event after row {self.row}; only one "
-                "that declares itself clairvoyant may look ahead"
+            raise PolicyError(
+                f"{self.setting.policy}: reads row {stop - 1} at the event after row {self.row}; a "
+                "score may use rows up to the event, and only one that declares itself "
+                f"`clairvoyant` later ones, see {GUIDE}"
             )
 
     def logits(self, last: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from kvsim.core.policy import Plan, Policy, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
 from kvsim.core.view import Setting, Source, View
-from kvsim.errors import BudgetError, ScoreError
-from kvsim.schema import NEVER
+from kvsim.errors import BudgetError, PolicyError, ScoreError
+from kvsim.schema import GUIDE, NEVER
 
 
 class Block:
@@ -70,7 +70,7 @@ class Block:
             return False
         scores = Scores.of(policy.scorer.score(view))
         values = scores.values
-        check(policy, values, entries.live, self.layers, row)
+        check(policy, scores, entries.live, self.layers, row)
         protected = protected_by(policy.requested, view)
         view.scorer_protected = protected_by(policy.scorer.protection, view)
         plan = policy.allocator.plan(view, values, protected)
@@ -84,6 +84,7 @@ class Block:
         if self._note is not None:
             self._note(self._plans(view, values, plan))
         self._evict(entries.live & ~keep, row)
+        check_columns(policy, plan.columns, entries.live, row)
         for name, column in (*scores.columns.items(), *plan.columns.items()):
             entries.columns[name] = column.where(acts, entries.columns[name])
         slots = entries.compress(keep)
@@ -142,17 +143,22 @@ def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> No
         )
 
 
-def check(policy: Policy, values: Tensor, live: Tensor, layers: Tensor, row: int) -> None:
-    """Raise ScoreError unless each live entry has a score below infinity, float32 or better."""
+def check(policy: Policy, scores: Scores, live: Tensor, layers: Tensor, row: int) -> None:
+    """Raise ScoreError unless each live entry has a score below infinity, float32 or better.
+
+    PolicyError for columns that are not declared, or have another shape.
+    """
+    values = scores.values
     if not isinstance(values, Tensor):
         raise ScoreError(
             f"{policy.name}: scores at row {row} are {type(values).__name__}; expected a tensor or "
-            "kvsim.core.policy.Scores"
+            f"kvsim.core.policy.Scores, see {GUIDE}"
         )
     if values.shape != live.shape or values.dtype not in (torch.float32, torch.float64):
         raise ScoreError(
             f"{policy.name}: scores at row {row} are {values.dtype} {list(values.shape)}; expected "
-            f"torch.float32 or torch.float64 {list(live.shape)} [layer, head, entry]"
+            f"torch.float32 or torch.float64 {list(live.shape)} [layer, KV head, entry], "
+            f"see {GUIDE}"
         )
     # NaN compares with nothing, so what is not below infinity is either
     bad = ~(values < torch.inf) & live
@@ -161,5 +167,25 @@ def check(policy: Policy, values: Tensor, live: Tensor, layers: Tensor, row: int
         kind = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"
         raise ScoreError(
             f"{policy.name}: {kind} score at row {row}, layer {int(layers[layer])}, head {head}; "
-            "a scorer must give every live entry a number, and what must stay is protected"
+            "a scorer must give every live entry a number, and what must stay is protected, "
+            f"see {GUIDE}"
         )
+    check_columns(policy, scores.columns, live, row)
+
+
+def check_columns(policy: Policy, columns: Mapping[str, Tensor], live: Tensor, row: int) -> None:
+    """Raise PolicyError unless new values of columns are declared, one for each entry."""
+    for name, column in columns.items():
+        if name not in policy.columns:
+            declared = ", ".join(policy.columns) or "none"
+            raise PolicyError(
+                f"{policy.name}: returns a column {name!r} at row {row} that it does not declare; "
+                f"it declares {declared}; add {name!r} and the value of a new entry to `columns`, "
+                f"see {GUIDE}"
+            )
+        shape = [*getattr(column, "shape", ())]
+        if shape != [*live.shape]:
+            raise PolicyError(
+                f"{policy.name}: column {name!r} at row {row} is {shape}; expected a tensor "
+                f"{list(live.shape)} [layer, KV head, entry], see {GUIDE}"
+            )

@@ -224,6 +224,7 @@ def setting_of(
         protected=policy.protection(budget).size(prompt_len),
         longest=schedule.longest(prompt_len, budget),
         windowed=trace.windowed,
+        policy=policy.name,
     )
 
 

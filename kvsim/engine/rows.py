@@ -51,7 +51,7 @@ def _run(block: Block, start: int, stop: int) -> None:
         view.open(row, held + row - start)
         scores = Scores.of(policy.scorer.score(view))
         view.check_unwritten(policy.name)
-        check(policy, scores.values, view.live, block.layers, row)
+        check(policy, scores, view.live, block.layers, row)
         entries.columns.update(scores.columns)
         free = view.live & ~protection.mask(entries.pos, row, prompt_len)
         # the lowest score leaves; of equal ones the highest position

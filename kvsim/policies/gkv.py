@@ -44,6 +44,7 @@ from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
 from kvsim.policies.window import Pool, Windowed, before_window, pooling_flops, smooth
+from kvsim.schema import GUIDE
 
 Fusion = Literal["max", "mean", "sum"]
 
@@ -91,7 +92,7 @@ def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None
     if not scorer.signed and bool(((scores < 0) & among).any()):
         raise ScoreError(
             f"{name}: {type(scorer).__name__} gives a negative score and does not say that it can; "
-            "expected a property `signed` that is True"
+            f"expected a property `signed` that is True, see {GUIDE}"
         )
 
 

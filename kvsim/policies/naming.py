@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
+from kvsim.core.pieces import Piece
 from kvsim.core.policy import (
     Even,
     Everything,
@@ -162,12 +166,29 @@ class Description:
 
 
 def describe(name: str) -> Description:
-    """The entry or preset `name` of the catalogue, by itself and not crossed."""
+    """The entry or preset `name` of the catalogue, or a user's own, by itself and not crossed.
+
+    Raises PolicyError for a name with a +, and what `policy` raises.
+    """
+    if "+" in name:
+        raise PolicyError(
+            f"{name} has several parts; expected one of them, as `kvsim policies` lists them"
+        )
     base, _, preset = name.partition("@")
-    entry = CATALOGUE[base].preset(preset)
-    inside = "" if entry.innermost or entry.default else "+tova"
-    built = policy(name + inside, **entry.required)
-    params = {key: value for key, value in built.params.items() if key in entry.parameters}
+    if ":" in name:
+        built = policy(name)
+        pieces = [type(piece) for level in built.levels for piece in level]
+        text = documentation(built.scorer).partition("\n")[0] or "a policy of your own"
+        entry = Entry(text, pieces[-1], built.schedule)
+        declares = [parameters(piece) for piece in reversed(pieces)]
+        accepted = {key: each for of_piece in declares for key, each in of_piece.items()}
+    else:
+        if base not in CATALOGUE or not CATALOGUE[base].has_preset(preset):
+            _parse(name)  # says what is unknown
+        entry = CATALOGUE[base].preset(preset)
+        inside = "" if entry.innermost or entry.default else "+tova"
+        built, accepted = policy(name + inside, **entry.required), entry.parameters
+    params = {key: value for key, value in built.params.items() if key in accepted}
     return Description(
         name=name,
         kind=entry.kind,
@@ -175,7 +196,7 @@ def describe(name: str) -> Description:
         default=entry.default,
         keeps=entry.summary,
         params=params,
-        accepts={key: entry.parameters[key].expected for key in params},
+        accepts={key: accepted[key].expected for key in params},
         required={key: str(value) for key, value in entry.required.items()},
         own_schedule=entry.schedule is not None,
         interval=built.schedule.interval,
@@ -186,6 +207,13 @@ def describe(name: str) -> Description:
         exact=built.exact,
         paper=entry.paper,
     )
+
+
+def documentation(piece: Piece) -> str:
+    """The docstring of a piece; empty without one, or with that of a dataclass alone."""
+    kind = type(piece)
+    text = inspect.getdoc(kind) or ""
+    return "" if text.startswith(f"{kind.__name__}(") else text
 
 
 def _parse(name: str) -> list[tuple[str, Entry | None]]:
@@ -322,6 +350,8 @@ def _protect(name: str, given: object) -> Protection:
 def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
     """A policy of the user's own, `package.module:NAME`."""
     module_name, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
     try:
         target = getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -93,8 +92,6 @@ class Grid:
             if isinstance(name, Policy):
                 policies.append(name)
                 continue
-            if ":" in name and str(Path.cwd()) not in sys.path:
-                sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
             lists = [_listed(value) for value in settings.values()]
             policies += [
                 build(name, **dict(zip(settings, values, strict=True)))

@@ -174,8 +174,20 @@ def test_a_policy_that_is_not_listed_is_refused(run, name):
     status, out, err = run("policies", name)
 
     assert (status, out) == (2, "")
-    assert "expected one name without a +" in one_line(err)
-    assert name != "snapvk" or "did you mean 'snapkv'" in err
+    assert ("did you mean 'snapkv'" if name == "snapvk" else "has several parts") in one_line(err)
+
+
+def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, own):
+    """Their schedule and parameters, the docstring of one's own, and lengths as shares."""
+    status, out, err = run("policies", "mine:odd", "snapkv@scaled")
+    _, document, _ = run("policies", "mine:odd", "--json")
+    (odd,) = json.loads(document)
+
+    assert (status, err) == (0, "")
+    assert out.startswith("mine:odd: a policy of your own\nevicts after: the prompt, every 8 rows")
+    assert "  fails_at=0" in out
+    assert "  window=32 * budget / 1024  an integer of at least 1" in out
+    assert (odd["name"], odd["interval"], odd["params"]["fails_at"]) == ("mine:odd", 8, 0)
 
 
 # -------------------------------------------------------------------------------------- prompts
@@ -885,6 +897,22 @@ def test_policy_that_needs_what_the_trace_lacks(run, trace, own):
         "error: odd: the trace has no dense attention; record it with --attention"
     )
     assert not (own / "x").exists()
+
+
+def test_an_error_that_repeats_is_printed_once(run, trace, own):
+    """With the number of other cells, whether others work or not; numbers make no other error."""
+    leak = "if view.setting.budget != 40:\n            view.span(0, view.row + 2)\n        return"
+    (own / "leak.py").write_text(OWN.replace("return view", f"{leak} view"))
+    replayed = ["replay", trace, "--interval", "8", "--policy", "leak:odd", "--budget"]
+
+    status, _, err = run(*replayed, "16,24,32")
+    some, _, others = run(*replayed, "16,24,40")
+
+    assert (status, some) == (2, 1)
+    assert one_line(err).startswith("error: odd: reads row ")
+    assert err.endswith("see docs/add-a-policy.md (and so in 2 more cells)\n")
+    assert [line.partition(":")[0] for line in others.splitlines()] == ["failed", "error"]
+    assert "(and so in 1 more cell)" in others
 
 
 def test_a_policy_that_exits_is_no_success(run, trace, own):

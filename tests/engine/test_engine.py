@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer
+from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer, Scores
 from kvsim.engine import layers_per_block, rows
 from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError, PolicyError, ScoreError
@@ -287,6 +287,46 @@ def test_scores_that_cannot_rank_every_entry_are_refused(kind, message, interval
     """An infinite score is no protection; scores are float32 or better, one for every entry."""
     with pytest.raises(ScoreError, match=message):
         kvsim.replay(make_trace(), Policy("odd", Odd(kind)), budget=7, interval=interval)
+
+
+@dataclass(frozen=True)
+class Mistaken(Scorer):
+    """Makes a mistake."""
+
+    kind: str
+
+    columns: ClassVar[dict[str, float]] = {"age": 0.0}
+    per_row: ClassVar[bool] = True
+
+    def score(self, view):
+        """Read the future or another column, or return another column or one of another shape."""
+        score = view.pos.double()
+        if self.kind == "future":
+            view.span(0, view.row + 2)
+        if self.kind == "column":
+            score = score + view["old"]
+        columns = {"new": {"old": score}, "shape": {"age": score[..., :3]}, "none": {"age": None}}
+        return Scores(score, columns.get(self.kind, {}))
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("future", "^mine: reads row 10 at the event after row 9; a score may use rows up to"),
+        ("column", "^mine: reads a column 'old' that it does not declare; it declares age; add"),
+        ("new", "^mine: returns a column 'old' at row 9 that it does not declare; it declares age"),
+        ("shape", r"^mine: column 'age' at row 9 is \[2, 2, 3\]; expected a tensor \[2, 2, 10\]"),
+        ("none", r"^mine: column 'age' at row 9 is \[\]; expected a tensor \[2, 2, 10\]"),
+    ],
+)
+def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, message, interval):
+    """One line that begins with the policy, in both ways of replaying."""
+    with pytest.raises(PolicyError, match=message) as caught:
+        kvsim.replay(make_trace(), Policy("mine", Mistaken(kind)), budget=7, interval=interval)
+
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("see docs/add-a-policy.md")
 
 
 @pytest.mark.parametrize("budget", [2.5, True, None, 10**30])

@@ -470,6 +470,15 @@ class Greedy(Allocator):
         return Plan(quotas)
 
 
+@dataclass(frozen=True)
+class Undeclared(Mine):
+    """Negative scores, and no word of it."""
+
+    def score(self, view):
+        """Short keys."""
+        return -view.keys.norm(dim=-1)
+
+
 @pytest.mark.parametrize(
     ("scorer", "invariant"),
     [
@@ -484,6 +493,7 @@ class Greedy(Allocator):
         (Mourning(), "no_peeking_at_the_dead"),
         (Dividing(), "finite"),
         (FirstHead(), "head_permutation"),
+        (Undeclared(), "declared_sign"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Mine) else value,
 )

@@ -23,6 +23,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         results.no_effect_while_there_is_room,
         results.full_budget,
         results.finite,
+        results.declared_sign,
         results.tie_rule,
         independence.causality,
         independence.unknown_question,

@@ -11,7 +11,7 @@ import numpy as np
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Even
 from kvsim.core.record import Record
-from kvsim.schema import NEVER
+from kvsim.schema import GUIDE, NEVER
 from kvsim.store.records import read_records, write_records
 from kvsim.testing.invariants.trial import Trial, require
 
@@ -140,6 +140,20 @@ def tie_rule(trial: Trial) -> None:
                             f"{best[1]} with score {-best[0]} left, {worst[1]} with {-worst[0]} "
                             "stayed",
                         )
+
+
+def declared_sign(trial: Trial) -> None:
+    """Scores are 0 or more, unless the scorer declares that they are `signed`."""
+    if trial.policy.scorer.signed:
+        return
+    for plans in trial.detailed.internals:
+        live = plans.pos >= 0
+        least = plans.scores[live].min(initial=0.0)
+        require(
+            least >= 0,
+            f"a score is {least:.3g} after row {plans.row}, and the scorer does not say that some "
+            f"can be negative; expected a property `signed` that is True, see {GUIDE}",
+        )
 
 
 def finite(trial: Trial) -> None:
