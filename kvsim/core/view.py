@@ -196,7 +196,7 @@ class View:
     @property
     def source(self) -> Source:
         """All that was recorded, later rows included; for clairvoyant scorers alone."""
-        self._look(self._source.n_rows)
+        self._look(self.row + 2)
         return self._source
 
     def __getitem__(self, column: str) -> Tensor:
