@@ -122,7 +122,7 @@ def test_a_rotation_and_a_formula_of_no_meaning_are_refused(kind, changed):
     "changed",
     [
         {"trace": None},
-        {"policy": "snapkv"},
+        {"policy": 7},
         {"budget": 2.5},
         {"interval": 2**63},
         {"interval": 2**31},
