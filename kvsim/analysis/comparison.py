@@ -23,7 +23,7 @@ from scipy import stats
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import Tabular, as_table, labelled
+from kvsim.analysis.results import Tabular, as_table, extent, labelled
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
@@ -38,6 +38,7 @@ from kvsim.analysis.summaries import (
     sees_more,
     uneven,
 )
+from kvsim.core.display import Displayed
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import policy
 from kvsim.schema import FIDELITY, plural, schedule
@@ -81,7 +82,7 @@ COLUMNS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Displayed):
     """The outcome of `compare`.
 
     table: one row per policy and budget, by budget and rank; its columns are those of `compare`.
@@ -97,6 +98,9 @@ class Comparison:
     traces: tuple[str, ...]
     comparisons: int
     remarks: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.metric!r}, {extent(self.table)}, prompts={len(self.traces)})"
 
 
 def compare(

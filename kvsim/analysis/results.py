@@ -64,6 +64,21 @@ def as_table(given: Tabular) -> pl.DataFrame:
     return joined
 
 
+def extent(table: pl.DataFrame) -> str:
+    """Return the policies and budgets of a Table in a few words, for a repr."""
+    sizes = {"share", "budget"} <= {*table.columns}
+    asked = pl.coalesce("share", pl.col("budget").cast(pl.String)) if sizes else pl.col("asked")
+    of = {
+        name: values.drop_nulls().unique(maintain_order=True).to_list()
+        for name, values in table.with_columns(budget=asked).to_dict().items()
+        if name in ("trace", "policy", "budget", "metric")
+    }
+    return ", ".join(
+        f"{name}={values[:3]!r}" + f" and {len(values) - 3} more" * (len(values) > 3)
+        for name, values in of.items()
+    )
+
+
 def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError where two traces have one name: a Table could not tell them apart."""
     by_name: dict[str, Trace] = {}

@@ -123,10 +123,11 @@ def check_meta(meta: Any, where: str) -> None:
         ) from error
 
 
-def check_progress(progress: Any) -> None:
-    """Raise PolicyError for a progress that cannot be called."""
-    if progress is not None and not callable(progress):
+def check_progress(progress: Any) -> Any:
+    """Return a progress, None for False. Raises PolicyError for one that cannot be called."""
+    if progress not in (None, False) and not callable(progress):
         raise PolicyError(f"progress is {reprlib.repr(progress)}; expected a function or None")
+    return progress or None
 
 
 def resolve_device(device: Any) -> str:

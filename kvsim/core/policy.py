@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple, cast
 
 from kvsim.core.arguments import listed
+from kvsim.core.display import Displayed
 from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
@@ -31,7 +32,7 @@ from kvsim.core.pieces import (
 )
 from kvsim.core.propagation import Propagation
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, schedule
 
 __all__ = [
     "Allocator",
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 
+#: Parameters that the text of a policy shows.
+_SHOWN = 8
 #: Rows of the smallest window of any paper in the catalogue.
 _WINDOW = 8
 
@@ -88,7 +91,7 @@ class Length(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Displayed):
     """A policy, ready to replay: named pieces, no state.
 
     protect: entries protected beside those that scorer and allocator protect by their definition.
@@ -131,6 +134,12 @@ class Policy:
                 f"{self.name}: its layers share one budget, and its propagation leaves fewer rows "
                 "to deeper layers; expected a policy with a budget for each layer, such as snapkv"
             )
+
+    def __repr__(self) -> str:
+        params = [f"{name}={value!r}" for name, value in self.params.items()]
+        more = [f"{len(params) - _SHOWN} more"] * (len(params) > _SHOWN)
+        after = f"after {schedule(**vars(self.schedule))!r}"
+        return f"Policy({', '.join([repr(self.name), *params[:_SHOWN], *more, after])})"
 
     @classmethod
     def of(cls, given: PolicyLike) -> Policy:

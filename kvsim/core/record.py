@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.display import Displayed
 from kvsim.core.propagation import Selection
 from kvsim.errors import PositionError
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, schedule
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Response:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class Record(Displayed):
     """When each entry of each head left the cache.
 
     evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
@@ -124,6 +125,16 @@ class Record:
     #: what that model wrote; None where it wrote nothing of its own
     response: Response | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
+
+    def __repr__(self) -> str:
+        layers, heads, n_pos = self.evicted_at.shape
+        share = "" if self.share is None else f" ({self.share})"
+        after = schedule(self.interval, prefill=self.prefill, compress=self.compress)
+        return (
+            f"Record({self.policy!r}, trace={self.trace!r}, "
+            f"budget={self.budget}{share}, after {after!r}, layers={layers}, heads={heads}, "
+            f"pos={n_pos}, events={len(self.events)})"
+        )
 
     @property
     def n_pos(self) -> int:

@@ -32,6 +32,7 @@ from kvsim.core.checks import (
     missing_array,
 )
 from kvsim.core.digest import array_digest
+from kvsim.core.display import Displayed
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.parameters import integer
@@ -47,7 +48,7 @@ T = TypeVar("T")
 _ALL = slice(None)
 
 
-class Trace:
+class Trace(Displayed):
     """One token sequence through one model: q, k, v after RoPE, and its header.
 
     Use `Trace.from_arrays`, `kvsim.open_trace` or `kvsim.capture` to get one. Immutable.

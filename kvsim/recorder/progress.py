@@ -1,14 +1,22 @@
-"""Progress on standard error: a bar on a terminal, elsewhere a line every so often."""
+"""Progress: a bar on a terminal or in a notebook, elsewhere a line every so often."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, TypeVar, cast
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvsim.schema import visible
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Seconds between lines of progress in a pipe or a file; work that is done before prints none.
 EVERY = 30.0
@@ -37,6 +45,9 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
 
     unit: what is counted. label: the first label; a call without one keeps it.
     """
+    if _in_notebook():
+        yield from _notebook_bar(unit, label)
+        return
     if not sys.stderr.isatty():
         yield progress_lines(unit, label)
         return
@@ -54,3 +65,64 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
             progress.update(task, completed=done, total=total, description=label)
 
         yield show
+
+
+class _Bar:
+    """What a notebook displays; rich would need ipywidgets there."""
+
+    def __init__(self, text: str = "", share: float | None = None) -> None:
+        self._text, self._share = text, share
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        if self._share is None:
+            return str(Markup("{}").format(self._text))
+        bar = Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
+        return str(bar.format(self._share, self._text))
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+def _notebook_bar(unit: str, label: str) -> Iterator[Callable[..., None]]:
+    """Yield the function of a bar that a notebook displays until the work is done."""
+    handle = import_module("IPython.display").display(_Bar(), display_id=True)
+
+    def show(done: int, total: int, now: str | None = None) -> None:
+        nonlocal label
+        label = label if now is None else now
+        text = f"{done} of {total} {unit}" + (f": {visible(label)}" if label else "")
+        handle.update(_Bar(text, done / max(1, total)))
+
+    try:
+        yield show
+    finally:
+        handle.update(_Bar())
+
+
+def with_bar(unit: str, steps: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[F], F]:
+    """Return a decorator: with `progress=True` a function shows a bar of `unit`.
+
+    steps: turns what the function calls `progress` with into (done, total, label).
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, progress: Any = None, **options: Any) -> Any:
+            if progress is not True:
+                return function(*args, progress=progress, **options)
+            with progress_bar(unit) as show:
+
+                def report(*done: Any) -> None:
+                    show(*(done if steps is None else steps(*done)))
+
+                return function(*args, progress=report, **options)
+
+        return cast("F", run)
+
+    return decorate

@@ -21,6 +21,7 @@ from kvsim.core.record import Record
 from kvsim.engine import check_cell
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.recorder import load_model
+from kvsim.recorder.progress import with_bar
 from kvsim.runner.closed import ClosedLoop, Writing, check_recorded
 from kvsim.runner.decoding import RunningModel, check_live
 from kvsim.store.opening import Traces, as_traces
@@ -30,6 +31,7 @@ from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
 from kvsim.sweeps.run import cells_of, check_names, finished, paper_remark, params_of, shared_terms
 
 
+@with_bar("cells")
 def live(
     model: Any,
     traces: Traces,
@@ -50,7 +52,7 @@ def live(
     events: bool = False,
     out: str | Path | None = None,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Run:
     """Run every policy at every budget on the model itself, over recorded prompts.
 
@@ -69,7 +71,7 @@ def live(
     (`kvsim.runner.decoding.check_live`); NeedsError for a trace without tokens; CaptureError for
     another model than the recorded one; and what `sweep` raises.
     """
-    check_progress(progress)
+    report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
     metrics = None if metrics is None else names_of(metrics)
     policies = [each.fitted() for each in policies] if fit else policies
@@ -108,7 +110,6 @@ def live(
         "regret": False,
     }
     writing = Writing(new_tokens, temperature, seed) if new_tokens else None
-    report = progress or (lambda *_: None)
 
     def work(parts: Parts | None = None) -> Run:
         loops = _Loops(running, tokenizer, writing, layers)

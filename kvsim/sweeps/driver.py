@@ -13,8 +13,10 @@ from typing import Any, Unpack
 
 import torch
 
+from kvsim.core.checks import check_progress
 from kvsim.errors import ConfigError
 from kvsim.files import lock
+from kvsim.recorder.progress import with_bar
 from kvsim.sweeps.cluster import on_a_cluster
 from kvsim.sweeps.folder import replace_run
 from kvsim.sweeps.grid import Grid, Keys
@@ -47,6 +49,7 @@ class Standing:
 Progress = Callable[[Standing], None]
 
 
+@with_bar("cells", lambda standing: (*standing.cells, standing.label))
 def sweep(
     config: str | Path | Mapping[str, Any] | Grid | None = None,
     /,
@@ -55,7 +58,7 @@ def sweep(
     jobs: int | None = 1,
     shard: tuple[int, int] | None = None,
     scheduler: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **grid: Unpack[Keys],
 ) -> Run:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
@@ -69,7 +72,7 @@ def sweep(
     on this machine, each with one thread; None chooses. With several, a script needs
     `if __name__ == "__main__":`, as for any use of multiprocessing. shard: (i, n), every n-th task,
     from the i-th on. scheduler: computes on the workers of a dask cluster, by its address or the
-    file that it writes.
+    file that it writes. progress: called with a Standing; True shows a bar, in notebooks too.
 
     The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
     the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept.
@@ -78,6 +81,7 @@ def sweep(
     TraceError for a trace that cannot be opened, OutputError for a folder that cannot be written,
     ClusterError for a cluster that cannot be reached.
     """
+    progress = check_progress(progress)
     plan = Plan.of(grid_from(config, **grid))
     kept = kept_in(out)
     if isinstance(kept, Shards):

@@ -19,7 +19,9 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.analysis.results import extent
 from kvsim.analysis.table import COLUMNS, in_order
+from kvsim.core.display import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import sync, sync_tree, unbroken
@@ -36,12 +38,15 @@ _RESULTS = 8 << 30
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Displayed):
     """A run folder as it was read: its parameters and its Table."""
 
     path: Path
     parameters: dict[str, Any]
     table: pl.DataFrame
+
+    def __repr__(self) -> str:
+        return f"Saved({str(self.path)!r}, {extent(self.table)})"
 
 
 def write_run(

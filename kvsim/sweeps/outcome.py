@@ -13,7 +13,9 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.live.responses import responses
+from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
+from kvsim.core.display import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
@@ -37,7 +39,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Displayed):
     """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
 
     interrupted: Ctrl-C ended the sweep; records and Table hold what was measured until then.
@@ -53,6 +55,10 @@ class Run:
     unmeasured: int = 0
     digests: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = f"records={len(self.records)}, failed={len(self.failures)}"
+        return f"Run({extent(self.table)}, {counts})"
 
     @property
     def remarks(self) -> list[str]:

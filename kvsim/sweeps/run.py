@@ -22,6 +22,7 @@ from kvsim.core.policy import Policy, PolicyLike, as_policies
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import ConfigError, OutputError, PolicyError, local_path
+from kvsim.recorder.progress import with_bar
 from kvsim.schema import schedule
 from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
@@ -111,6 +112,7 @@ def paper_remark(cells: Sequence[Cell]) -> str:
     )
 
 
+@with_bar("cells")
 def replay_all(
     traces: Traces,
     policies: PolicyLike | Iterable[PolicyLike],
@@ -128,7 +130,7 @@ def replay_all(
     device: str = "cpu",
     out: str | Path | None = None,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
 
@@ -159,7 +161,7 @@ def replay_all(
     ends the replays; what is done by then is measured and kept, and Ctrl-C while measuring leaves
     the last cells unmeasured.
     """
-    check_progress(progress)
+    report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
     metrics = None if metrics is None else names_of(metrics)
     policies = [each.fitted() for each in policies] if fit else policies
@@ -185,10 +187,7 @@ def replay_all(
         "memory": memory,
         "device": resolve_device(device),
     }
-    report, notes = (
-        progress or (lambda *_: None),
-        tuple(filter(None, [shared, paper_remark(cells)])),
-    )
+    notes = tuple(filter(None, [shared, paper_remark(cells)]))
     if out is None:
         return replace(Cells(cells, chosen, parameters, report).run(), notes=notes)
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)

@@ -49,8 +49,8 @@ class Trial:
 
     def __repr__(self) -> str:
         return (
-            f"{self.policy!r}, budget={self.budget}, interval={self.interval}, "
-            f"prefill={self.prefill}, salt={self.salt}, on {self.case!r}"
+            f"{self.policy.name} {self.policy.params}, budget={self.budget}, "
+            f"interval={self.interval}, prefill={self.prefill}, salt={self.salt}, on {self.case!r}"
         )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
