@@ -86,10 +86,7 @@ def sweep(
             "command goes on with what is there; any number of processes may work on one folder.",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes here, with one thread each.  [default: chosen]"),
-    ] = None,
+    jobs: values.Jobs = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="Compute every N-th task, from the I-th on.")
     ] = None,

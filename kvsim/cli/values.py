@@ -129,6 +129,14 @@ Compress = Annotated[
         "question, of traces that say where their context ends; default: prompt.",
     ),
 ]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Processes here, with one thread each.  [default: one for small work, else one per "
+        "processor]",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 DEVICES = "cpu, cuda, or auto for a GPU if there is one."
 Device = Annotated[str, typer.Option(callback=parse_device, help=DEVICES)]

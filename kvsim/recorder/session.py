@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvsim.core.attention import attention_weights
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
+from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
@@ -222,7 +223,7 @@ class Session:
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
-        with self._stack:
+        with self._stack, threads_for(self.model):
             progress = self.options.progress
             if progress is True:
                 progress = self._stack.enter_context(progress_bar("tokens", self.name))

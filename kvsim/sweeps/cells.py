@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import traceback
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
+from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import (
     COLUMNS,
     OF_RECORD,
@@ -25,10 +27,12 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine import replay
-from kvsim.errors import KvsimError, error_line
+from kvsim.errors import KvsimError, TraceError, error_line
 from kvsim.policies.oracle import Oracle
+from kvsim.store import open_trace
 from kvsim.sweeps.outcome import Failure, Run
 from kvsim.sweeps.parts import Parts, Replayed, Rows
+from kvsim.sweeps.workers import Lost, in_processes
 
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -52,6 +56,61 @@ class Cell(NamedTuple):
     share: str | None
     schedule: Schedule
     layers: tuple[int, ...] | None = None
+
+
+def flops_of(trace: Trace, layers: int) -> float:
+    """Floating-point operations of the attention outputs of a cell in some layers, about."""
+    return layers * trace.n_qheads * trace.dim * 2.0 * trace.n_pos**2
+
+
+class Share(NamedTuple):
+    """Cells of one trace, without it, that one process computes.
+
+    name, path, digest: of the trace. metrics: names.
+    """
+
+    name: str
+    path: Path | str
+    digest: str
+    cells: tuple[Cell, ...]
+    metrics: tuple[str, ...]
+    parameters: Mapping[str, Any]
+
+    def lost(self, reason: str, *, unexpected: bool = False) -> Computed:
+        """What became of it where nothing did, for one reason."""
+        return Computed(
+            {},
+            (),
+            [
+                Failure(self.name, x.policy.name, x.budget, reason, unexpected, x.number)
+                for x in self.cells
+            ],
+        )
+
+
+class Computed(NamedTuple):
+    """What became of a share: records by the numbers of cells, values, and what went wrong."""
+
+    records: Mapping[int, Record]
+    rows: Sequence[Rows]
+    failures: Sequence[Failure]
+    unmeasurable: frozenset[int] = frozenset()
+
+
+def compute(share: Share) -> Computed:
+    """Replay and measure the cells of a share."""
+    try:
+        trace = open_trace(share.path)
+    except TraceError as error:
+        return share.lost(str(error))
+    if trace.digest != share.digest:
+        return share.lost(
+            f"{share.path} is another trace than when the replays began, expected digest "
+            f"{share.digest[:12]}; start again"
+        )
+    cells = [cell._replace(trace=trace) for cell in share.cells]
+    metrics = {name: METRICS[name] for name in share.metrics}
+    return Cells(cells, metrics, dict(share.parameters), lambda *_: None).computed()
 
 
 class Cells:
@@ -92,8 +151,31 @@ class Cells:
         """The record of a cell that is measured."""
         return self._replayed[number].record
 
-    def run(self) -> Run:
-        """Compute what is not done yet."""
+    def run(self, jobs: int = 1) -> Run:
+        """Compute what is not done yet, in this process or in several."""
+        if jobs > 1:
+            self._spread(jobs)
+        else:
+            self._compute()
+        done = self.measured | self._unmeasurable
+        return Run(
+            tuple(self._replayed[number].record for number in sorted(done)),
+            self._table(),
+            tuple(sorted(self._failures, key=lambda failure: failure.cell)),
+            self._parameters,
+            self._interrupted,
+            len(self._replayed) - len(done),
+        )
+
+    def computed(self) -> Computed:
+        """Compute what is not done yet, and return what became of it."""
+        self._compute()
+        done = self.measured | self._unmeasurable
+        records = {number: self.record(number) for number in done}
+        return Computed(records, self._rows, self._failures, frozenset(self._unmeasurable))
+
+    def _compute(self) -> None:
+        """Compute one trace after the other."""
         for _, cells in itertools.groupby(self._cells, lambda cell: cell.trace.name):
             try:
                 self._trace(list(cells))
@@ -101,15 +183,59 @@ class Cells:
                 self._interrupted = True
             if self._interrupted:
                 break
-        done = self.measured | self._unmeasurable
-        return Run(
-            tuple(self._replayed[number].record for number in sorted(done)),
-            self._table(),
-            tuple(self._failures),
-            self._parameters,
-            self._interrupted,
-            len(self._replayed) - len(done),
-        )
+
+    def _spread(self, jobs: int) -> None:
+        """Compute shares in processes, and take what they return."""
+        shares = self._shares(jobs)
+        done = len(self._cells) - sum(len(share.cells) for share in shares)
+        results = in_processes(compute, shares, jobs)
+        try:
+            with contextlib.closing(results):
+                for share, result in results:
+                    self._take(share, result)
+                    done += len(share.cells)
+                    self._report(done, len(self._cells), share.name)
+        except KeyboardInterrupt:
+            self._interrupted = True
+
+    def _shares(self, jobs: int) -> list[Share]:
+        """Cut the missing cells; the first share of a trace measures the trace, too."""
+        measured = self.measured
+        missing = [cell for cell in self._cells if cell.number not in measured]
+        size = max(1, min(self._together, -(-len(missing) // jobs)))
+        seen = {rows.trace for rows in self._rows}
+        shares = []
+        for name, of_trace in itertools.groupby(missing, lambda cell: cell.trace.name):
+            cells = list(of_trace)
+            for first in range(0, len(cells), size):
+                trace = cells[0].trace
+                assert trace.path is not None  # noqa: S101 - `processes` refuses the others
+                alone = name in seen or first > 0
+                names = (
+                    each for each, x in self._metrics.items() if not alone or x.kind != "trace"
+                )
+                part = tuple(cell._replace(trace=None) for cell in cells[first : first + size])  # type: ignore[arg-type]
+                shares.append(
+                    Share(
+                        trace.name, trace.path, trace.digest, part, tuple(names), self._parameters
+                    )
+                )
+        return shares
+
+    def _take(self, share: Share, result: Computed | Lost) -> None:
+        """Keep what a process computed."""
+        if isinstance(result, Lost):
+            result = share.lost(result.reason, unexpected=result.unexpected)
+        self._failures += result.failures
+        self._unmeasurable |= result.unmeasurable
+        for number, record in result.records.items():
+            self._replayed[number] = Replayed(record, None)
+            if self._parts is not None and number not in result.unmeasurable:
+                self._parts.add_cell(number, self._replayed[number])
+        for rows in result.rows:
+            self._rows.append(rows)
+            if self._parts is not None:
+                self._parts.add_rows(rows)
 
     def _trace(self, cells: Sequence[Cell]) -> None:
         """Replay the cells of a trace and measure them."""

@@ -18,6 +18,7 @@ from kvsim.core.checks import check_progress
 from kvsim.core.parameters import integer
 from kvsim.core.policy import PolicyLike, Schedule, as_policies
 from kvsim.core.record import Record
+from kvsim.core.threads import threads_for
 from kvsim.engine import check_cell
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.recorder import load_model
@@ -113,7 +114,8 @@ def live(
 
     def work(parts: Parts | None = None) -> Run:
         loops = _Loops(running, tokenizer, writing, layers)
-        run = _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
+        with threads_for(running.model):
+            run = _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
         return replace(run, notes=notes)
 
     if out is None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
-
 from kvsim.core.checks import check_progress
+from kvsim.core.threads import threads_for
 from kvsim.errors import ConfigError
 from kvsim.files import lock
 from kvsim.recorder.progress import with_bar
@@ -25,13 +23,8 @@ from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
 from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Outcome, Task, compute
-from kvsim.sweeps.workers import Lost, in_processes, in_this_process
+from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
 
-#: Floating-point operations of the attention of a sweep that one process is done with before a
-#: second one has imported what it needs.
-_SMALL = 1e12
-#: Tokens of a trace below which a second thread makes nothing faster.
-_SHORT = 4096
 #: Seconds between looks at what other processes have finished.
 _LOOK = 1.0
 
@@ -115,12 +108,9 @@ def work(
 ) -> bool:
     """Compute what is not finished yet; False if Ctrl-C ended it."""
     mine = plan.share(shard)
-    count = default_jobs(plan) if jobs is None else jobs
-    if (count > 1 or scheduler is not None) and any(trace.path is None for trace in plan.traces):
-        raise ConfigError(
-            "a trace in memory is given, which other processes cannot read; save it and give its "
-            "path, or compute in this process (jobs=1)"
-        )
+    count = processes(jobs, plan.flops, len(mine), plan.traces)
+    if scheduler is not None and any(trace.path is None for trace in plan.traces):
+        raise ConfigError(IN_MEMORY)
     kept.scan()
     todo = _Todo(mine, kept)
     show = _Shown(plan, kept, progress)
@@ -129,10 +119,10 @@ def work(
             if scheduler is not None:
                 results = on_a_cluster(compute, todo, scheduler)
             elif count > 1:
-                results = in_processes(compute, todo, min(count, len(mine) or 1))
+                results = in_processes(compute, todo, count)
             else:
                 results = in_this_process(compute, todo)
-            with contextlib.closing(results), _threads(plan):
+            with contextlib.closing(results), threads_for(plan.traces):
                 for task, result in results:
                     outcome = _outcome(task, result)
                     kept.add(task, outcome)
@@ -221,24 +211,8 @@ class _Shown:
 
 
 def default_jobs(plan: Plan) -> int:
-    """Processes for a sweep on this machine: one where more would take longer to start."""
-    if plan.flops < _SMALL:
-        return 1
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
-    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, min(processors, len(plan.tasks)))
-
-
-@contextlib.contextmanager
-def _threads(plan: Plan) -> Iterator[None]:
-    """One thread in this process where the traces are short: a second one only waits, and spins."""
-    before = torch.get_num_threads()
-    if all(trace.n_pos < _SHORT for trace in plan.traces):
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    """Processes for a sweep on this machine."""
+    return processes(None, plan.flops, len(plan.tasks), plan.traces)
 
 
 def publish(run: Run, shards: Shards) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError
-from kvsim.sweeps.cells import Cell, in_cell_order
+from kvsim.sweeps.cells import Cell, flops_of, in_cell_order
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
 from kvsim.sweeps.run import paper_remark, params_of
@@ -75,9 +75,7 @@ class Plan(NamedTuple):
 
     def flops_of(self, task: Task) -> float:
         """Floating-point operations of the attention outputs of the cells of a task, about."""
-        trace = self._trace(task)
-        layer = trace.n_qheads * trace.dim * 2.0 * trace.n_pos**2
-        return max(1, len(task.cells)) * len(task.layers) * layer
+        return max(1, len(task.cells)) * flops_of(self._trace(task), len(task.layers))
 
     def _trace(self, task: Task) -> Trace:
         return next(each for each in self.traces if each.name == task.name)

@@ -19,6 +19,7 @@ from kvsim.analysis.table import check_arrays, choose, names_of
 from kvsim.core.arguments import listed, resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.policy import Policy, PolicyLike, as_policies
+from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import ConfigError, OutputError, PolicyError, local_path
@@ -26,7 +27,7 @@ from kvsim.recorder.progress import with_bar
 from kvsim.schema import schedule
 from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
-from kvsim.sweeps.cells import Cell, Cells, Progress
+from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of
 from kvsim.sweeps.folder import RECORDS, read_run
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import (
@@ -36,6 +37,7 @@ from kvsim.sweeps.parts import (
     plan,
     plan_digest,
 )
+from kvsim.sweeps.workers import processes
 
 #: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
@@ -128,6 +130,7 @@ def replay_all(
     events: bool = False,
     memory: int | None = None,
     device: str = "cpu",
+    jobs: int | None = 1,
     out: str | Path | None = None,
     resume: bool = False,
     progress: Progress | bool | None = None,
@@ -148,6 +151,10 @@ def replay_all(
     protected, and measure by how much it retains more (metric `regret`). Policies that no budget
     binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
     measured; the records are returned without it.
+
+    jobs: processes on this machine, each with one thread; None chooses, by the size of the work.
+    Results do not depend on it. Traces shorter than 4,096 tokens are replayed with one thread in
+    any case. With several, a script needs `if __name__ == "__main__":`.
 
     out: a new run folder. What is computed is there as soon as it is: each replay, and the values
     of every `TOGETHER` cells. The folder is a run once `run.json` is in it. resume: continue what
@@ -187,15 +194,18 @@ def replay_all(
         "memory": memory,
         "device": resolve_device(device),
     }
+    work = sum(flops_of(cell.trace, cell.trace.n_layers) for cell in cells)
+    count = processes(jobs, work, len(cells), traces)
     notes = tuple(filter(None, [shared, paper_remark(cells)]))
     if out is None:
-        return replace(Cells(cells, chosen, parameters, report).run(), notes=notes)
+        with threads_for(traces):
+            return replace(Cells(cells, chosen, parameters, report).run(count), notes=notes)
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
         return replace(finished(folder, parameters), notes=notes)
-    with Parts(folder, content, resume=resume) as parts:
-        run = replace(Cells(cells, chosen, parameters, report, parts).run(), notes=notes)
+    with Parts(folder, content, resume=resume) as parts, threads_for(traces):
+        run = replace(Cells(cells, chosen, parameters, report, parts).run(count), notes=notes)
         if run.records:
             parts.publish(run.write, complete=not (run.interrupted or run.failures))
     return run

@@ -1,7 +1,8 @@
 """Processes that work on tasks: this one, a pool on this machine, or the workers of a cluster.
 
-Nothing here knows what a task is. A process that dies takes no other task with it: those that were
-under way are tried again, one at a time, and given up after three attempts.
+Nothing here knows what a task is. `processes` says how many compute a sweep. A process that dies
+takes no other task with it: those that were under way are tried again, one at a time, and given up
+after three attempts.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any, NamedTuple, TypeVar
 
-from kvsim.errors import error_line
+from kvsim.core.trace import Trace
+from kvsim.errors import ConfigError, error_line
 
 Task = TypeVar("Task")
 
+#: Floating-point operations of the attention of a sweep that one process is done with before a
+#: second one has imported what it needs.
+_SMALL = 1e12
 #: How often a task is tried that was under way when a process died.
 _ATTEMPTS = 3
 #: Tasks that wait for each process, so that none is idle.
@@ -34,6 +39,30 @@ class Lost(NamedTuple):
 
     reason: str
     unexpected: bool = True
+
+
+def processes(jobs: int | None, flops: float, tasks: int, traces: Iterable[Trace]) -> int:
+    """Return how many processes, with one thread each, compute the tasks of a sweep.
+
+    jobs: as given; None chooses, one for small work and for traces in memory, else one for each
+    processor. flops: of the attention. Raises ConfigError where several are given for a trace in
+    memory.
+    """
+    in_memory = any(trace.path is None for trace in traces)
+    if jobs is None:
+        affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+        processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+        jobs = 1 if in_memory or flops < _SMALL else processors
+    elif jobs > 1 and in_memory:
+        raise ConfigError(IN_MEMORY)
+    return max(1, min(jobs, tasks))
+
+
+#: Why a trace cannot be computed elsewhere.
+IN_MEMORY = (
+    "a trace in memory is given, which other processes cannot read; save it and give its path, or "
+    "compute in this process (jobs=1)"
+)
 
 
 def in_this_process(

@@ -1,0 +1,126 @@
+"""How work is spread: processes and threads by its size, with the same results."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.core import threads
+from kvsim.errors import ConfigError
+from kvsim.sweeps import cells, workers
+from kvsim.sweeps.folder import read_run
+from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.workers import Lost, processes
+from tests.sweeps.test_parts import BUDGETS, METRICS, make_trace, policies
+from tests.sweeps.test_parts import run as whole_run
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """Two small traces on disk."""
+    for trace in (make_trace("a"), make_trace("b", 50)):
+        trace.save(tmp_path / f"{trace.name}.zarr")
+    return [kvsim.open_trace(tmp_path / f"{name}.zarr") for name in "ab"]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Compute shares as other processes would; returns the pickled shares."""
+    shares = []
+
+    def in_processes(function, tasks, jobs):
+        for task in tasks:
+            shares.append(pickle.dumps(task))
+            result = function(pickle.loads(shares[-1]))  # noqa: S301 - our own bytes
+            yield task, pickle.loads(pickle.dumps(result))  # noqa: S301 - as above
+
+    monkeypatch.setattr(cells, "in_processes", in_processes)
+    return shares
+
+
+def replays(traces, **options):
+    """The sweep of `tests.sweeps.test_parts` on these traces."""
+    settings = {"interval": 8, "metrics": METRICS, "regret": True, **options}
+    return replay_all(traces, policies(), BUDGETS, **settings)
+
+
+def test_replays_in_processes_are_those_of_one(traces, elsewhere, tmp_path):
+    """Table, records and values of traces; in a folder too. A share has no arrays in it."""
+    expected, run = whole_run(), replays(traces, jobs=4, out=tmp_path / "x")
+
+    assert len(elsewhere) == 4
+    assert max(map(len, elsewhere)) < 10_000
+    assert run.table.equals(expected.table)
+    for record, other in zip(run.records, expected.records, strict=True):
+        assert (record.policy, record.budget) == (other.policy, other.budget)
+        assert (record.evicted_at == other.evicted_at).all()
+    assert read_run(tmp_path / "x").table.equals(expected.table)
+
+
+def test_a_process_that_dies_loses_its_cells_alone(traces, monkeypatch, tmp_path):
+    """They are failures, a resumed run computes them, and Ctrl-C keeps what has come."""
+
+    def dying(function, tasks, jobs):
+        first, *others = tasks
+        yield first, Lost("its process died 3 times; was it killed for memory?")
+        yield others[0], function(others[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells, "in_processes", dying)
+    run = replays(traces, jobs=2, out=tmp_path / "x")
+
+    assert run.interrupted
+    assert {failure.error[:19] for failure in run.failures} == {"its process died 3 "}
+    assert {failure.trace for failure in run.failures} == {"a"}
+    assert {record.trace for record in run.records} == {"b"}
+    again = replays(traces, out=tmp_path / "x", resume=True)
+    assert again.table.equals(whole_run().table)
+
+
+def test_a_trace_that_changed_meanwhile_is_refused(traces, elsewhere):
+    """Its cells fail with what is to be done; those of the others are kept."""
+    make_trace("a", seed=1).save(traces[0].path, overwrite=True)
+
+    run = replays(traces, jobs=2)
+
+    assert {failure.trace for failure in run.failures} == {"a"}
+    assert all("another trace than when" in failure.error for failure in run.failures)
+    assert {record.trace for record in run.records} == {"b"}
+
+
+def test_processes_are_chosen_by_the_size_of_the_work(traces, monkeypatch):
+    """One for small work and traces in memory, else one per processor; one per task at most."""
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+    assert processes(None, 1e9, 100, traces) == 1
+    assert processes(None, 1e14, 100, traces) == 8
+    assert processes(None, 1e14, 3, traces) == 3
+    assert processes(None, 1e14, 100, [make_trace()]) == 1
+    assert processes(5, 1e9, 100, traces) == 5
+    with pytest.raises(ConfigError, match="in memory"):
+        processes(2, 1e9, 100, [make_trace()])
+
+
+def test_small_work_uses_one_thread(traces, monkeypatch):
+    """Replays of short traces and captures of small models; others keep torch's number."""
+    used = {}
+
+    def note(name):
+        return lambda *_: used.setdefault(name, torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        replays(traces[:1], progress=note("short"), regret=False)
+        kvsim.capture("tiny", None, [5, 6, 7], max_new_tokens=1, progress=note("tiny"))
+        monkeypatch.setattr(threads, "SHORT", 55)
+        monkeypatch.setattr(threads, "SMALL", 1000)
+        replays(traces[:1], progress=note("long"), regret=False)
+        kvsim.capture("tiny", None, [5, 6, 7], max_new_tokens=1, progress=note("large"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert used == {"short": 1, "tiny": 1, "long": 2, "large": 2}
