@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -51,14 +51,6 @@ from kvsim.errors import ClusterError, KvsimError, missing_extra
 
 __all__ = ["COMMANDS", "app", "main"]
 
-app = typer.Typer(
-    name="kvsim",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
 #: Every command, in the order of `kvsim --help`; `trace` has commands of its own.
 COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "prompts": prompting.prompts,
@@ -87,12 +79,6 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
 }
 #: Text below the options in the help of a command.
 EPILOGS = {"plot": plotting.listing()}
-for name, command in COMMANDS.items():
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name)
-    else:
-        app.command(name=name, epilog=EPILOGS.get(name))(command)
-
 # click's class of usage errors, or typer's own copy of it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -103,13 +89,36 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _kvsim(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Record a model's attention once, replay any KV-cache eviction policy over it, offline."""
+    """Record a model's attention once, replay any KV-cache eviction policy over it, offline.
+
+    `kvsim help COMMAND` shows the options of a command.
+    """
+
+
+def _app(names: Iterable[str]) -> typer.Typer:
+    """Return `kvsim` with some of its commands: to read the signatures of all takes a while."""
+    out = typer.Typer(
+        name="kvsim",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    out.callback()(_kvsim)
+    for name in names:
+        command = COMMANDS[name]
+        if isinstance(command, typer.Typer):
+            out.add_typer(command, name=name)
+        else:
+            out.command(name=name, epilog=EPILOGS.get(name))(command)
+    return out
+
+
+app = _app(COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -136,7 +145,10 @@ def _terminable() -> Iterator[None]:
 def _status(argv: list[str]) -> int:
     """Run one command and return its status; an expected error is one line on standard error."""
     try:
-        command = typer.main.get_command(app)
+        if argv[:1] == ["help"]:
+            argv = [*argv[1:], "--help"]
+        alone = argv[:1] if argv and argv[0] in COMMANDS else None
+        command = typer.main.get_command(_app(alone) if alone else app)
         done = command.main(argv or ["--help"], prog_name="kvsim", standalone_mode=False)
         sys.stdout.flush()
     except Stop as stop:

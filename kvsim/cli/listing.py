@@ -13,7 +13,16 @@ from kvsim.cli.show import echo_json, echo_table
 from kvsim.cli.values import Json
 from kvsim.schema import schedule
 
+#: What kinds of metrics read.
+_READS = {
+    "sets": "what a policy kept",
+    "rows": "what becomes of the attention of each row",
+    "trace": "a trace alone",
+    "live": "what a running model did",
+}
+
 if TYPE_CHECKING:
+    from kvsim.analysis.definition import Metric
     from kvsim.policies import Description
 
 
@@ -99,10 +108,17 @@ def needs(policy: Description) -> str:
     return " ".join([*needed, "later rows"] if later else needed)
 
 
-def metrics(as_json: Json = False) -> None:
+def metrics(
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Show these in full."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """List the metrics, what they read, their units and which direction is better."""
-    from kvsim.analysis.registry import METRICS
+    from kvsim.analysis.registry import METRICS, metric
 
+    chosen = {each: metric(each) for each in name or METRICS}
     listed = [
         {
             "name": name,
@@ -114,10 +130,13 @@ def metrics(as_json: Json = False) -> None:
             "default": entry.default,
             "source": entry.source,
         }
-        for name, entry in METRICS.items()
+        for name, entry in chosen.items()
     ]
     if as_json:
         echo_json(listed)
+        return
+    if name:
+        typer.echo("\n\n".join(_metric_in_full(*each) for each in chosen.items()))
         return
     columns = ("name", "says", "reads", "unit", "better")
     echo_table(
@@ -127,5 +146,23 @@ def metrics(as_json: Json = False) -> None:
     named = ", ".join(name for name, entry in METRICS.items() if not entry.default)
     typer.echo(
         "\nThey read what a policy kept (sets), what becomes of each row's attention (rows), or a "
-        f"trace alone (trace).\nMeasured on request only, with --metric: {named}."
+        f"trace alone (trace).\nMeasured on request only, with --metric: {named}.\n"
+        "`kvsim metrics NAME` shows one in full, docs/metrics.md has the definitions."
     )
+
+
+def _metric_in_full(name: str, entry: Metric) -> str:
+    """One metric: what it says and reads, and what stands for its variants, layers and events."""
+    facts = {
+        "reads": _READS[entry.kind],
+        "measured": "by default" if entry.default else f"on request, with --metric {name}",
+        "unit": entry.unit,
+        "better": entry.better,
+        "main variant": entry.main,
+        "of layers": f"the {entry.layers}",
+        "of events": f"the {entry.over_events}" if entry.kind == "sets" else "",
+        "needs": ", ".join(entry.arrays),
+        "source": entry.source,
+    }
+    lines = (f"{key + ':':<14}{value}" for key, value in facts.items() if value)
+    return "\n".join([f"{name}: {entry.summary}", *lines])

@@ -388,8 +388,9 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
     Where runs have several schedules every label of a policy names one.
     """
     labels = table["policy"].drop_nulls().unique(maintain_order=True).to_list()
-    variants = [label for label in labels if label.startswith(f"{name} (")]
-    return [name] if name in labels else variants or [name]
+    by_name = {label.lower(): label for label in labels}
+    variants = [by_name[label] for label in by_name if label.startswith(f"{name.lower()} (")]
+    return [by_name[name.lower()]] if name.lower() in by_name else variants or [name]
 
 
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:

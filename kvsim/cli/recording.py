@@ -110,7 +110,7 @@ def capture(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, float16 or auto (the checkpoint's own); "
+            help="float32, bfloat16 (bf16), float16 (fp16) or auto (the checkpoint's own); "
             "default: float32 on a CPU, else auto."
         ),
     ] = None,

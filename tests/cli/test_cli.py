@@ -145,6 +145,50 @@ def test_listings(run, command, name):
     assert err == ""
 
 
+def test_help_is_a_command_too(run):
+    """`help COMMAND` is `COMMAND --help`, alone that of kvsim; an unknown name is one line."""
+    assert run("help", "replay") == run("replay", "--help")
+    assert run("help") == run("--help")
+    assert "No such command 'nonsense'" in run("help", "nonsense")[2]
+
+
+def test_a_command_is_built_alone(run, monkeypatch):
+    """At the start signatures of no other command are read, and completion has all."""
+    built = []
+    monkeypatch.setattr(kvsim.cli, "_app", lambda names: built.append([*names]) or app)
+
+    run("metrics", "--help")
+    run("--help")
+
+    assert built == [["metrics"]]
+    assert "--install-completion" in run("--help")[1]
+    monkeypatch.setenv("_KVSIM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvsim re")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run()[1].split() == ["replay", "report", "recompute"]
+
+
+def test_a_metric_in_full_says_what_stands_for_it(run):
+    """Names given to `metrics`, with what the list has no room for; unknown ones are refused."""
+    _, out, _ = run("metrics", "wipeout", "expectation")
+    (wipeout,) = json.loads(run("metrics", "wipeout", "--json")[1])
+
+    assert "main variant: length=32,threshold=0\n" in out
+    assert "measured:     on request, with --metric expectation\n" in out
+    assert wipeout["name"] == "wipeout"
+    assert "did you mean 'wipeout'" in run("metrics", "wipout")[2]
+
+
+def test_names_of_policies_are_taken_in_any_case(run, trace):
+    """With presets and settings; results have the name of the catalogue."""
+    asked = ["--policy", "TOVA,AMS@Release+Knorm", "--set", "AMS.window=4", "--budget", "8"]
+    cells = json.loads(run("replay", trace, *asked, "--json")[1])["cells"]
+
+    assert [cell["policy"] for cell in cells] == ["tova", "ams@release+knorm"]
+    assert cells[1]["params"]["window"] == 4
+    assert run("policies", "TOVA") == run("policies", "tova")
+
+
 def test_a_policy_in_full_shows_parameters_and_rule(run):
     """Names given to `policies` are told with what the list has no room for."""
     _, out, _ = run("policies", "snapkv@kvpress", "asl")
@@ -186,7 +230,7 @@ def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, own):
     assert (status, err) == (0, "")
     assert out.startswith("mine:odd: a policy of your own\nevicts after: the prompt, every 8 rows")
     assert "  fails_at=0" in out
-    assert "  window=32 * budget / 1024  an integer of at least 1" in out
+    assert "  window=32 * budget / 1024 if 32 > budget / 2  an integer of at least 1" in out
     assert (odd["name"], odd["interval"], odd["params"]["fails_at"]) == ("mine:odd", 8, 0)
 
 

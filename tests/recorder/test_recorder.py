@@ -1136,6 +1136,13 @@ def test_an_unknown_dtype(folder):
         load_model(folder, dtype="int4")
 
 
+def test_a_short_name_of_a_dtype(folder):
+    """As `bf16`, which papers and other tools write."""
+    model, _ = load_model(folder, dtype="bf16")
+
+    assert model.dtype == torch.bfloat16
+
+
 def test_read_ropes_of_tiny():
     """The rotary embedding of tiny has its base and rotates whole heads."""
     model, _ = tiny()
