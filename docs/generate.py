@@ -13,6 +13,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,22 +127,11 @@ def metrics() -> str:
     """The table of all metrics."""
     from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - as policies()
 
-    return _metrics(METRICS)
-
-
-def trace_metrics() -> str:
-    """The table of metrics of a trace alone that a Table of records lacks."""
-    from kvsim.analysis.registry import METRICS  # noqa: PLC0415 - as policies()
-
-    return _metrics({n: x for n, x in METRICS.items() if x.kind == "trace" and not x.default})
-
-
-def _metrics(entries: Mapping[str, Any]) -> str:
     lines = [
         "| metric | says | reads | unit | better | main variant | source |",
         "| --- " * 7 + "|",
     ]
-    for name, entry in entries.items():
+    for name, entry in METRICS.items():
         says = entry.summary.replace("|", r"\|")
         reads = entry.kind if entry.default else f"{entry.kind}, by name"
         main = f"`{entry.main}`" if entry.main else ""
@@ -162,12 +152,49 @@ def figures() -> str:
     return "\n".join(lines)
 
 
+#: An option in the help of a command, of several lines.
+_OPTION = re.compile(r"^  -[^\n]+\n(?: {3,}[^\n]+\n)+", re.MULTILINE)
+#: Commands from which on such an option is described once for all of them.
+_SEVERAL = 3
+
+
 def commands() -> str:
-    """What `--help` prints for each command, 80 columns wide."""
+    """What `--help` prints for each command, 80 columns wide, without what several have."""
     command = typer.main.get_command(app)
-    parts = [_help(command, [])]
-    parts += [_help(command, name.split()) for name in command_names()]
+    texts = {"kvsim": _help(command, [])}
+    texts |= {f"kvsim {name}": _help(command, name.split()) for name in command_names()}
+    options: dict[str, list[str]] = {}
+    for text in texts.values():
+        for option in _OPTION.findall(text):
+            options.setdefault(_plain(option), []).append(option)
+    shared = {key: max(same, key=len) for key, same in options.items() if len(same) >= _SEVERAL}
+    parts = []
+    for title, text in texts.items():
+        parts += [f"## {title}", _block(_OPTION.sub(partial(_unless, shared), text))]
+        names = [_name(each) for each in _OPTION.findall(text) if _plain(each) in shared]
+        if names:
+            parts.append(f"And [options of several commands]({_SHARED}): {', '.join(names)}.")
+    parts += ["## Options of several commands", _block("".join(shared.values()))]
     return "\n" + "\n\n".join(parts) + "\n"
+
+
+_SHARED = "#options-of-several-commands"
+
+
+def _plain(option: str) -> str:
+    return " ".join(option.split())
+
+
+def _name(option: str) -> str:
+    return f"`{option.split()[0].rstrip(',')}`"
+
+
+def _unless(shared: Mapping[str, str], option: re.Match[str]) -> str:
+    return "" if _plain(option[0]) in shared else option[0]
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```"
 
 
 def command_names() -> list[str]:
@@ -186,8 +213,7 @@ def _help(command: Any, path: list[str]) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         command.main([*path, "--help"], "kvsim", standalone_mode=False, terminal_width=80)
-    title = " ".join(["kvsim", *path])
-    return f"## {title}\n\n```text\n{text.getvalue().strip()}\n```"
+    return text.getvalue()
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
@@ -198,7 +224,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "policies": policies,
     "policy_names": policy_names,
     "policy_notes": policy_notes,
-    "trace_metrics": trace_metrics,
 }
 
 
