@@ -186,7 +186,7 @@ def _plain(option: str) -> str:
 
 
 def _name(option: str) -> str:
-    return f"`{option.split()[0].rstrip(',')}`"
+    return f"`{option.split(maxsplit=1)[0].rstrip(',')}`"
 
 
 def _unless(shared: Mapping[str, str], option: re.Match[str]) -> str:
