@@ -35,6 +35,8 @@ LARGEST, ALL, WIDTH = 50_000, 1_000_000, 1000
 OTHERS = {
     "figures/results.png": "docs/results.py",
     "figures/results-smollm2.png": "docs/results.py",
+    "figures/results-ranking.png": "docs/results.py",
+    "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/fidelity.png": "docs/fidelity.py",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",

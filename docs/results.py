@@ -28,6 +28,7 @@ import polars as pl
 from kvsim.claims import CLAIMS, Evidence
 from results_page.claims import store
 from results_page.drawing import figure
+from results_page.opening import beside, ranking_figure
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import table_policies
 from results_page.statistics import Results
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     claims = {paper: list(make(results.evidence)) for paper, make in CLAIMS.items()}
     text = page(results, policies, claims, image.relative_to(out.parent).as_posix())
     out.write_text(text, "utf-8")
+    ranking_figure(text, Path(beside(str(image))))
     if not given.smallest:
         store(given.model, claims)
     print(f"{out} written after {time.perf_counter() - start:.0f} s")

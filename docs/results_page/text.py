@@ -16,6 +16,7 @@ from kvsim.claims import HOLDS, NOT, OPEN, Claim
 from kvsim.policies import names, parameters
 from results_page.claims import beside
 from results_page.groups import groups
+from results_page.opening import MEASURED, opening
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
 from results_page.statistics import Results
@@ -40,12 +41,12 @@ def page(
 ) -> str:
     """The whole page; `figure` is its path as the page links to it."""
     changed = ["### Parameters made smaller", _changed(policies)] if r.plan.sizes.ams else []
+    tables = [_table(r, policies, n) for n in r.plan.budgets]
     parts = [
-        _introduction(r),
+        _introduction(r, opening("\n\n".join(tables), figure)),
         "## What policies keep and lose",
         _reading(r),
-        f"![Output error of every policy at every budget]({figure})",
-        *(_table(r, policies, n) for n in r.plan.budgets),
+        *tables,
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
         groups(r),
@@ -86,7 +87,7 @@ def listing() -> str:
     return ", ".join(f"`{name}`" for name in names())
 
 
-def _introduction(r: Results) -> str:
+def _introduction(r: Results, first: str) -> str:
     plan = r.plan
     option = f" --model {plan.model}" if plan.lengths else ""
     if plan == SMALLEST[plan.model]:
@@ -102,6 +103,10 @@ def _introduction(r: Results) -> str:
     )
     about = _smollm2(r) if plan.lengths else _tiny(r)
     return f"""{about[0]}
+
+{first}
+
+{MEASURED}
 
 <!-- not run: takes {"hours" if plan.lengths else "minutes"}, and this page is what it writes -->
 ```bash

@@ -14,6 +14,7 @@ import results
 from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.policies import CATALOGUE, names
 from results_page.claims import FILE, beside, store
+from results_page.opening import opening
 from results_page.plan import FULL, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.reasons import REASONS
@@ -56,6 +57,7 @@ def test_the_page_has_its_parts(page):
     found = tables(text)
 
     assert list(found) == [
+        "Which policy is best",
         *(f"Budget {n}" for n in SMALLEST["tiny"].budgets),
         "Parameters made smaller",
         "By stage, domain and task",
@@ -65,9 +67,31 @@ def test_the_page_has_its_parts(page):
     ]
     assert all(len(row) == len(rows[0]) for rows in found.values() for row in rows)
     assert 5_000 < (page.parent / "figures" / "page.png").stat().st_size < 100_000
-    assert "](figures/page.png)" in text
+    for name in ("page.png", "page-ranking.png"):
+        assert f"](figures/{name})" in text
+        assert (page.parent / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert "python docs/results.py --smallest\n" in text
     assert weights(FULL) in text
+
+
+@pytest.mark.parametrize("name", ["results", "results-smollm2"])
+def test_a_page_opens_with_the_ranking_of_its_tables(name):
+    """The first of each budget is the best candidate of its table; each policy stands once."""
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    found = tables(text)
+    first, *ranked = zip(*found["Which policy is best"], strict=True)
+    budgets = [rows for heading, rows in found.items() if heading.startswith("Budget ")]
+
+    assert next(iter(found)) == "Which policy is best"
+    assert opening(text, f"figures/{name}.png") in text
+    assert first[1:] == tuple(map(str, range(1, 9)))
+    for (_, *places), (_, *rows) in zip(ranked, budgets, strict=True):
+        errors = {row[0]: number(row[1]) for row in rows}
+        candidates = [each for each in errors if not re.match(r"`(full|random|oracle|rpc)\b", each)]
+        assert places[0].split("`")[1] in {each.split("`")[1] for each in candidates}
+        assert number(places[0].split("` ")[1]) == min(errors[each] for each in candidates)
+        families = [re.split("[@+,`]", place.strip("`"))[0] for place in places]
+        assert len(set(families)) == len(families)
 
 
 def test_every_policy_has_a_row_that_makes_sense(page):
