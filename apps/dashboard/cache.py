@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,10 @@ import streamlit as st
 from numpy.typing import NDArray
 
 import kvsim
-from kvsim import Record, Trace
-from kvsim.analysis.attention.heads import head_table
+from kvsim import Policy, Record, Trace
+from kvsim.analysis.attention.heads import head_table, last_needed
 from kvsim.analysis.kept.states import head_course, longest_gaps
+from kvsim.plots import NEEDED
 
 from .tiles import Tile, attention_tile, retention_tile
 
@@ -36,13 +36,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy, its parameters (name and value), budget and schedule."""
+    """A policy, its parameters (name and value), budget and schedule; fit: scale its lengths."""
 
     policy: str
     params: tuple[tuple[str, Any], ...]
     budget: int
     interval: int | None
     prefill: bool | None = None
+    fit: bool = False
 
     @classmethod
     def of(
@@ -51,15 +52,31 @@ class Choice:
         budget: int,
         interval: int | None = None,
         prefill: bool | None = None,
+        *,
+        fit: bool = False,
         **params: Any,
     ) -> Choice:
         """Build it from keywords; interval and prefill None are the policy's own."""
-        return cls(policy, tuple(sorted(params.items())), budget, interval, prefill)
+        return cls(policy, tuple(sorted(params.items())), budget, interval, prefill, fit)
 
-    @property
-    def keywords(self) -> Mapping[str, Any]:
-        """The parameters by name."""
-        return dict(self.params)
+    def built(self) -> Policy:
+        """Build the policy; with `fit`, its lengths are scaled to the budget."""
+        policy = kvsim.policy(self.policy, **dict(self.params))
+        return policy.fitted() if self.fit else policy
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A run folder and when its values were written."""
+
+    path: str
+    written: float
+
+    @classmethod
+    def of(cls, path: Path) -> Folder:
+        """Build it from a folder."""
+        values = path / "results.parquet"
+        return cls(str(path), values.stat().st_mtime if values.exists() else 0.0)
 
 
 class Retained(NamedTuple):
@@ -75,14 +92,14 @@ def trace(source: Source) -> Trace:
     return kvsim.open_trace(source.path)
 
 
-@st.cache_resource(max_entries=48, show_spinner="replaying")
+@st.cache_resource(max_entries=48, show_spinner="replaying the policy over the trace")
 def record(
     source: Source, choice: Choice, layer: int | None = None, *, internals: bool = False
 ) -> Record:
     """Replay all layers, or one alone; internals: keep the decisions of events."""
     return kvsim.replay(
         trace(source),
-        kvsim.policy(choice.policy, **choice.keywords),
+        choice.built(),
         choice.budget,
         interval=choice.interval,
         prefill=choice.prefill,
@@ -94,10 +111,10 @@ def record(
 @st.cache_data(show_spinner=False)
 def together(choice: Choice) -> bool:
     """Whether the layers share one budget, so that no layer can be replayed alone."""
-    return kvsim.policy(choice.policy, **choice.keywords).layer_budgets.across_layers
+    return choice.built().layer_budgets.across_layers
 
 
-@st.cache_data(max_entries=64, show_spinner="counting")
+@st.cache_data(max_entries=64, show_spinner="counting what is left after each event")
 def course(
     source: Source, choice: Choice, alone: int | None, layer: int, head: int
 ) -> pl.DataFrame:
@@ -105,7 +122,7 @@ def course(
     return head_course(record(source, choice, alone), layer, head)
 
 
-@st.cache_data(max_entries=32, show_spinner="drawing")
+@st.cache_data(max_entries=32, show_spinner="pooling the map of positions")
 def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Retained:
     """What the events leave of every position of a head, and its longest gaps."""
     replayed = record(source, choice, alone)
@@ -113,13 +130,19 @@ def retention(source: Source, choice: Choice, alone: int | None, layer: int, hea
     return Retained(tile, longest_gaps(replayed, layer, head, tile.rows))
 
 
-@st.cache_data(max_entries=32, show_spinner="computing attention")
+@st.cache_data(max_entries=32, show_spinner="computing the attention of this head")
 def attention(source: Source, layer: int, qhead: int, rows: range, positions: range) -> Tile:
     """Attention of one query head, pooled."""
     return attention_tile(trace(source), layer, qhead, rows, positions)
 
 
-@st.cache_data(max_entries=64, show_spinner="measuring heads")
+@st.cache_data(max_entries=64, show_spinner="measuring the heads of this layer")
 def heads(source: Source, layer: int) -> pl.DataFrame:
     """What the query heads of a layer attend to, a row each."""
     return head_table(trace(source), layer)
+
+
+@st.cache_data(max_entries=64, show_spinner="finding rows that need each position")
+def needed(source: Source, layer: int, head: int) -> NDArray[np.int64]:
+    """The last row that would attend to each position; of a KV head."""
+    return last_needed(trace(source), layer, head, least=NEEDED)

@@ -12,21 +12,26 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import streamlit as st
 
+import kvsim
 from kvsim import Trace
 from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE, Entry, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.store.index import find_runs, find_traces
-from kvsim.tiny.sample import sample_trace
+from kvsim.tiny.sample import SAMPLES, sample_trace
 
 from . import cache
 
-SAMPLE = "sample"
+#: The sample trace with a text to read.
+SAMPLE = "sample-smollm2"
+
+#: The option for a sweep over the chosen trace instead of a run.
+HERE = "the chosen trace, replayed here"
 
 #: The option for no policy.
 NONE = "none"
@@ -38,39 +43,56 @@ def root() -> Path:
 
 
 def traces() -> dict[str, Path]:
-    """Return the traces of the folder by name, or the sample trace of an empty folder."""
-    return find_traces(root()) or {SAMPLE: sample_trace()}
+    """Return the traces of the folder by name, or the sample traces for an empty folder."""
+    shipped = {name: sample_trace(model) for name, model in reversed(SAMPLES.items())}
+    return find_traces(root()) or shipped
 
 
 def runs() -> dict[str, Path]:
-    """Return the runs of the folder by name."""
-    return find_runs(root())
+    """Return the runs of the folder by name, the newest first."""
+    listed = find_runs(root())
+    written = {name: cache.Folder.of(path).written for name, path in listed.items()}
+    return {name: listed[name] for name in sorted(listed, key=lambda name: -written[name])}
 
 
-def sidebar() -> None:
-    """Show the choice of trace, layer and head, which stays when the page changes."""
-    listed = traces()
+def sidebar(shown: Sequence[str]) -> None:
+    """Show the choices that stay when the page changes: run, trace, layer and head, or some."""
     with st.sidebar:
-        st.selectbox("Trace", list(listed), key="trace", bind="query-params")
-        if SAMPLE in listed and len(listed) == 1:
-            st.info(
-                "No trace is in this folder, so the sample that comes with kvsim is shown. "
-                "`kvsim capture --model tiny --prompts prompts.jsonl --out traces` records more.",
-                icon=":material/info:",
-            )
+        if "run" in shown:
+            listed = runs()
+            if not listed or _choose("Run", "run", [*listed, HERE]) == HERE:
+                shown = [*shown, "trace"]
+        if "trace" in shown:
+            _choose("Trace", "trace", list(traces()))
+            if not find_traces(root()):
+                st.caption(
+                    "Samples that come with kvsim, because this folder has no trace. Record one: "
+                    "`kvsim capture --model tiny --prompts prompts.jsonl --out traces`"
+                )
+        if "layer" not in shown:
+            return
         # a trace that cannot be read has no layers; the page says what is wrong
         with contextlib.suppress(KvsimError):
-            chosen = cache.trace(source())
-            layers, heads = (list(range(count)) for count in (chosen.n_layers, chosen.n_heads))
-            st.selectbox("Layer", layers, len(layers) - 1, key="layer", bind="query-params")
-            st.selectbox("KV head", heads, key="head", bind="query-params")
-        st.caption("in")
-        st.code(str(root()), language=None, wrap_lines=True)
+            opened = cache.trace(source())
+            # of the sample with a text, the head of the README's first figure
+            sample = st.session_state["trace"] == SAMPLE and not find_traces(root())
+            layer, head = (0, 2) if sample else (opened.n_layers - 1, 0)
+            left, right = st.columns(2)
+            with left:
+                _choose("Layer", "layer", list(range(opened.n_layers)), layer)
+            if "head" in shown:
+                with right:
+                    _choose("KV head", "head", list(range(opened.n_heads)), head)
 
 
-def source() -> cache.Source:
-    """Return the chosen trace's folder."""
-    return cache.Source.of(traces()[st.session_state["trace"]])
+def _choose(label: str, key: str, options: Sequence[Any], start: int = 0) -> Any:
+    """Choose an option, which is remembered while pages do not show the choice."""
+    before = st.session_state.get(f"chosen {key}")
+    if key not in st.session_state and key not in st.query_params and before in options:
+        st.session_state[key] = before
+    st.selectbox(label, options, start, key=key, bind="query-params")
+    st.session_state[f"chosen {key}"] = st.session_state[key]
+    return st.session_state[key]
 
 
 def trace() -> Trace:
@@ -82,6 +104,17 @@ def trace() -> Trace:
         st.text(str(error))
         st.caption("Choose another one on the left.")
         st.stop()
+
+
+def folder() -> None:
+    """Show where the traces and runs lie."""
+    st.sidebar.caption("Traces and runs of")
+    st.sidebar.code(str(root()), language=None, wrap_lines=True)
+
+
+def source() -> cache.Source:
+    """Return the chosen trace's folder."""
+    return cache.Source.of(traces()[st.session_state["trace"]])
 
 
 def layer() -> int:
@@ -145,17 +178,6 @@ def required(name: str) -> dict[str, Any]:
     return {key: value for part in name.split("+") for key, value in entry(part).required.items()}
 
 
-def fitted(trace: Trace) -> dict[str, int]:
-    """Return lengths of AMS that fit a trace: the paper's for a long trace, else shorter ones."""
-    paper = AMS()
-    return {
-        "window": part(trace, 16, paper.window),
-        "min_segment": part(trace, 64, paper.min_segment),
-        "max_segment": part(trace, 8, paper.max_segment),
-        "recent": part(trace, 16, paper.recent),
-    }
-
-
 def params(
     names: Sequence[str], where: st.delta_generator.DeltaGenerator = st.sidebar
 ) -> dict[str, Any]:
@@ -176,11 +198,10 @@ def params(
     return values
 
 
-def settings(name: str, trace: Trace, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy's parameters: required ones, lengths of AMS that fit, and typed ones."""
-    fit = fitted(trace) if name.partition("+")[0] == "ams" else {}
+def settings(name: str, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy's parameters: required ones, and typed ones that it has."""
     given = {key: value for key, value in typed.items() if has_parameter(name, key)}
-    return {**required(name), **fit, **given}
+    return {**required(name), **given}
 
 
 def budget(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
@@ -220,31 +241,41 @@ def entries(trace: Trace, budget: int, interval: int) -> int:
     return trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval)
 
 
-def event(rows: Sequence[int]) -> int:
+def event(rows: Sequence[int], where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
     """Choose an event, the last by default; keep the choice among other events if it is near."""
     if len(rows) == 1:
-        st.caption(f"One event, after row {rows[0]}.")
+        where.caption(f"One event, after row {rows[0]}.")
         return rows[0]
     before = st.session_state.get("event")
     if before is not None and before not in rows:
         st.session_state["event"] = min(rows, key=lambda row: abs(row - before))
     return int(
-        st.select_slider("After the event of row", rows, rows[-1], key="event", bind="query-params")
+        where.select_slider(
+            "After the event of row", rows, rows[-1], key="event", bind="query-params"
+        )
     )
 
 
-def ams(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> dict[str, Any]:
-    """Choose the parameters of AMS; by default lengths fit the trace, the rest is the paper's."""
-    paper, fit = AMS(), fitted(trace)
+def ams(
+    trace: Trace, budget: int, where: st.delta_generator.DeltaGenerator = st.sidebar
+) -> dict[str, Any]:
+    """Choose the parameters of AMS: by default lengths of `ams@scaled`, the rest is the paper's."""
+    scaled = cast("AMS", kvsim.policy("ams@scaled").at(budget).allocator)
 
-    def whole(label: str, name: str, least: int, value: int, how: str) -> int:
-        most = max(2, trace.n_pos)
+    def whole(label: str, name: str, least: int, how: str) -> int:
+        value: int = getattr(scaled, name)
+        # a length follows the budget until it is changed
+        last = st.session_state.get(f"scaled {name}")
+        if last is not None and st.session_state.get(name) == last:
+            st.session_state[name] = value
+        st.session_state[f"scaled {name}"] = value
+        most = max(2, trace.n_pos, value)
         return int(
             box.number_input(label, least, most, value, key=name, bind="query-params", help=how)
         )
 
     def share(label: str, name: str, least: float, how: str) -> float:
-        value = float(getattr(paper, name))
+        value = float(getattr(scaled, name))
         return float(
             box.slider(label, least, 1.0, value, 0.01, key=name, bind="query-params", help=how)
         )
@@ -252,15 +283,15 @@ def ams(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> 
     box = where.expander("Segments", expanded=True)
     values: dict[str, Any] = {
         "segment_mass": share("Segment mass", "segment_mass", 0.01, "mass that a segment holds"),
-        "min_segment": whole("Shortest", "min_segment", 1, fit["min_segment"], "entries, at least"),
-        "max_segment": whole("Longest", "max_segment", 1, fit["max_segment"], "entries, at most"),
-        "min_quota": whole("Least quota", "min_quota", 0, paper.min_quota, "that each one keeps"),
+        "min_segment": whole("Shortest", "min_segment", 1, "entries, at least"),
+        "max_segment": whole("Longest", "max_segment", 1, "entries, at most"),
+        "min_quota": whole("Least quota", "min_quota", 0, "entries that each one keeps"),
     }
-    box = where.expander("Mass and credit", expanded=True)
+    box = where.expander("Mass and credit")
     values |= {
         "credit_decay": share("Credit decay", "credit_decay", 0.0, "weight of earlier events"),
         "credit_mix": share("Credit mix", "credit_mix", 0.0, "weight of what is observed now"),
-        "window": whole("Window", "window", 1, fit["window"], "rows that vote"),
+        "window": whole("Window", "window", 1, "rows that vote"),
     }
     box = where.expander("More")
     for label, name, options in (
@@ -272,6 +303,6 @@ def ams(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> 
         ),
     ):
         values[name] = box.selectbox(label, options, key=name, bind="query-params")
-    values["sink"] = whole("Sinks", "sink", 0, paper.sink, "first entries, protected")
-    values["recent"] = whole("Recent", "recent", 0, fit["recent"], "last entries, protected")
+    values["sink"] = whole("Sinks", "sink", 0, "first entries, protected")
+    values["recent"] = whole("Recent", "recent", 0, "last entries, protected")
     return values

@@ -12,6 +12,8 @@ import streamlit as st
 def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> None:
     """Show the table of the picture above, folded, and offer it as CSV and Parquet.
 
+    A file is written when it is asked for.
+
     what: its title, which must hold no text of a trace or a run. Columns without a value are in the
     files but not shown.
     """
@@ -22,7 +24,7 @@ def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> N
         left, right, _ = st.columns([1, 1, 3])
         left.download_button(
             "Download as CSV",
-            plain.write_csv(),
+            plain.write_csv,
             f"{file_name(name)}.csv",
             "text/csv",
             key=f"{key}-csv",
@@ -30,7 +32,7 @@ def table(frame: pl.DataFrame, name: str, *, key: str, what: str = "Table") -> N
         )
         right.download_button(
             "Download as Parquet",
-            _parquet(frame),
+            lambda: _parquet(frame),
             f"{file_name(name)}.parquet",
             "application/vnd.apache.parquet",
             key=f"{key}-parquet",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from kvsim.analysis.kept.states import REGION
+from kvsim.schema import visible
 
 from .tiles import Tile
 
@@ -34,6 +35,22 @@ def title(name: str, how: str) -> None:
     """Show the page's name, and how to read it."""
     st.header(name, anchor=False)
     st.markdown(how)
+
+
+def reading(sentence: str) -> None:
+    """Show a chart in a sentence; names in it may be untrusted."""
+    st.text(visible(sentence))
+
+
+def prompts(means: pl.DataFrame) -> None:
+    """Show how many prompts are behind means."""
+    fewest, most = (int(means["n"].sort()[end]) for end in (0, -1))
+    if most == 1:
+        st.caption("One prompt, so there is no interval and no bar.")
+    elif fewest == most:
+        st.caption(f"Means over {most} prompts; bars are 95 % intervals.")
+    else:
+        st.caption(f"Means over {fewest} to {most} prompts; a point of one prompt has no bar.")
 
 
 def fidelity(levels: Sequence[str]) -> None:
@@ -81,7 +98,8 @@ def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[s
 def shortened(text: str, most: int = 16) -> str:
     """Return a token as a label: one printable line, escaped, because plotly reads some HTML."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return html.escape(line if len(line) <= most else line[: most - 1] + "\u2026")
+    # plotly shows &quot; as it is
+    return html.escape(line if len(line) <= most else line[: most - 1] + "\u2026", quote=False)
 
 
 def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 620) -> None:

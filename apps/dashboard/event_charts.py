@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.kept.segmentation import Segmented, thinned
-from kvsim.plots.style import COLOURS
+from kvsim.plots.style import COLOURS, KEPT, MISSED
 
 from . import cache, elements
 from .tiles import SIDE, STATES
@@ -22,11 +21,20 @@ Ints = NDArray[np.int64]
 GREY = "#888888"
 PALE = "rgba(128,128,128,0.22)"
 
-KEPT, MASS, CREDIT, QUOTA, ALONE = COLOURS[1], COLOURS[0], COLOURS[2], COLOURS[4], COLOURS[3]
+#: Kept entries are blue in three shades, curves have other colours.
+PROTECTED, ALONE = COLOURS[0], COLOURS[5]
+MASS, CREDIT, QUOTA = COLOURS[2], COLOURS[3], COLOURS[4]
 
 # Colour of each of tiles.STATES: they differ in lightness too.
-_STATES = ("rgba(0,0,0,0)", KEPT, PALE, "#1f3a68")
-_WIPED = 3
+_STATES = ("rgba(0,0,0,0)", KEPT, PALE, MISSED)
+#: The colours of `retention` in words.
+LEGEND = "&ensp; ".join(
+    f'<span style="border-left:1em solid {colour};padding-left:.4em">{name}</span>'
+    for name, colour in (
+        *zip(STATES[1:], _STATES[1:], strict=True),
+        ("the longest dropped run", QUOTA),
+    )
+)
 # Cells up to which the state is shown in words under the pointer.
 _WORDS = 20_000
 # Segments up to which bars are labelled.
@@ -61,8 +69,6 @@ def retention(
             + "<extra></extra>",
         )
     )
-    for state in (1, 2, _WIPED):
-        figure.add_trace(_key(STATES[state], _STATES[state], "square"))
     # the first and the last cell of each gap, and nothing between two gaps
     dropped = gaps[:, 1] > gaps[:, 0]
     cells = np.searchsorted(tile.positions, gaps[dropped] - [0, 1], side="right") - 1
@@ -77,7 +83,7 @@ def retention(
             mode="lines+markers" if len(events) <= 60 else "lines",
             line={"color": QUOTA, "width": 3 if len(events) <= 60 else 1},
             marker={"symbol": "line-ns", "size": 9, "line": {"width": 3, "color": QUOTA}},
-            name="longest dropped run",
+            showlegend=False,
             hoverinfo="skip",
         )
     )
@@ -95,12 +101,13 @@ def retention(
     figure.update_layout(
         height=height,
         margin={"l": 10, "r": 10, "t": 10, "b": 10},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     )
     figure.update_xaxes(
         title="position",
         type="category",
-        nticks=12,
+        tickvals=positions[:: max(1, len(positions) // 8)],
+        ticktext=[str(first) for first in tile.positions[:-1][:: max(1, len(positions) // 8)]],
+        tickangle=0,
         showgrid=False,
         range=[-0.5, len(positions) - 0.5],  # markers would make room beside the cells
     )
@@ -153,7 +160,7 @@ def _masses(
         _uprights(figure, before.boundaries, GREY, "dot", "boundaries of the event before", 0.6)
     _uprights(figure, event.boundaries, GREY, "solid", "boundaries", 1.0)
     curves = (
-        ("observed", "observed by the window", COLOURS[5], "dot", 1.5),
+        ("observed", "observed by the window", GREY, "dot", 1.5),
         ("credit", "credit", CREDIT, "dash", 2.0),
         ("mass", "mass that is cut", MASS, "solid", 2.5),
     )
@@ -291,7 +298,7 @@ def _ticks(
     chosen = event.pos[event.kept & ~event.protected]
     for at, height, colour, size, label in (
         (chosen, 1.0, KEPT, 9, "stays"),
-        (protected, 1.0, MASS, 16, "protected"),
+        (protected, 1.0, PROTECTED, 16, "protected"),
         (alone, 0.0, ALONE, 9, "stays with the scorer alone"),
     ):
         pos = thinned(at, event.row + 1, SIDE)
@@ -327,9 +334,3 @@ def _ticks(
 def _tokens(pos: Ints, texts: Sequence[str] | None) -> list[str]:
     """Text of positions under the pointer, escaped."""
     return [f"{at}" if texts is None else f"{at} {elements.shortened(texts[at])}" for at in pos]
-
-
-def _key(label: str, colour: str, symbol: str) -> go.Scatter:
-    """An entry of the legend without data."""
-    marker: dict[str, Any] = {"color": colour, "symbol": symbol, "size": 11}
-    return go.Scatter(x=[None], y=[None], mode="markers", marker=marker, name=label)

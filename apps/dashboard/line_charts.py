@@ -10,7 +10,9 @@ import polars as pl
 import streamlit as st
 from plotly.subplots import make_subplots
 
+from kvsim.analysis.registry import METRICS
 from kvsim.plots.style import COLOURS, asked_order, far_off, series
+from kvsim.plots.summary import metric_label
 from kvsim.schema import visible
 
 from . import elements
@@ -32,6 +34,11 @@ GREY = COLOURS[-1]
 PANELS, ACROSS = 12, 3
 
 Style = Mapping[str, Any]
+
+
+def label(metric: str) -> str:
+    """A metric with its unit and its better direction; its name may come from a file."""
+    return metric_label(metric) if metric in METRICS else elements.shortened(metric, 40)
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:
@@ -244,8 +251,8 @@ def over_layers(
     if mark is not None:
         figure.add_vline(
             mark[0],
-            line={"color": COLOURS[1], "dash": "dash", "width": 1.2},
-            annotation={"text": mark[1], "font": {"color": COLOURS[1]}},
+            line={"color": GREY, "dash": "dash", "width": 1.5},
+            annotation={"text": mark[1], "font": {"color": GREY}},
             annotation_position="top",
         )
     ticks = (
@@ -258,7 +265,7 @@ def over_layers(
 
 
 #: Colours of the levels of fidelity.
-LEVELS = {"exact": COLOURS[2], "closed": COLOURS[0], "semi": COLOURS[4], "open": COLOURS[1]}
+LEVELS = {"exact": COLOURS[2], "closed": COLOURS[5], "semi": COLOURS[3], "open": COLOURS[4]}
 
 
 def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import streamlit as st
 
 from . import controls
-from .views import compare, fidelity, layers, retention, segments, trace
+from .views import answer, compare, fidelity, layers, retention, segments, trace
 
+RUN, HEAD = ("run",), ("trace", "layer", "head")
 #: The module of each page by its address; the first one opens by default.
 PAGES = {
-    "trace": trace,
+    "answer": answer,
     "retention": retention,
     "segments": segments,
     "compare": compare,
+    "trace": trace,
     "layers": layers,
     "fidelity": fidelity,
-}
+}  #: What the sidebar chooses for a page first; a page whose numbers are a run's has no trace.
+SHOWN = {"compare": RUN, "fidelity": RUN, "layers": ("trace", "layer")}
+
+#: Less room above titles and between parts; everything else is streamlit's.
+_STYLE = """<style>
+[data-testid=stMainBlockContainer] {padding: 4.25rem 2rem 2rem}
+[data-testid=stSidebarHeader] {height: 2.5rem; margin: 0; padding-block: .5rem 0}
+[data-testid=stSidebarUserContent] {padding-top: .5rem}
+h2 {font-size: 1.6rem !important; padding: 0 !important}
+h3 {font-size: 1.15rem !important; padding: .25rem 0 !important}
+</style>"""
 
 
 def run() -> None:
@@ -23,9 +35,14 @@ def run() -> None:
     st.set_page_config(page_title="kvsim", layout="wide")
     # no icons: the browser would fetch them from elsewhere
     pages = [
-        st.Page(view.page, title=name.capitalize(), url_path=name, default=name == "trace")
+        st.Page(view.page, title=name.capitalize(), url_path=name, default=name == "answer")
         for name, view in PAGES.items()
     ]
     page = st.navigation(pages, position="top")
-    controls.sidebar()
-    page.run()
+    st.html(_STYLE)
+    first = RUN if controls.runs() else HEAD
+    controls.sidebar(first if page.url_path == "" else SHOWN.get(page.url_path, HEAD))
+    try:
+        page.run()
+    finally:  # a page may stop
+        controls.folder()

@@ -31,9 +31,7 @@ from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
 
 from . import cache, controls
-
-#: The option for a sweep over the chosen trace instead of a run.
-HERE = "the chosen trace, replayed here"
+from .cache import Folder
 
 #: The label of a variant without a name.
 PLAIN = "main"
@@ -49,20 +47,6 @@ MEASURED = (
 )
 #: Tokens times layers up to which a trace is replayed without a click.
 AT_ONCE = 3000
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A run folder and when its values were written."""
-
-    path: str
-    written: float
-
-    @classmethod
-    def of(cls, path: Path) -> Folder:
-        """Build it from a folder."""
-        values = path / "results.parquet"
-        return cls(str(path), values.stat().st_mtime if values.exists() else 0.0)
 
 
 @dataclass(frozen=True)
@@ -99,18 +83,26 @@ class Run:
         return self.table["policy"].drop_nulls().unique(maintain_order=True).to_list()
 
 
-@st.cache_resource(max_entries=6, show_spinner="reading the run")
 def load(origin: Origin) -> Run:
     """Read the run of a folder, or replay one."""
-    if isinstance(origin, Folder):
-        saved = read_run(origin.path)
-        return _run(origin, saved.path.name, saved.table, saved.parameters)
+    return _read(origin) if isinstance(origin, Folder) else _replay(origin)
+
+
+@st.cache_resource(max_entries=6, show_spinner="reading the run")
+def _read(origin: Folder) -> Run:
+    saved = read_run(origin.path)
+    return _run(origin, saved.path.name, saved.table, saved.parameters)
+
+
+@st.cache_resource(max_entries=6, show_spinner="replaying the policies over the trace")
+def _replay(origin: Replay) -> Run:
     trace = cache.trace(origin.source)
     swept = replay_all(
         [trace],
         [kvsim.policy(name) for name in origin.policies],
         list(origin.budgets),
         interval=origin.interval,
+        fit=True,
         metrics=MEASURED,
         regret=origin.regret,
     )
@@ -122,7 +114,7 @@ def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str
     return Run(origin, name, labels, strongest(labels), parameters)
 
 
-@st.cache_data(max_entries=128, show_spinner="averaging")
+@st.cache_data(max_entries=128, show_spinner="averaging over prompts")
 def means(
     origin: Origin,
     policies: Sequence[str],
@@ -146,34 +138,32 @@ def means(
     return result.filter(pl.col("mean").is_not_null())
 
 
-@st.cache_data(max_entries=32, show_spinner="comparing")
+@st.cache_data(max_entries=32, show_spinner="testing which differences are beyond chance")
 def verdict(origin: Origin, policies: Sequence[str], metric: str) -> list[str]:
     """Return which policy is best at each budget, and how sure that is, in sentences."""
     named = pl.col("policy").is_in(list(policies))
     return answer(load(origin).best.filter(named), [metric])[1]
 
 
-@st.cache_data(max_entries=32, show_spinner="counting")
+@st.cache_data(max_entries=32, show_spinner="counting values at each level of fidelity")
 def shares(origin: Origin, by: Sequence[str]) -> pl.DataFrame:
     """Count the values of a run at each level of fidelity."""
     return level_shares(load(origin).table, by)
 
 
-@st.cache_data(max_entries=32, show_spinner="comparing levels")
+@st.cache_data(max_entries=32, show_spinner="pairing values of two levels")
 def levels(origins: Sequence[Origin], by: Sequence[str]) -> pl.DataFrame:
     """Compare values of runs that are there at two levels."""
     return between_levels(in_order(load(origin).table for origin in origins), by)
 
 
 def run() -> Run:
-    """Choose a run. Without a run folder the page replays the chosen trace."""
-    folders = {HERE: None, **controls.runs()}
-    listed = [*(name for name in folders if name != HERE), HERE]
-    name = st.selectbox("Run", listed, key="run", bind="query-params")
-    path = folders[name]
-    if path is not None:
-        return read(path)
-    if len(listed) == 1:
+    """Return the chosen run. Without a run folder the page replays the chosen trace."""
+    folders = controls.runs()
+    name = st.session_state.get("run", controls.HERE)
+    if name in folders:
+        return read(folders[name])
+    if not folders:
         st.info(
             "This folder holds no run, so a few policies are replayed on the trace chosen on the "
             "left. For more traces, policies and budgets, and for intervals over prompts, make a "
@@ -205,13 +195,12 @@ def _loaded(origin: Origin, what: str, advice: str) -> Run:
 
 def _replayed(trace: Trace) -> Run:
     """Replay a few policies on one trace: at once if it is short, else after a click."""
-    left, middle, right = st.columns([6, 4, 2], vertical_alignment="bottom")
-    policies = left.multiselect(
-        "Replay", _offered(), list(POLICIES), key="replay", bind="query-params"
+    policies = st.sidebar.multiselect(
+        "Replayed policies", _offered(), list(POLICIES), key="replay", bind="query-params"
     )
     sizes = BUDGETS if trace.n_pos < LONG else SHARES
     offered = [*dict.fromkeys((*sizes, "32", "64", "128", "256", "512", "1024", *_SHARES))]
-    budgets = middle.multiselect(
+    budgets = st.sidebar.multiselect(
         "Budgets",
         offered,
         list(sizes),
@@ -219,7 +208,7 @@ def _replayed(trace: Trace) -> Run:
         bind="query-params",
         help="entries per KV head, or a share of the trace",
     )
-    regret = right.toggle(
+    regret = st.sidebar.toggle(
         "Regret",
         key="regret",
         bind="query-params",
@@ -268,7 +257,7 @@ def variant(
         values["variant"].unique(maintain_order=True).to_list(), key=lambda name: name != main
     )
     label = where.selectbox(
-        "Variant", [name or PLAIN for name in listed], key=key, bind="query-params"
+        "Variant of the metric", [name or PLAIN for name in listed], key=key, bind="query-params"
     )
     return "" if label == PLAIN else str(label)
 

@@ -7,6 +7,7 @@ server, which is drawn when it starts.
 
 from __future__ import annotations
 
+import gc
 import html
 import re
 import secrets
@@ -20,6 +21,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, quote, urlencode
@@ -142,11 +144,26 @@ async def announced(_: App) -> AsyncIterator[None]:
     port = config.get_option("server.port")
     address = f"http://{ADDRESS}:{port}/?token={TOKEN}"
     print(f"Dashboard: {address}\nCtrl-C ends it.", flush=True)  # noqa: T201 - for the user
+    threading.Thread(target=load, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="kvsim-") as folder:
         if "--no-browser" not in sys.argv[2:]:
             page = Path(folder, "dashboard.html")
             threading.Thread(target=_open, args=(page, address, port), daemon=True).start()
         yield
+
+
+def load() -> None:
+    """Import what the pages need before one is opened.
+
+    Streamlit collects garbage after every run of a page, which takes a fifth of a second with all
+    the objects of these libraries, and no answer is sent meanwhile. Freezing leaves them out.
+    """
+    package = Path(__file__).resolve().parent
+    if str(package.parents[1]) not in sys.path:
+        sys.path.append(str(package.parents[1]))
+    import_module(f"{package.parent.name}.{package.name}.navigation")
+    gc.collect()
+    gc.freeze()
 
 
 def _open(page: Path, address: str, port: int) -> None:

@@ -20,8 +20,8 @@ from kvsim.core.attention import sees
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
-#: Cells to a side of a tile, at most.
-SIDE = 1024
+#: Cells to a side of a tile, at most: about the pixels that a picture has on a page.
+SIDE = 512
 #: Rows of attention that are computed at once.
 _BLOCK = 256
 
@@ -79,7 +79,7 @@ def attention_tile(
 
 
 #: States of an entry in a tile of retention; the order of the codes.
-STATES = ("not yet there", "retained", "dropped", "in a region of which nothing is left")
+STATES = ("not yet there", "kept", "dropped", "in a region of which nothing is left")
 _FUTURE, _RETAINED, _DROPPED, _WIPED = range(4)
 # Which code stands for several, ascending: an entry that stays must not vanish among dropped ones.
 _STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _RETAINED], dtype=np.uint8)

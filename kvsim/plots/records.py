@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 from scipy.ndimage import maximum_filter
 
-from kvsim.analysis.arrays import Floats
+from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, token_states
 from kvsim.analysis.kept.text import retention_lift
@@ -24,7 +24,10 @@ from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     COLOURS,
+    GONE,
     GRID,
+    KEPT,
+    MISSED,
     caption,
     escaped,
     finish,
@@ -36,8 +39,6 @@ from kvsim.plots.style import (
 )
 from kvsim.store.opening import TraceLike, as_trace
 
-KEPT, GONE, MISSED = "#7a9cc6", "#f0ede6", "#c8102e"
-
 #: Attention of a row on one entry from which losing the entry is drawn as a miss.
 NEEDED = 0.05
 
@@ -47,13 +48,16 @@ _PIXELS = 640
 # Colour and weight of each state: they differ in print, and for readers without red or green.
 _STYLE = (
     {"color": "#8a8a8a"},
-    {"color": COLOURS[1], "fontweight": "bold"},
+    {"color": COLOURS[0], "fontweight": "bold"},
     {"color": COLOURS[2], "fontstyle": "italic"},
+    {"color": MISSED, "fontweight": "bold"},
 )
+# backgrounds let light and dark pages keep the colour of their text
 _CSS = (
     "color:#767676",
-    f"color:{COLOURS[1]};font-weight:bold",
-    f"color:{COLOURS[2]};font-style:italic",
+    f"background:{KEPT}66;font-weight:bold",
+    "color:#767676;font-style:italic",
+    f"background:{MISSED}80;font-weight:bold",
 )
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
@@ -233,7 +237,11 @@ def token_text(
         style: dict[str, Any] = {**_STYLE[code], "family": "monospace", "fontsize": _SIZE}
         axis.text(column, line + 0.8, shown, parse_math=False, **style)
     counts = zip(states.counts().items(), _STYLE, strict=True)
-    handles = {f"{name} ({n})": Patch(color=style["color"]) for (name, n), style in counts}
+    handles = {
+        f"{name} ({n})": Patch(color=style["color"])
+        for (name, n), style in counts
+        if name != "missed"
+    }
     legend_of(figure, handles, columns=3)
     return figure
 
@@ -247,14 +255,16 @@ def token_html(
     row: int | None = None,
     start: int = 0,
     stop: int | None = None,
+    needed: Ints | None = None,
 ) -> str:
     """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
 
     The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
-    Positions from `start` up to and without `stop` are shown.
+    Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
+    which distinguishes dropped tokens that a later row would attend to (`token_states`).
     """
     trace = as_trace(trace)
-    states = token_states(trace, record, layer=layer, head=head, row=row)
+    states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
     codes, pieces = states.codes[start:stop], states.text[start:stop]
     edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
     spans = []

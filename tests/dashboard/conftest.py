@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
+import browsing
 import pytest
 import torch
 import zarr
@@ -71,48 +67,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def serve():
-    """Return a context manager that runs `kvsim dashboard` and gives the address it prints.
-
-    browser: a command that it opens the page with; none is opened without it.
-    """
-
-    @contextmanager
-    def run(folder, browser=None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        options = ["dashboard", str(folder), "--port", str(port)]
-        options += [] if browser else ["--no-browser"]
-        command = [sys.executable, "-c", "from kvsim.cli import main; main()", *options]
-        server = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | ({"BROWSER": browser} if browser else {}),
-        )
-        try:
-            # printed before the first answer; without a server the pipe ends, and this with it
-            link = server.stdout.readline().removeprefix("Dashboard: ").strip()
-            assert link.startswith(f"http://127.0.0.1:{port}/?token=")
-            deadline = time.monotonic() + 90
-            while True:
-                with socket.socket() as client:
-                    if client.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                assert time.monotonic() < deadline, "the server does not answer"
-                time.sleep(0.1)
-            yield link
-        finally:
-            server.terminate()
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait(20)
-            server.stdout.close()
-
-    return run
+    """Return a context manager that runs `kvsim dashboard` and gives the address it prints."""
+    return browsing.serve
 
 
 @pytest.fixture
@@ -148,12 +104,12 @@ def opened(monkeypatch, switch, scanned_once):
     """Give a folder to the app: `opened(folder, page, **link)` is its AppTest after one run."""
     from streamlit.testing.v1 import AppTest
 
-    def run(folder, page="trace", **link):
+    def run(folder, page="answer", **link):
         monkeypatch.setattr(sys, "argv", ["app.py", str(folder)])
         app = AppTest.from_file(str(APP), default_timeout=120)
         for name, value in link.items():
             app.query_params[name] = value
-        if page != "trace":
+        if page != "answer":
             switch(app, page)
         return app.run()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvsim
+from apps.dashboard import runs
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, front, stages
@@ -84,10 +85,10 @@ def test_means_and_intervals_are_those_of_the_table(opened, ran):
         assert lines[policy]["y"] == pytest.approx(part["mean"].to_list())
         upper = (part["high"] - part["mean"]).to_list()
         assert lines[policy]["error_y"]["array"] == pytest.approx(upper)
-    assert "3 prompts." in [one.value for one in app.caption]
+    assert any("Means over 3 prompts" in one.value for one in app.caption)
     verdict = answer(table_of(ran), ["output_error"])[1]
     assert len(verdict) == 3
-    assert [one.value for one in app.text][:3] == verdict
+    assert app.text[0].value == "\n".join(verdict)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_long_trace_waits_for_a_click(opened, tmp_path):
 def test_a_policy_that_cannot_be_replayed_is_a_message(opened, tmp_path):
     """A budget below what a policy needs."""
     made(0).save(tmp_path / "trace.zarr")
-    app = opened(tmp_path, "compare", replay=["asl+snapkv"], budgets=["5%"])
+    app = opened(tmp_path, "compare", replay=["cake"], budgets=["5%"])
 
     assert not app.exception
     assert app.error
@@ -235,6 +236,28 @@ def test_every_choice_runs_the_page_anew(opened, ran, control):
 
     assert not app.exception
     assert app.dataframe
+
+
+def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monkeypatch):
+    """The run is not read again, and the pictures of cost and regret stay as they are."""
+    app = opened(ran, "compare", run="several")
+    computed = []
+    for name in ("read_run", "averages", "compare", "answer"):
+        inner = getattr(runs, name)
+        counted = lambda *a, inner=inner, name=name, **k: (computed.append(name), inner(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(runs, name, counted)
+    runs.means.clear()
+    runs.verdict.clear()
+    app.run()
+    assert sorted(computed) == ["answer", "averages", "averages", "averages", "compare"]
+
+    before = [one.proto.spec for one in app.get("plotly_chart")]
+    app.selectbox(key="metric").select("wipeout").run()
+    after = [one.proto.spec for one in app.get("plotly_chart")]
+    assert sorted(computed[5:]) == ["answer", "averages", "compare"]
+    same = [old == new for old, new in zip(before, after, strict=True)]
+    assert same == [False, False, True, True]
+    assert sum(map(len, after)) < 30_000
 
 
 def test_names_are_text_and_nothing_else(opened, ran, tmp_path, hostile_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 
 import kvsim
+from apps.dashboard import cache
 from kvsim.tiny.sample import sample_trace
 
 FIRST = {"layer": "1", "head": "2", "budget": "96", "interval": "64"}
@@ -30,6 +32,16 @@ def numbers(app):
     return pl.DataFrame(app.dataframe[0].value)
 
 
+def texts(app):
+    """The texts by state."""
+    return [one.proto.body for one in app.get("html") if one.proto.body.startswith("<pre")]
+
+
+def said(app):
+    """The sentences, in one text."""
+    return " ".join(one.value for one in app.text)
+
+
 def spoken(app):
     """All that may hold markup."""
     kinds = ("markdown", "caption", "header", "subheader", "info", "warning", "error")
@@ -43,9 +55,7 @@ def test_numbers_are_those_of_measure(page):
     assert not app.exception
 
     for row in numbers(app).to_dicts():
-        fit = {"window": 32, "min_segment": 8, "max_segment": 64, "recent": 32}
-        params = fit if row["policy"] == "ams+tova" else {}
-        policy = kvsim.policy(row["policy"], **params)
+        policy = kvsim.policy(row["policy"])
         record = kvsim.replay(trace, policy, 96, interval=64, prefill=True, layers=[1])
         table = kvsim.measure(
             trace, record, ["wipeout", "burst_length", "middle_coverage"], events=True
@@ -60,26 +70,32 @@ def test_numbers_are_those_of_measure(page):
             told = table.filter(pl.col("metric") == metric, pl.col("variant") == variant)
             assert row[name] == told["value"].item()
         assert told["fidelity"].item() == "exact"
-    assert [row["policy"] for row in numbers(app).to_dicts()] == ["tova", "ams+tova"]
+    assert [row["policy"] for row in numbers(app).to_dicts()] == ["tova", "ams@scaled+tova"]
     assert any("fidelity **exact**" in one for one in spoken(app))
 
 
 def test_text_has_the_states_of_the_event(page):
-    """Runs of tokens by what became of them; counts beside the words for it."""
+    """Runs of tokens by what became of them, and how many there are, by a plain loop."""
     app = page(**FIRST, event="353", beside="none")
     trace = kvsim.open_trace(sample_trace())
     record = kvsim.replay(trace, kvsim.policy("tova"), 96, interval=64, layers=[1])
 
-    (text,) = [one.proto.body for one in app.get("html")]
-    kept = record.retained(353)[0, 2]
-    states = ["retained" if kept[p] else "dropped" if p <= 353 else "later" for p in range(472)]
+    (text,) = texts(app)
+    weights = trace.attention(1, slice(0, 472))[4:6].amax(0).tolist()
+    gone = record.evicted_at[0, 2].tolist()
+    states = [
+        "later" if p > 353
+        else "retained" if gone[p] > 353
+        else "missed" if any(weights[row][p] >= 0.05 for row in range(gone[p] + 1, 472))
+        else "dropped"
+        for p in range(472)
+    ]  # fmt: skip
     changes = 1 + sum(a != b for a, b in pairwise(states))
     assert text.count("<span") == changes
     assert text.count('title="not yet scored"') == 1
-    assert any(
-        "retained (96)" in one and "dropped (258)" in one and "scored (118)" in one
-        for one in spoken(app)
-    )
+    missed = states.count("missed")
+    assert 0 < missed < 258
+    assert f"tova keeps 96 of 354 tokens and misses {missed} that" in said(app)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +128,28 @@ def test_every_control_runs_the_page_anew(page, kind, key, value):
     assert not app.error
 
 
+def test_only_what_changes_is_computed_and_drawn_again(page, monkeypatch):
+    """Another event replays nothing; another second policy leaves the first one's map as it is."""
+    computed = []
+    for owner, name in ((kvsim, "replay"), (cache, "last_needed"), (cache, "head_course")):
+        inner = getattr(owner, name)
+        counted = lambda *a, inner=inner, name=name, **k: (computed.append(name), inner(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, counted)
+    for each in (cache.record, cache.needed, cache.course):
+        each.clear()
+    app = page(**FIRST)
+    assert sorted(computed) == ["head_course"] * 2 + ["last_needed"] + ["replay"] * 2
+
+    app.select_slider(key="event").set_value(353).run()
+    assert len(computed) == 5
+
+    before = [one.proto.spec for one in app.get("plotly_chart")]
+    app.selectbox(key="beside").select("h2o").run()
+    after = [one.proto.spec for one in app.get("plotly_chart")]
+    assert sorted(computed[5:]) == ["head_course", "replay"]
+    assert (before[0] == after[0], before[1] == after[1]) == (True, False)
+
+
 def test_an_event_is_followed_to_the_nearest(page):
     """Another interval has other events: the one that was looked at has a neighbour there."""
     app = page(beside="none", event="321")
@@ -124,14 +162,29 @@ def test_an_event_is_followed_to_the_nearest(page):
     assert numbers(app)["event"].to_list() == [325]
 
 
+def test_lengths_fit_the_budget_unless_that_is_switched_off(page):
+    """By the rule of `POLICY@scaled`, and else they are those of the paper."""
+    app = page(budget="96", interval="64")
+    app.toggle(key="fit").set_value(False).run()
+
+    record = kvsim.replay(
+        kvsim.open_trace(sample_trace()), kvsim.policy("ams+tova"), 96, interval=64, prefill=True
+    )
+    row = numbers(app).to_dicts()[1]
+    assert row["policy"] == "ams+tova"
+    gone = record.gone_after[2, 0]
+    assert row["kept"] == np.count_nonzero(gone[: row["event"] + 1] > row["event"])
+    assert record.remark in said(app)
+
+
 def test_typed_parameters_reach_the_policies_that_have_them(page):
     """Beside what fits the trace; what nobody has, and what could name a file, is refused."""
     app = page(**FIRST, set="min_quota=3 window=8")
-    assert any(
-        "min_quota=3" in one.value and "window=8" in one.value and "max_segment=64" in one.value
-        for one in app.text
-    )
-    for typed, said in (
+    shown = {key: value for one in app.json for key, value in json.loads(one.value).items()}
+    assert (shown["min_quota"], shown["window"]) == (3, 8)
+    assert shown["max_segment"] == "256 * budget / 512"
+    assert "max_segment=256 * budget / 512, " in said(app)
+    for typed, reason in (
         ("nonsense=1", "has a parameter 'nonsense'"),
         ("window", "expected KEY=VALUE"),
         ("calibration=/etc/passwd", "cannot be set here"),
@@ -141,7 +194,7 @@ def test_typed_parameters_reach_the_policies_that_have_them(page):
         app.run()
         assert not app.exception
         assert app.error[0].value == "The parameters cannot be read."
-        assert said in app.text[0].value
+        assert reason in app.text[0].value
 
 
 def test_a_policy_that_cannot_be_replayed_says_why(page):
@@ -159,7 +212,7 @@ def test_a_policy_that_cannot_be_replayed_says_why(page):
     assert row["kept"] == record.retained(row["event"])[2, 0].sum()
     assert any("fidelity **open**" in one for one in spoken(app))
 
-    for more in ({"policy": "criticalkv"}, {"policy": "snapkv", "budget": "8"}):
+    for more in ({"policy": "criticalkv"}, {"policy": "snapkv", "budget": "8", "fit": "false"}):
         app = page(**{**link, **more})
         assert not app.exception
         assert app.warning[0].value == "This policy cannot be replayed with these settings."
@@ -195,9 +248,8 @@ def test_tokens_are_text(page):
     app = page(trace="more/hostile.zarr")
 
     assert not app.exception
-    texts = [one.proto.body for one in app.get("html")]
-    assert len(texts) == 2
-    for text in texts:
+    assert len(texts(app)) == 2
+    for text in texts(app):
         assert "<img" not in text
         assert "<script" not in text
         assert "&lt;img src=&#x27;http://tokens.invalid/a.png&#x27;&gt;" in text

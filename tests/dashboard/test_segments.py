@@ -15,8 +15,6 @@ from kvsim.analysis.kept.segmentation import segmented
 from kvsim.analysis.kept.segments import ams_segments
 from kvsim.tiny.sample import sample_trace
 
-FIT = {"window": 32, "min_segment": 8, "max_segment": 64, "sink": 4, "recent": 32}
-
 
 @pytest.fixture
 def page(opened, folder):
@@ -36,7 +34,7 @@ def trace():
 
 def replayed(trace, layer, budget=128, interval=32, scorer="tova", **params):
     """AMS as the page has it by default, and the scorer alone on the same events."""
-    policy = kvsim.policy(f"ams+{scorer}", **{**FIT, **params})
+    policy = kvsim.policy(f"ams@scaled+{scorer}", **params)
     terms = {"interval": interval, "layers": [layer]}
     return (
         kvsim.replay(trace, policy, budget, internals=True, **terms),
@@ -93,7 +91,7 @@ def test_numbers_are_those_of_kvsim(page, trace, mode):
     assert told["Boundaries moved"].value == f"{found.shift[2, number - 1]:.1f}"
     assert f"{found.f1[2, number - 1]:.2f}" in told["Boundaries moved"].delta
     assert told["Credit held"].value == f"{one.credit.sum():.3f}"
-    suffix = one.mass[one.pos > 417 - 32].sum()
+    suffix = one.mass[one.pos > 417 - 24].sum()
     assert told["Mass of recent rows"].value == f"{suffix:.1%}"
     assert any("fidelity **exact**" in one for one in spoken(app))
 
@@ -122,7 +120,7 @@ def test_the_figure_draws_the_event(page, trace):
     held = np.flatnonzero(alone.retained(353)[0, 1])
     assert figure["stays with the scorer alone"][0].tolist() == held.tolist()
     assert figure["tova alone holds"][1].tolist() == one.spread(held).tolist()
-    must = [p for p in range(354) if p < 4 or p > 353 - 32]
+    must = [p for p in range(354) if p < 4 or p > 353 - 8]
     assert figure["protected"][0].tolist() == must
     both = sorted([*figure["stays"][0].tolist(), *must])
     assert both == np.flatnonzero(record.retained(353)[0, 1]).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import shlex
 import stat
@@ -27,6 +28,20 @@ PATHS = (
     "//",
     "/%2e%2e/%2e%2e/etc/passwd",
 )
+
+
+def test_pages_are_loaded_at_the_start_and_left_out_of_garbage_collections(monkeypatch):
+    """Streamlit collects after every run, and sends nothing meanwhile."""
+    from apps.dashboard import server
+
+    calls = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(server, "import_module", calls.append)
+
+    server.load()
+
+    assert calls == ["apps.dashboard.navigation", "collect", "freeze"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import kvsim
 from apps.dashboard.tiles import STATES, attention_tile, retention_tile
 from kvsim import Rope, Trace
-from kvsim.analysis.attention.heads import head_table
+from kvsim.analysis.attention.heads import head_table, last_needed
 from kvsim.analysis.kept.retention import wipeout
 
 
@@ -77,7 +77,7 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
         for position, code in enumerate(codes):
             state = STATES[code]
             assert (state == "not yet there") == (position > row)
-            assert (state == "retained") == held[position]
+            assert (state == "kept") == held[position]
         wiped = codes == STATES.index("in a region of which nothing is left")
         regions = max(0, (row + 1 - 32) // region - 1)
         if regions:
@@ -88,7 +88,7 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
     for row, codes in zip(tile.rows, tile.values, strict=True):
         held = record.retained(row)[1, 1]
         for code, low, high in zip(codes, tile.positions, tile.positions[1:], strict=False):
-            assert (STATES[code] == "retained") == held[low:high].any()
+            assert (STATES[code] == "kept") == held[low:high].any()
 
 
 def test_profiles_of_heads_are_means_over_rows():
@@ -121,6 +121,21 @@ def test_the_table_of_heads_has_a_row_for_each_query_head():
     assert table["head"].to_list() == [0, 0, 1, 1]
     assert table.columns[2:] == ["sink", "local", "entropy", "sparsity"]
     assert table.equals(head_table(trace, 1, sink=4, local=32, least=0.01))
+
+
+@pytest.mark.parametrize("least", [0.02, 0.2])
+def test_the_last_row_that_needs_a_position_is_that_of_a_loop(least):
+    """The largest row with so much attention on it, of either query head of the group."""
+    trace = made()
+    weights = trace.attention(1, slice(0, 70)).numpy()[2:4]
+
+    expected = [
+        max((row for row in range(70) if weights[:, row, p].max() >= least), default=-1)
+        for p in range(70)
+    ]
+
+    assert last_needed(trace, 1, 1, least=least).tolist() == expected
+    assert len({*expected}) > 5
 
 
 def test_profiles_of_a_prompt_alone_are_over_its_rows():

@@ -41,14 +41,14 @@ def test_an_empty_folder_shows_the_sample_and_says_how_to_record(opened, tmp_pat
     app = opened(tmp_path)
 
     assert not app.exception
-    assert app.selectbox(key="trace").options == ["sample"]
-    assert "kvsim capture --model tiny" in app.sidebar.info[0].value
-    assert app.header[0].value == "Trace"
+    assert app.selectbox(key="trace").options == ["sample-smollm2", "sample"]
+    assert any("kvsim capture --model tiny" in one.value for one in app.sidebar.caption)
+    assert app.header[0].value == "Answer"
 
 
 def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
     """The table under the map, for the layer that the link names."""
-    app = opened(folder, trace="sample.zarr", layer="1")
+    app = opened(folder, "trace", trace="sample.zarr", layer="1")
     trace = kvsim.open_trace(sample_trace())
 
     shown = app.dataframe[0].value
@@ -64,7 +64,7 @@ def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
 )
 def test_every_control_runs_the_page_anew(opened, folder, key, value):
     """No exception, and the control has the value."""
-    app = opened(folder, trace="sample.zarr")
+    app = opened(folder, "trace", trace="sample.zarr")
     control = app.slider(key=key) if key == "rows" else app.selectbox(key=key)
 
     control.set_value(value)
@@ -76,11 +76,11 @@ def test_every_control_runs_the_page_anew(opened, folder, key, value):
 
 def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
     """Every value is one of the options, whatever the link says."""
-    app = opened(folder, trace="more/plain.zarr", layer="0", head="1", qhead="3")
+    app = opened(folder, "trace", trace="more/plain.zarr", layer="0", head="1", qhead="3")
     assert app.selectbox(key="trace").value == "more/plain.zarr"
     assert (app.selectbox(key="layer").value, app.selectbox(key="qhead").value) == (0, 3)
 
-    app = opened(folder, trace="../../etc/passwd", layer="77", qhead="x")
+    app = opened(folder, "trace", trace="../../etc/passwd", layer="77", qhead="x")
     assert not app.exception
     assert app.selectbox(key="trace").value == "broken.zarr"
 
@@ -109,7 +109,7 @@ def test_what_was_computed_is_not_computed_again(opened, folder, monkeypatch):
         monkeypatch.setattr(cache, name, counted)
     cache.attention.clear()
     cache.heads.clear()
-    app = opened(folder, trace="more/plain.zarr", layer="1")
+    app = opened(folder, "trace", trace="more/plain.zarr", layer="1")
     assert sorted(asked) == ["attention_tile", "head_table"]
 
     app.selectbox(key="head").set_value(1)
@@ -124,8 +124,9 @@ def test_weights_under_the_pointer_are_those_of_the_trace(opened, folder):
     """In float32 where the picture is small, else in ten-thousandths."""
     trace = kvsim.open_trace(sample_trace())
     weights = trace.attention(1, slice(0, trace.n_pos))[4].numpy()
-    whole = opened(folder, trace="sample.zarr", layer="1", head="2", qhead="4")
-    part = opened(folder, trace="sample.zarr", layer="1", head="2", qhead="4", rows=["300", "340"])
+    link = {"trace": "sample.zarr", "layer": "1", "head": "2", "qhead": "4"}
+    whole = opened(folder, "trace", **link)
+    part = opened(folder, "trace", **link, rows=["300", "340"])
 
     np.testing.assert_allclose(_sent(whole, "u2", weights.shape) / 10_000, weights, atol=5.1e-5)
     np.testing.assert_allclose(_sent(part, "f4", (40, trace.n_pos)), weights[300:340], atol=1e-6)
@@ -141,7 +142,7 @@ def _sent(app, kind, shape):
 
 def test_layer_and_head_outlive_a_change_of_page(opened, folder, switch):
     """They stand in the frame."""
-    app = opened(folder, trace="sample.zarr")
+    app = opened(folder, "trace", trace="sample.zarr")
     app.selectbox(key="layer").set_value(0)
     app.selectbox(key="head").set_value(2)
     app.run()
@@ -155,7 +156,7 @@ def test_layer_and_head_outlive_a_change_of_page(opened, folder, switch):
 
 def test_an_empty_window_is_a_message(opened, folder):
     """Both ends at one place."""
-    app = opened(folder, trace="sample.zarr")
+    app = opened(folder, "trace", trace="sample.zarr")
     app.slider(key="rows").set_value((30, 30))
     app.run()
 
@@ -165,7 +166,7 @@ def test_an_empty_window_is_a_message(opened, folder):
 
 def test_a_trace_without_text_says_so(opened, folder):
     """The map has positions alone."""
-    app = opened(folder, trace="more/plain.zarr")
+    app = opened(folder, "trace", trace="more/plain.zarr")
 
     assert not app.exception
     assert any("no text" in one.value for one in app.info)
@@ -173,10 +174,10 @@ def test_a_trace_without_text_says_so(opened, folder):
 
 def test_tokens_are_text(opened, folder):
     """In the page's HTML no token opens an element; in no other text do tokens occur."""
-    app = opened(folder, trace="more/hostile.zarr")
+    app = opened(folder, "trace", trace="more/hostile.zarr")
 
     assert not app.exception
-    (text,) = [one.proto.body for one in app.get("html")]
+    text, _ = [one.proto.body for one in app.get("html")]
     assert "<img" not in text
     assert "<script" not in text
     assert "&lt;img src=&#x27;http://tokens.invalid/a.png&#x27;&gt;" in text
@@ -200,11 +201,11 @@ def test_what_is_recorded_anew_is_read_anew(opened, tmp_path, folder):
     """A trace that was replaced does not come out of the cache."""
     path = tmp_path / "t.zarr"
     shutil.copytree(folder / "more" / "plain.zarr", path)
-    before = opened(tmp_path, trace="t.zarr").caption
+    before = opened(tmp_path, "trace", trace="t.zarr").caption
     shutil.rmtree(path)
     shutil.copytree(folder / "sample.zarr", path)
 
-    after = opened(tmp_path, trace="t.zarr").caption
+    after = opened(tmp_path, "trace", trace="t.zarr").caption
 
     assert any(one.value.startswith("120 tokens") for one in before)
     assert any(one.value.startswith("472 tokens") for one in after)

@@ -156,6 +156,24 @@ def test_a_part_of_the_page_holds_these_tokens_alone():
     assert token_html(trace, record) == token_html(trace, record, start=0, stop=90)
 
 
+def test_dropped_tokens_that_a_later_row_needs_are_missed(trace, record):
+    """Needed after the row of their eviction, and not at or before it; each has its colour."""
+    gone, row = record.evicted_at[1, 0].astype(int), max(record.events)
+    later = np.where(np.arange(90) % 2, gone + 1, gone)
+    expected = [
+        "missed" if state == "dropped" and p % 2 else state
+        for p, state in enumerate(states(record, 1, 0, row))
+    ]
+
+    found = token_states(trace, record, needed=later)
+    read = Read()
+    read.feed(token_html(trace, record, needed=later))
+
+    assert [STATES[code] for code in found.codes] == expected
+    assert {title for title, _ in read.runs} == {*STATES}
+    assert found.counts()["missed"] == expected.count("missed") > 5
+
+
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=6))
 def test_whatever_the_tokens_are_the_page_has_its_own_tags_alone(words):
     """Every angle bracket and quote of the page is one that the page itself wrote."""
@@ -183,7 +201,7 @@ def test_the_figure_places_every_token_in_the_style_of_its_state(trace, record):
     words = [one.get_text() for one in tokens[: len(HOSTILE)]]
     assert words[:10] == HOSTILE[:10]
     assert words[11:16] == ["\\n", "\\x00", "\\u202e", "\\ud800", "\\u6f22"]
-    colours = {"dropped": "#8a8a8a", "retained": "#d55e00", "not yet scored": "#009e73"}
+    colours = {"dropped": "#8a8a8a", "retained": "#0072b2", "not yet scored": "#009e73"}
     expected = [colours[state] for state in states(record, 1, 0, max(record.events))]
     assert [to_hex(one.get_color()) for one in tokens] == expected
     places = [(one.get_position()[1], one.get_position()[0]) for one in tokens]
@@ -192,7 +210,7 @@ def test_the_figure_places_every_token_in_the_style_of_its_state(trace, record):
     assert places[12][0] > places[11][0]  # behind the newline
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     counts = [states(record, 1, 0, max(record.events)).count(name) for name in STATES]
-    assert labels == [f"{n} ({c})" for n, c in zip(STATES, counts, strict=True)]
+    assert labels == [f"{n} ({c})" for n, c in zip(STATES, counts, strict=True)][:3]
     assert "layer 1, KV head 0\nafter row 79 (fidelity: open)" in figure.get_suptitle()
     figure.draw_without_rendering()
 

@@ -11,10 +11,9 @@ import streamlit as st
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import against_entries
 from kvsim.errors import PolicyError
-from kvsim.plots.summary import metric_label
 from kvsim.schema import LABELS, visible
 
-from .. import downloads, elements, line_charts, runs
+from .. import cache, downloads, elements, line_charts, readings, runs
 
 #: Policies that are shown at first, where a run has many.
 FEW = 8
@@ -46,10 +45,9 @@ def page() -> None:
     """Show a metric over budgets, paired differences, the Pareto front and regret."""
     elements.title(
         "Compare",
-        "What policies lose at the same budget. Each point is a mean over prompts, each bar its "
-        "95 % bootstrap interval: where bars of two policies overlap, look at the paired "
-        "differences below, which compare prompt by prompt. Dotted lines are chance: random sets "
-        "of the same sizes.",
+        "What policies lose at the same budget. Where bars of two policies overlap, look at the "
+        "paired differences below, which compare prompt by prompt. Dotted lines are chance: random "
+        "sets of the same sizes.",
     )
     run = runs.run()
     values = run.best.filter(pl.col("policy").is_not_null(), pl.col("value").is_not_null())
@@ -61,8 +59,8 @@ def page() -> None:
     verdict = st.container()
     comparison = _comparison(run, values)
     if comparison.metric in METRICS:
-        for line in runs.verdict(run.origin, comparison.policies, comparison.metric):
-            verdict.text(visible(line))
+        lines = runs.verdict(run.origin, comparison.policies, comparison.metric)
+        verdict.text("\n".join(map(visible, lines)))
     _over_budgets(comparison)
     _differences(comparison)
     _front(comparison)
@@ -72,23 +70,21 @@ def page() -> None:
 
 def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
     """Read the controls."""
-    metrics, variants, splits, bases, scales = st.columns(
-        [3, 3, 3, 3, 2], vertical_alignment="bottom"
-    )
+    side = st.sidebar
     measured = set(values["metric"].unique())
     listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
-    metric = metrics.selectbox(
+    metric = side.selectbox(
         "Metric",
         listed,
         listed.index("output_error") if "output_error" in listed else 0,
         key="metric",
         bind="query-params",
     )
-    variant = runs.variant(values.filter(metric=metric), metric, variants)
+    variant = runs.variant(values.filter(metric=metric), metric, side)
     of_metric = values.filter(metric=metric, variant=variant)
     labels = [name for name in LABELS if name in of_metric]
     layered = of_metric["layer"].drop_nulls().n_unique() > 1
-    split = splits.selectbox(
+    split = side.selectbox(
         "Split by",
         [
             "nothing",
@@ -99,27 +95,25 @@ def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
         bind="query-params",
         help="stage: early, middle and late layers of the model; or labels of the prompts",
     )
-    logarithmic = scales.toggle(
-        "Log", key="log", bind="query-params", help="a logarithmic scale, on which 0 has no place"
+    logarithmic = side.toggle(
+        "Logarithmic",
+        key="log",
+        bind="query-params",
+        help="a logarithmic scale, on which 0 has no place",
     )
     policies = run.policies
-    if isinstance(run.origin, runs.Folder):
-        policies = st.multiselect(
+    if isinstance(run.origin, cache.Folder):
+        policies = side.multiselect(
             "Policies", policies, policies[:FEW], key="policies", bind="query-params"
         )
     if not policies:
         st.info("Choose at least one policy.")
         st.stop()
-    base = bases.selectbox(
+    base = side.selectbox(
         "Compare with", policies, key="base", bind="query-params", help="for paired differences"
     )
     by = None if split == "nothing" else split
     return Comparison(run, policies, base, metric, variant, by, logarithmic)
-
-
-def _label(metric: str) -> str:
-    """A metric with its unit and its better direction; its name may come from a file."""
-    return metric_label(metric) if metric in METRICS else elements.shortened(metric, 40)
 
 
 def _fidelity(means: pl.DataFrame) -> None:
@@ -144,17 +138,12 @@ def _over_budgets(comparison: Comparison) -> None:
         means,
         comparison.styles,
         key="budgets-chart",
-        label=_label(metric),
+        label=line_charts.label(metric),
         by=by,
         logarithmic=comparison.logarithmic,
     )
-    fewest, most = (int(means["n"].sort()[end]) for end in (0, -1))
-    if most == 1:
-        st.caption("One prompt, so there is no interval and no bar.")
-    elif fewest == most:
-        st.caption(f"{most} prompts.")
-    else:
-        st.caption(f"{fewest} to {most} prompts; a point of a single prompt has no bar.")
+    elements.reading(readings.over_budgets(means, metric, by))
+    elements.prompts(means)
     _fidelity(means)
     if run.best.height < run.table.height:
         st.caption(
@@ -171,8 +160,8 @@ def _differences(comparison: Comparison) -> None:
         st.info("Choose a second policy to compare with.")
         return
     st.markdown(
-        "Each policy minus the policy that it is compared with, prompt by prompt at the same "
-        "budget. Other prompts would likely show a difference whose interval excludes 0."
+        "Each policy minus the policy that it is compared with, on the same prompts. Other prompts "
+        "would likely show a difference whose interval excludes 0."
     )
     run, metric, base = comparison.run, comparison.metric, comparison.base
     metrics = {metric: comparison.variant}
@@ -187,6 +176,7 @@ def _differences(comparison: Comparison) -> None:
     line_charts.over_budgets(
         gaps, comparison.styles, key="gaps", label="difference", by=comparison.by, zero=True
     )
+    elements.reading(readings.differences(gaps))
     downloads.table(gaps, f"{run.name}-{metric}-beside-{base}", key="gaps")
 
 
@@ -200,15 +190,16 @@ def _front(comparison: Comparison) -> None:
     names = ("entries_seen", "output_error", "wipeout")
     costs = comparison.means({name: METRICS[name].main for name in names})
     points = {name: against_entries(costs, name) for name in names[1:]}
-    panels = {_label(name): part for name, part in points.items() if part.height}
+    panels = {line_charts.label(name): part for name, part in points.items() if part.height}
     if not panels:
         st.info(
             "This needs `entries_seen`, and `output_error` or `wipeout`, which were not measured."
         )
         return
     # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
-    scaled = [_label("output_error")] if comparison.logarithmic else []
+    scaled = [line_charts.label("output_error")] if comparison.logarithmic else []
     line_charts.against_entries(panels, comparison.styles, key="pareto", logarithmic=scaled)
+    elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))
     _fidelity(both)
     downloads.table(both, f"{comparison.run.name}-pareto", key="pareto")
@@ -220,7 +211,7 @@ def _regret(comparison: Comparison, *, measured: set[str]) -> None:
     if "regret" not in measured:
         st.info(
             "This run has no regret. `kvsim replay ... --regret` replays a mass oracle with each "
-            "policy; for the chosen trace there is a switch above."
+            "policy; for the chosen trace there is a switch on the left."
         )
         return
     st.markdown(
@@ -236,8 +227,9 @@ def _regret(comparison: Comparison, *, measured: set[str]) -> None:
         regret,
         comparison.styles,
         key="regret-chart",
-        label=_label("regret"),
+        label=line_charts.label("regret"),
         by=comparison.by,
     )
+    elements.reading(readings.regret(regret))
     _fidelity(regret)
     downloads.table(regret, f"{comparison.run.name}-regret", key="regret-chart")

@@ -8,7 +8,7 @@ import streamlit as st
 from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
 
-from .. import controls, downloads, elements, line_charts, runs
+from .. import cache, controls, downloads, elements, line_charts, readings, runs
 
 #: The levels, the strongest first.
 LEVELS = {
@@ -47,9 +47,8 @@ def page() -> None:
     """Show the levels of a run's values, and the same values at two levels."""
     elements.title(
         "Fidelity",
-        "Replay computes what a policy would have kept and lost. Some of these numbers are exactly "
-        "those of a live run, others are approximations. Each bar shows the share of values at "
-        "each level of fidelity.",
+        "How far the numbers of a run can be trusted: some are exactly those of a live run, others "
+        "are approximations. Each bar shows the share of values at each level.",
     )
     run = runs.run()
     counted = runs.shares(run.origin, ("metric", "layer"))
@@ -73,6 +72,7 @@ def _by_metric(run: runs.Run) -> list[str]:
     by_metric = runs.shares(run.origin, ("metric",))
     measured: list[str] = by_metric["metric"].unique(maintain_order=True).to_list()
     line_charts.shares(by_metric, "metric", measured, key="by-metric")
+    elements.reading(readings.shares(by_metric, "metric"))
     downloads.table(by_metric, f"{run.name}-fidelity-by-metric", key="by-metric")
     return measured
 
@@ -80,9 +80,8 @@ def _by_metric(run: runs.Run) -> list[str]:
 def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None:
     """Show the levels of one metric in each layer."""
     st.subheader("By layer", anchor=False)
-    left, _ = st.columns([1, 2])
-    metric = left.selectbox(
-        "Metric",
+    metric = st.sidebar.selectbox(
+        "Metric by layer",
         measured,
         measured.index("output_error") if "output_error" in measured else 0,
         key="metric",
@@ -95,6 +94,7 @@ def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None
     )
     order = by_layer.sort("layer", nulls_last=True)["place"].unique(maintain_order=True).to_list()
     line_charts.shares(by_layer, "place", order, key="by-layer")
+    elements.reading(readings.shares(by_layer, "place"))
     if metric in METRICS:
         st.caption(f"{metric.replace('_', ' ')}: {METRICS[metric].summary}.")
     downloads.table(
@@ -106,10 +106,9 @@ def _two_levels(run: runs.Run) -> None:
     """Show values that are there at two levels, in this run or with another one."""
     st.subheader("The same values at two levels", anchor=False)
     folders = controls.runs().items()
-    others = {name: path for name, path in folders if runs.Folder.of(path) != run.origin}
-    left, _ = st.columns([1, 2])
-    other = left.selectbox(
-        "Compare with",
+    others = {name: path for name, path in folders if cache.Folder.of(path) != run.origin}
+    other = st.sidebar.selectbox(
+        "Compare with the run",
         [NOTHING, *others],
         key="beside",
         bind="query-params",
@@ -143,15 +142,14 @@ def _differences(
         "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
         "schedule, metric, layer and head. The difference is what the weaker level left out."
     )
-    metrics, variants, _ = st.columns(3)
-    metric = metrics.selectbox(
+    metric = st.sidebar.selectbox(
         "Metric compared",
         differences["metric"].unique(maintain_order=True).to_list(),
         key="compared",
         bind="query-params",
     )
     variant = runs.variant(
-        differences.filter(metric=metric), metric, variants, key="compared_variant"
+        differences.filter(metric=metric), metric, st.sidebar, key="compared_variant"
     )
     selected = {"metric": metric, "variant": variant}
     st.dataframe(
@@ -160,6 +158,7 @@ def _differences(
     )
     by_layer = runs.levels(origins, ("layer",)).filter(**selected)
     line_charts.between(by_layer, key="between")
+    elements.reading(readings.between(by_layer))
     elements.fidelity(differences["stronger"].cast(pl.String).to_list())
     downloads.table(differences, f"{run.name}-levels", key="levels")
     downloads.table(by_layer, f"{run.name}-levels-of-{metric}-by-layer", key="levels-by-layer")

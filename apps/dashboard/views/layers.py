@@ -12,14 +12,14 @@ from kvsim.analysis.prompt.tables import Diagnosis, layer_table
 from kvsim.errors import KvsimError
 from kvsim.plots.style import COLOURS
 
-from .. import cache, controls, downloads, elements, line_charts, rankings
+from .. import cache, controls, downloads, elements, line_charts, rankings, readings
 
-BLUE, RED, GREEN, PINK, ORANGE = COLOURS[:5]
+BLUE, _, GREEN, PINK, ORANGE, SKY = COLOURS[:6]
 
 #: Curves of the overlap of windows by column of the table.
 OVERLAPS = {
     "oldest": ("oldest window", line_charts.style(BLUE)),
-    "second": ("second", line_charts.style(RED)),
+    "second": ("second", line_charts.style(SKY)),
     "third": ("third", line_charts.style(GREEN)),
     "union": ("union of the three", line_charts.style(PINK)),
     "equal_budget": ("equal budget", line_charts.style(ORANGE)),
@@ -53,9 +53,9 @@ def page() -> None:
 
 def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
     """Read the controls and rank the prompt. Where it cannot be ranked the page ends."""
-    knobs = st.columns(5)
+    side = st.sidebar
     window = int(
-        knobs[4].number_input(
+        side.number_input(
             "Window",
             1,
             trace.prompt_len - 1,
@@ -70,9 +70,10 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
     except KvsimError as error:
         st.error("The layers of this trace cannot be ranked.", icon=":material/error:")
         st.text(str(error))
+        st.caption("Choose another trace on the left.")
         st.stop()
-    tau = knobs[0].slider("tau", 0.0, 1.5, 0.3, 0.05, key="tau", bind="query-params")
-    k = knobs[1].slider(
+    tau = side.slider("tau", 0.0, 1.5, 0.3, 0.05, key="tau", bind="query-params")
+    k = side.slider(
         "k",
         1,
         max(2, ranking.ranked),  # a slider has two ends
@@ -81,7 +82,7 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
         bind="query-params",
         help="tokens that are propagated besides the window; the budget is their sum",
     )
-    first = knobs[2].selectbox(
+    first = side.selectbox(
         "First layer",
         list(range(trace.n_layers)),
         trace.n_layers // 3,
@@ -89,7 +90,7 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
         bind="query-params",
         help="the first layer that is tested",
     )
-    look_back = knobs[3].selectbox(
+    look_back = side.selectbox(
         "Look-back",
         list(range(1, trace.n_layers + 1)),
         min(8, trace.n_layers) - 1,
@@ -134,12 +135,18 @@ def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Dia
                 ),
                 f"tau {curve.rule.tau:g}": (
                     [curve.rule.tau] * trace.n_layers,
-                    line_charts.style(RED, "dash"),
+                    line_charts.style(ORANGE, "dash"),
                 ),
             },
             key="variance",
             label="rank variance / first tested",
             mark=selected,
+        )
+        elements.reading(
+            readings.ends(
+                *("relative variance", table["relative_variance"].to_list()),
+                *("tau", [curve.rule.tau] * trace.n_layers),
+            )
         )
     with right:
         st.subheader("Do layers agree?", anchor=False)
@@ -159,6 +166,12 @@ def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Dia
             top=1.05,
             mark=selected,
         )
+        elements.reading(
+            readings.ends(
+                *("overlap", table["jaccard"].to_list()),
+                *("chance", table["jaccard_chance"].to_list()),
+            )
+        )
     left, right = st.columns([1, 1])
     with left:
         st.subheader("How even are scores?", anchor=False)
@@ -174,6 +187,12 @@ def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Dia
             label="entropy, nats",
             mark=selected,
         )
+        elements.reading(
+            readings.ends(
+                *("entropy", table["entropy"].to_list()),
+                *("equal scores", table["entropy_uniform"].to_list()),
+            )
+        )
     with right:
         st.subheader("How sparse is attention?", anchor=False)
         sparsity = rankings.sparsity(source)
@@ -186,13 +205,14 @@ def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Dia
                 for p, dash in zip(sparsity["p"].unique().sort(), ("solid", "dash"), strict=True)
                 for name, keys, colour in (
                     ("sequence", "over all keys", BLUE),
-                    ("behind_sink", "behind the sink", RED),
+                    ("behind_sink", "behind the sink", ORANGE),
                 )
             },
             key="sparsity",
             label="share of keys below p x maximum",
             top=1.05,
         )
+        elements.reading(readings.sparsity(sparsity))
     downloads.table(table, f"{trace.name}-layers", key="layers", what="Table of ranks and scores")
     downloads.table(sparsity, f"{trace.name}-sparsity", key="sparsity", what="Table of sparsity")
     elements.fidelity(["exact"])
@@ -207,8 +227,8 @@ def _pattern(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Di
         f"{curve.look_back} layers. A column that keeps its colour downwards is a token whose rank "
         "has settled."
     )
-    order = st.segmented_control(
-        "Order of tokens",
+    order = st.sidebar.segmented_control(
+        "Order of tokens in the pattern",
         ["rank", "position"],
         default="rank",
         key="order",
@@ -220,6 +240,7 @@ def _pattern(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Di
     pattern = rankings.pattern(source, window, curve.look_back, curve.k, str(order or "rank"))
     if len(pattern.tokens):
         rankings.draw(pattern, ranking.ranked, trace.token_text, diagnosis.layer)
+        elements.reading(readings.pattern(pattern, curve.k, curve.look_back))
         elements.fidelity(["exact"])
     else:
         st.info("Only the window is propagated, so no token has a rank; give a larger k.")
@@ -234,15 +255,13 @@ def _overlap(trace: Trace, source: cache.Source) -> None:
         "mattered before matters again."
     )
     layer = controls.layer()
-    st.caption(f"Layer {layer}; choose another layer on the left.")
-    where, _ = st.columns([1, 3])
     longest = (trace.n_pos - 1) // 4
     if longest < 1:
         st.info("This trace is too short for four windows of rows.")
         st.stop()
     rows = int(
-        where.number_input(
-            "Rows of a window",
+        st.sidebar.number_input(
+            "Rows of a window of overlap",
             1,
             longest,
             max(1, default_window(trace.n_pos)),
@@ -258,8 +277,9 @@ def _overlap(trace: Trace, source: cache.Source) -> None:
         x=overlap["share"].to_list(),
         x_label="share of keys that count as top",
         top=1.05,
-        height=420,
+        height=380,
     )
+    elements.reading(f"Layer {layer}. {readings.overlap(overlap)}")
     elements.fidelity(["exact"])
     downloads.table(
         overlap.with_columns(layer=pl.lit(layer)), f"{trace.name}-overlap", key="overlap"

@@ -19,7 +19,7 @@ from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
 
-from .. import cache, controls, elements, event_charts
+from .. import cache, controls, elements, event_charts, readings
 from ..tiles import SIDE
 
 #: Entries of all heads at all events up to which a replay keeps the decisions of its events (some
@@ -49,23 +49,23 @@ class Replays:
 def page() -> None:
     """Show the segments of one event, and what the scorer alone keeps then."""
     trace = controls.trace()
+    place = st.sidebar.container()
     st.sidebar.divider()
     scorer = controls.scorer("scorer", "tova")
     budget, interval = controls.budget(trace), controls.interval(trace)
-    params = controls.ams(trace)
+    params = controls.ams(trace, budget)
     elements.title(
         "Segments",
-        "AMS adds up the attention mass of the cache from left to right and begins a segment where "
-        "the sum passes the next multiple of *segment mass*. Each segment keeps as many entries as "
-        "its quota, the best by the scorer. For comparison, the numbers and the last line of ticks "
-        "show the scorer alone with the same budget and events.",
+        "How AMS cuts the cache at one event. A segment begins where the attention mass, added up "
+        "from the left, passes the next multiple of *segment mass*. Each segment keeps its quota "
+        "of entries, the best by the scorer; below, the scorer alone with the same budget.",
     )
     if interval is not None and controls.entries(trace, budget, interval) > MOST:
         st.warning("Too many events to keep the decisions of each; give a longer interval.")
         st.stop()
     replays = _replays(trace, scorer, budget, interval, params)
     if replays.ams.remark:
-        st.text(replays.ams.remark)
+        elements.reading(replays.ams.remark)
     if not replays.events:
         st.info(
             "Nothing is dropped in this layer. A smaller budget, or an interval that fits the "
@@ -75,7 +75,7 @@ def page() -> None:
         st.stop()
     events = replays.events
     shown = events[::-1][:: max(1, len(events) // SIDE)][::-1]
-    row = controls.event([event.row for event in shown])
+    row = controls.event([event.row for event in shown], place)
     number = [event.row for event in events].index(row)
     _event(replays, events[number], events[number - 1] if number else None)
 
@@ -113,9 +113,7 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
         replays.name: head_course(replays.ams, layer, replays.head),
         f"{replays.scorer} alone": head_course(replays.alone, layer, replays.head_alone),
     }
-    elements.numbers(
-        {name: course.filter(pl.col("event") == row) for name, course in courses.items()}
-    )
+    alone = kept_positions(replays.alone, layer, replays.head_alone, row)
     if len(event.quota) > SIDE:
         st.info(f"{len(event.quota):,} segments are too many to draw; the table has them all.")
     else:
@@ -123,13 +121,17 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
             event_charts.segments(
                 event,
                 before,
-                kept_positions(replays.alone, layer, replays.head_alone, row),
+                alone,
                 ("ams", replays.scorer),
                 trace.token_text,
             ),
             key="segments",
             config={"displaylogo": False},
         )
+        elements.reading(readings.segments(event, alone, replays.scorer))
+    elements.numbers(
+        {name: course.filter(pl.col("event") == row) for name, course in courses.items()}
+    )
     _cut(replays, row)
     records = (replays.ams, replays.alone)
     elements.fidelity([fidelity(trace, record, "sets", layer) for record in records])
@@ -179,7 +181,7 @@ def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> 
     name = f"{replays.trace.name}-{replays.name}-layer-{replays.layer}-head-{replays.head}"
     left, right, _ = st.columns([3, 2, 3])
     left.download_button(
-        "Segments of all events as CSV", table.write_csv(), f"{name}-segments.csv", "text/csv"
+        "Segments of all events as CSV", table.write_csv, f"{name}-segments.csv", "text/csv"
     )
     right.download_button(
         "Figure as PNG", figure, f"{name}-row-{event.row}.png", "image/png", on_click="ignore"

@@ -10,7 +10,7 @@ import streamlit as st
 from kvsim import Trace
 from kvsim.schema import plural
 
-from .. import cache, controls, elements
+from .. import cache, controls, elements, readings
 
 
 def page() -> None:
@@ -18,14 +18,9 @@ def page() -> None:
     trace = controls.trace()
     elements.title(
         "Trace",
-        "The tokens of prompt and response, and the attention between them. Each row of the map is "
-        "a query; its columns are the positions that it attends to. Narrow the windows to see "
-        "single tokens.",
-    )
-    st.caption(
-        f"{trace.n_pos:,} tokens, {trace.prompt_len:,} of them prompt; "
-        f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_qheads, 'query head')}, "
-        f"{plural(trace.n_heads, 'KV head')}."
+        "Attention between the tokens of one sequence. Each row of the map is a query, its columns "
+        "are the positions that it attends to; dark is much attention. Narrow the windows on the "
+        "left to see single tokens.",
     )
     positions = _attention(trace)
     _heads(trace)
@@ -39,11 +34,11 @@ def page() -> None:
 def _attention(trace: Trace) -> tuple[int, int]:
     """Show the map of one query head; return the first position shown and the one behind it."""
     group = list(range(controls.head() * trace.group, (controls.head() + 1) * trace.group))
-    first, left, right = st.columns([1, 3, 3])
-    qhead = first.selectbox("Query head", group, key="qhead", bind="query-params")
+    side = st.sidebar
+    qhead = side.selectbox("Query head", group, key="qhead", bind="query-params")
     whole = (0, trace.n_pos)
-    rows = left.slider("Rows", *whole, whole, key="rows", bind="query-params", help="queries")
-    positions = right.slider(
+    rows = side.slider("Rows", *whole, whole, key="rows", bind="query-params", help="queries")
+    positions = side.slider(
         "Positions", *whole, whole, key="positions", bind="query-params", help="keys"
     )
     if rows[0] == rows[1] or positions[0] == positions[1]:
@@ -53,9 +48,14 @@ def _attention(trace: Trace) -> tuple[int, int]:
         controls.source(), controls.layer(), qhead, range(*rows), range(*positions)
     )
     elements.heat_map(tile, trace.token_text, key="attention")
+    elements.reading(readings.attention(tile, trace.token_text))
+    pooled = " A cell shows the largest weight of its rows and positions." * tile.pooled
+    st.caption(
+        f"{trace.n_pos:,} tokens, {trace.prompt_len:,} of them prompt; "
+        f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_qheads, 'query head')}, "
+        f"{plural(trace.n_heads, 'KV head')}.{pooled}"
+    )
     elements.fidelity(["exact"])
-    if tile.pooled:
-        st.caption("A cell shows the largest weight of its rows and positions.")
     return positions
 
 
@@ -72,7 +72,7 @@ def _heads(trace: Trace) -> None:
     heads = heads.rename({"qhead": "query head", "head": "KV head"})
     st.dataframe(heads, hide_index=True)
     st.download_button(
-        "Download as CSV", heads.write_csv(), f"{trace.name}-layer-{layer}-heads.csv", "text/csv"
+        "Download as CSV", heads.write_csv, f"{trace.name}-layer-{layer}-heads.csv", "text/csv"
     )
 
 

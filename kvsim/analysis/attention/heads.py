@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.attention.windows import row_blocks
 from kvsim.analysis.kept.retention import SINK
 from kvsim.core.trace import Trace
@@ -42,3 +43,18 @@ def head_table(
     qhead = np.arange(trace.n_qheads)
     means = zip(("sink", "local", "entropy", "sparsity"), sums / (trace.n_pos - start), strict=True)
     return pl.DataFrame({"qhead": qhead, "head": qhead // trace.group, **dict(means)})
+
+
+def last_needed(trace: Trace, layer: int, head: int, *, least: float) -> Ints:
+    """Return the last row whose full attention on each position is at least `least`; [pos].
+
+    For some query head of the KV head's group; -1 where there is no such row. An entry that a
+    policy evicted after an earlier row than this is missed.
+    """
+    heads = slice(head * trace.group, (head + 1) * trace.group)
+    last = np.full(trace.n_pos, -1, dtype=np.int64)
+    for rows in row_blocks(0, trace.n_pos, _BLOCK):
+        weights = trace.attention(layer, rows, slice(0, rows.stop))[heads].amax(0)
+        row, pos = (weights >= least).numpy().nonzero()
+        np.maximum.at(last, pos, rows.start + row)
+    return last

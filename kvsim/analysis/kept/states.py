@@ -19,7 +19,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError
 
 #: States of tokens; the order of the codes of `token_states`.
-TOKEN_STATES: Final = ("dropped", "retained", "not yet scored")
+TOKEN_STATES: Final = ("dropped", "retained", "not yet scored", "missed")
 #: States of positions; the order of the codes of `Strip.codes`.
 STRIP_STATES: Final = ("kept", "dropped before", "dropped at the event")
 #: Positions of a region, of those that `wipeout` and a tile of retention count.
@@ -45,12 +45,20 @@ class TokenStates:
 
 
 def token_states(
-    trace: Trace, record: Record, *, layer: int = -1, head: int = 0, row: int | None = None
+    trace: Trace,
+    record: Record,
+    *,
+    layer: int = -1,
+    head: int = 0,
+    row: int | None = None,
+    needed: Ints | None = None,
 ) -> TokenStates:
     """Return the state of each token in a head after the event that follows a row.
 
     layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
     query head of its group. row: the layer's last event by default; without an event, the last row.
+    needed: the last row that would attend to each position, of `last_needed`; a dropped token that
+    is needed after its eviction is then missed.
 
     Raises TraceError where the record is of another trace, NeedsError where the trace has no text
     of tokens, and PositionError for a row that it does not have.
@@ -64,6 +72,8 @@ def token_states(
     gone = _gone(trace, record, layer % trace.n_layers, head)
     row = event_row(gone, row)
     codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
+    if needed is not None:
+        codes[(codes == 0) & (needed > gone[0])] = 3
     text: Sequence[str] = trace.token_text
     if not any(character.isspace() for piece in text for character in piece):
         text = [f"{piece} " for piece in text]  # tokens without blanks are words

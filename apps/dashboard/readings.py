@@ -1,0 +1,236 @@
+"""Charts in a sentence: what a reader sees, computed from the numbers that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from kvsim.analysis.arrays import Ints
+from kvsim.analysis.kept.segmentation import Segmented
+from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
+from kvsim.analysis.prompt.ranking import RankPattern
+from kvsim.analysis.registry import METRICS
+from kvsim.plots.style import asked_order
+from kvsim.schema import plural
+
+from .tiles import Tile
+
+_KEPT, _MISSED = TOKEN_STATES.index("retained"), TOKEN_STATES.index("missed")
+
+
+def texts(states: Mapping[str, TokenStates], needle: tuple[int, int] | None = None) -> str:
+    """Say how much of a text each policy has, and what it misses; states: by policy."""
+    parts = []
+    for name, state in states.items():
+        counts = state.counts()
+        past = state.row + 1
+        parts.append(
+            f"{name} keeps {counts['retained']} of {past:,} tokens and misses {counts['missed']} "
+            "that later rows would attend to"
+        )
+    sentence = f"{'; '.join(parts)}."
+    if needle is not None:
+        size = needle[1] - needle[0]
+        codes = {name: state.codes[slice(*needle)] for name, state in states.items()}
+        each = (
+            f"{name} keeps {int((code == _KEPT).sum())} and misses {int((code == _MISSED).sum())}"
+            for name, code in codes.items()
+        )
+        sentence += f" Of the needle's {plural(size, 'token')}, {'; '.join(each)}."
+    return sentence
+
+
+def attention(tile: Tile, texts: Sequence[str] | None) -> str:
+    """Say where the largest weight of most rows is, and the largest weight of all."""
+    values, edges = tile.values, tile.positions
+    best = values.argmax(1)
+    places, counts = np.unique(best, return_counts=True)
+    common = int(places[counts.argmax()])
+    row, column = np.unravel_index(values.argmax(), values.shape)
+    lines = "rows" if tile.rows[-1] - tile.rows[0] == len(values) else "lines of cells"
+    return (
+        f"The largest weight of {counts.max()} of {len(values)} {lines} is at "
+        f"{_cell(edges, common, texts)}. The largest of all, {values[row, column]:.2g}, is at "
+        f"{_cell(edges, int(column), texts)}, of {_cell(tile.rows, int(row), None, 'row')}."
+    )
+
+
+def _cell(edges: Ints, place: int, texts: Sequence[str] | None, kind: str = "position") -> str:
+    """Name a cell: its positions or rows, and its token where it is of one."""
+    first, last = int(edges[place]), int(edges[place + 1]) - 1
+    if first != last:
+        return f"{kind}s {first} to {last}"
+    return f"{kind} {first}" + ("" if texts is None else f" ({texts[first]!r})")
+
+
+def retention(course: pl.DataFrame) -> str:
+    """Say what is left of a head after an event; course: of `head_course`, its row."""
+    event = course.row(0, named=True)
+    wiped = event["wipeout"]
+    regions = "" if wiped is None else f"{wiped:.0%} of its regions are wiped out, and "
+    return (
+        f"After row {event['event']} this head has {event['kept']} of {event['event'] + 1:,} "
+        f"positions ({event['share']:.0%}); {regions}the longest dropped run has "
+        f"{event['longest']:.0f}."
+    )
+
+
+def segments(event: Segmented, alone: Ints, scorer: str) -> str:
+    """Say how an event cuts the cache, and where AMS and its scorer differ most."""
+    counts, kept = event.counts(), event.counts(event.kept)
+    held = event.spread(alone)
+    place = int(np.abs(kept - held).argmax())
+    stops = np.append(event.boundaries, event.row + 1)
+    sizes = f"{counts.min()} to {counts.max()}" if len(counts) > 1 else str(counts[0])
+    return (
+        f"AMS cuts {counts.sum()} entries into "
+        f"{plural(len(counts), 'segment')} of {sizes}. It differs most from {scorer} alone at "
+        f"positions {event.starts[place]} to {stops[place] - 1}: {kept[place]} entries against "
+        f"{held[place]}."
+    )
+
+
+def over_budgets(means: pl.DataFrame, metric: str, by: str | None = None) -> str:
+    """Say which policy is best at the smallest and the largest budget, or in each part of a split.
+
+    means: of `averages`. A metric without a better direction has its ends named.
+    """
+    better = METRICS[metric].better if metric in METRICS else None
+    what = {"higher": "Best, which is highest", "lower": "Best, which is lowest"}
+    budgets = asked_order(means["asked"].to_list())
+    if by is None:
+        parts = [
+            (f"at budget {asked}", means.filter(asked=asked))
+            for asked in dict.fromkeys((budgets[0], budgets[-1]))
+        ]
+    else:
+        last = means.filter(asked=budgets[-1])
+        groups = last[by].unique(maintain_order=True)
+        parts = [(f"{by} {group}", last.filter(pl.col(by) == group)) for group in groups]
+    of_budget = "" if by is None else f" at budget {budgets[-1]}"
+    each = "; ".join(f"{where} {_first(rows, better)}" for where, rows in parts)
+    return f"{what.get(better or '', 'Lowest and highest')}{of_budget}: {each}."
+
+
+def _first(part: pl.DataFrame, better: str | None) -> str:
+    """The best policy and the next one, or the two ends, with their values."""
+    ranked = part.sort("mean", descending=better == "higher").select("policy", "mean").rows()
+    (name, mean), *others = ranked
+    text = f"{name} ({mean:.3g})"
+    if not others:
+        return text
+    other, value = others[-1] if better is None else others[0]
+    return f"{text}, {'to' if better is None else 'then'} {other} ({value:.3g})"
+
+
+def differences(gaps: pl.DataFrame) -> str:
+    """Say how many differences exclude 0, and which is largest; gaps: of `compare`."""
+    largest = gaps.sort(pl.col("mean").abs()).row(-1, named=True)
+    apart = gaps.filter((pl.col("low") > 0) | (pl.col("high") < 0)).height
+    tested = gaps["low"].count()
+    counted = (
+        f"{apart} of {plural(tested, 'difference')} have an interval that excludes 0"
+        if tested
+        else "One prompt, so no difference has an interval"
+    )
+    return (
+        f"{counted}. The largest is that of {largest['policy']} from {largest['base']} at budget "
+        f"{largest['asked']}: {largest['mean']:+.3g}."
+    )
+
+
+def front(panels: Mapping[str, pl.DataFrame]) -> str:
+    """Say which points of each panel are on the front; panels: of `against_entries`, by label."""
+    parts = []
+    for label, points in panels.items():
+        best = points.filter("best").sort("seen")
+        names = [f"{x['policy']} at {x['asked']}" for x in best.head(6).to_dicts()]
+        more = f" and {best.height - 6} more" if best.height > 6 else ""
+        parts.append(f"{label}: {', '.join(names)}{more}")
+    return f"On the front of {'; of '.join(parts)}."
+
+
+def regret(means: pl.DataFrame) -> str:
+    """Say where least and most is left to gain; means: of `averages`."""
+    rows = means.sort("mean").to_dicts()
+    ends = (rows[0], rows[-1])
+    least, most = (f"{x['policy']} at budget {x['asked']} ({x['mean']:.3g})" for x in ends)
+    return f"Least is left to gain for {least}, most for {most}."
+
+
+def ends(
+    name: str,
+    values: Sequence[float | None],
+    reference: str,
+    beside: Sequence[float | None],
+) -> str:
+    """Say at which layer a curve is highest and lowest, each next to its reference."""
+    curve, other = (
+        np.array([np.nan if x is None else x for x in numbers], dtype=float)
+        for numbers in (values, beside)
+    )
+    if np.isnan(curve).all():
+        return f"No layer has a value of {name}."
+    high, low = int(np.nanargmax(curve)), int(np.nanargmin(curve))
+    each = [
+        f"{word} at layer {place} ({curve[place]:.2g}; {reference} {other[place]:.2g})"
+        for word, place in (("highest", high), ("lowest", low))
+    ]
+    return f"{name.capitalize()} is {' and '.join(each)}."
+
+
+def sparsity(table: pl.DataFrame) -> str:
+    """Say the range of the share of unimportant keys over layers, for the least p."""
+    table = table.drop_nulls("sequence").sort("p", "sequence")
+    rows = table.filter(pl.col("p") == pl.col("p").min()).to_dicts()
+    if not rows:
+        return "No layer has a share."
+    ends = (rows[0], rows[-1])
+    low, high = (f"{x['sequence']:.0%} of all keys in layer {x['layer']}" for x in ends)
+    return f"Below {rows[0]['p']:g} of the row's maximum are {low} and {high}."
+
+
+def pattern(pattern: RankPattern, k: int, look_back: int) -> str:
+    """Say how many tokens the last layers agree on."""
+    last = pattern.ranks[-look_back:]
+    always = int((last <= k).all(0).sum())
+    count = len(pattern.tokens)
+    what = "tokens" if pattern.ranks.shape[1] == count else "columns"
+    return (
+        f"{plural(count, 'token')} are among the first {k} in one of the last {look_back} layers; "
+        f"{always} {what} are in all of them."
+    )
+
+
+def overlap(table: pl.DataFrame) -> str:
+    """Say what the oldest window has in common with the last at a tenth of the keys."""
+    row = table.sort((pl.col("share") - 0.1).abs()).row(0, named=True)
+    return (
+        f"At {row['share']:.0%} of the keys the oldest window had {row['oldest']:.0%} of the last "
+        f"window's top keys among its own, and three windows together {row['union']:.0%}; one set "
+        f"by chance has {row['chance']:.0%}."
+    )
+
+
+def shares(counted: pl.DataFrame, column: str) -> str:
+    """Say how many values of all are exact, and of how much else all are; of `level_shares`."""
+    total = int(counted["values"].sum())
+    exact = counted.filter(pl.col("fidelity") == "exact")
+    whole = exact.filter(pl.col("share") == 1).height
+    bars = counted[column].n_unique()
+    return (
+        f"{int(exact['values'].sum()):,} of {total:,} values are exact; {whole} of "
+        f"{plural(bars, 'bar')} have exact values alone."
+    )
+
+
+def between(differences: pl.DataFrame) -> str:
+    """Say which difference between levels is largest; of `between_levels`."""
+    row = differences.sort(pl.col("mean").abs()).row(-1, named=True)
+    place = "" if row.get("layer") is None else f" in layer {row['layer']}"
+    return (
+        f"The largest difference is that of {row['policy']} at budget {row['asked']}{place}: "
+        f"{row['mean']:+.3g} from {row['weaker']} to {row['stronger']}."
+    )

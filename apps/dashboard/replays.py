@@ -1,0 +1,153 @@
+"""Replays of policies on the chosen trace, and the text of one head by what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+import streamlit as st
+
+from kvsim import Record, Trace
+from kvsim.analysis.kept.states import TokenStates, token_states
+from kvsim.analysis.table import fidelity
+from kvsim.engine.source import check_unwindowed
+from kvsim.errors import KvsimError
+from kvsim.plots import NEEDED, token_html
+from kvsim.plots.style import KEPT, MISSED
+from kvsim.sweeps import shared_prefill
+
+from . import cache, controls, elements, readings
+
+#: Tokens of the text that are shown at once.
+WINDOW = 4096
+
+_LEGEND = (
+    f'<span style="background:{KEPT}66;font-weight:bold">kept</span> &ensp; '
+    '<span style="color:#767676">dropped</span> &ensp; '
+    f'<span style="background:{MISSED}80;font-weight:bold">dropped, though a later row would give '
+    f"it at least {NEEDED:.0%} of its attention</span> &ensp; "
+    '<span style="color:#767676;font-style:italic">came later</span>'
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the controls of a page say."""
+
+    trace: Trace
+    source: cache.Source
+    layer: int
+    head: int
+    budget: int
+    interval: int | None
+    fit: bool = True
+    all_layers: bool = False
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A record of a policy; alone: the layer that was replayed by itself, None for all layers."""
+
+    settings: Settings
+    choice: cache.Choice
+    alone: int | None
+    record: Record
+
+    @property
+    def name(self) -> str:
+        """The policy as it was replayed."""
+        return self.record.policy
+
+    @property
+    def head(self) -> int:
+        """The chosen KV head on the record's axis; of several query heads the first."""
+        head = self.settings.head
+        return head * self.settings.trace.group if self.record.per_query_head else head
+
+    @property
+    def course(self) -> pl.DataFrame:
+        """What the events leave of the head, in numbers."""
+        chosen = self.settings
+        return cache.course(chosen.source, self.choice, self.alone, chosen.layer, self.head)
+
+    @property
+    def picture(self) -> cache.Retained:
+        """What the events leave of the head, by position."""
+        chosen = self.settings
+        return cache.retention(chosen.source, self.choice, self.alone, chosen.layer, self.head)
+
+    @property
+    def fidelity(self) -> str:
+        """How far the kept sets can be trusted."""
+        return fidelity(self.settings.trace, self.record, "sets", self.settings.layer)
+
+    def place(self, row: int) -> dict[str, Any] | None:
+        """Keywords of functions of a text: the last event up to a row; None before the first."""
+        events = self.course.filter(pl.col("event") <= row)["event"]
+        if not len(events):
+            return None
+        chosen = self.settings
+        needed = cache.needed(chosen.source, chosen.layer, chosen.head)
+        where = {"layer": chosen.layer, "head": chosen.head, "row": int(events[-1])}
+        return {**where, "needed": needed}
+
+    def states(self, row: int) -> TokenStates | None:
+        """States of the tokens at the last event up to a row; None before the first."""
+        place = self.place(row)
+        if place is None:
+            return None
+        return token_states(self.settings.trace, self.record, **place)
+
+
+def replay(settings: Settings, name: str) -> Replayed | str:
+    """Replay the layer alone, or all layers where they share a budget; else return the reason."""
+    trace, layer = settings.trace, settings.layer
+    try:
+        check_unwindowed(trace, layer)
+        params = controls.settings(name, settings.params)
+        prefill = shared_prefill(settings.interval, None)  # the same events for all policies
+        choice = cache.Choice.of(
+            name, settings.budget, settings.interval, prefill, fit=settings.fit, **params
+        )
+        alone = None if cache.together(choice) else layer
+        if alone is None and not settings.all_layers:
+            return (
+                f"{name}: the layers share one budget, so one of them cannot be replayed alone; "
+                "switch on 'All layers' on the left to replay them together"
+            )
+        return Replayed(settings, choice, alone, cache.record(settings.source, choice, alone))
+    except KvsimError as error:
+        return str(error)
+
+
+def replays(settings: Settings, names: Sequence[str]) -> list[Replayed | str]:
+    """Replay several policies; for each that cannot be replayed, the reason."""
+    return [replay(settings, name) for name in names]
+
+
+def unable(reason: str) -> None:
+    """Show why a policy cannot be replayed."""
+    st.warning("This policy cannot be replayed with these settings.", icon=":material/block:")
+    st.text(reason)
+
+
+def legend(states: Mapping[str, TokenStates | None], settings: Settings) -> None:
+    """Say what two texts show, and what their colours mean; nothing before the first event."""
+    scored = {name: state for name, state in states.items() if state is not None}
+    if scored:
+        needles = settings.trace.spans.get("needle", ())
+        elements.reading(readings.texts(scored, needles[0] if needles else None))
+        st.html(_LEGEND)
+
+
+def text(replay: Replayed, row: int, start: int = 0) -> None:
+    """Show the text by the state of its tokens, with the colours of `token_html`."""
+    place = replay.place(row)
+    if place is None:
+        st.caption("Nothing has been dropped by then.")
+        return
+    trace, stop = replay.settings.trace, start + WINDOW
+    st.html(token_html(trace, replay.record, **place, start=start, stop=stop))

@@ -1,0 +1,93 @@
+"""Page *Answer*, the first: the newest run's verdict, or what two policies lose of a text."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.verdict import RANKING
+from kvsim.schema import visible
+
+from .. import controls, elements, line_charts, readings, replays, runs
+
+#: Policies that differ in what they miss of the sample.
+FIRST, SECOND = "snapkv", "streaming_llm"
+
+
+def page() -> None:
+    """Show the verdict and the chart of a run; without a run, two texts side by side."""
+    if controls.runs():
+        _run(runs.run())
+    else:
+        _texts()
+
+
+def _run(run: runs.Run) -> None:
+    """Show which policy is best at each budget, and the numbers behind that."""
+    elements.title(
+        "Answer",
+        "Which policy is best at each budget of this run, and how sure that is. The page *Compare* "
+        "has all metrics, *Retention* and *Segments* what a policy keeps of a trace.",
+    )
+    policies = run.policies
+    measured = set(run.best.drop_nulls(["policy", "value"])["metric"])
+    ranking = [name for name in (*RANKING, *METRICS) if name in measured and METRICS[name].better]
+    if not ranking:
+        st.info("This run has no values of policies, so there is nothing to compare.")
+        runs.provenance(run)
+        return
+    metric = ranking[0]
+    verdict = runs.verdict(run.origin, policies, metric)
+    st.text("\n".join(map(visible, verdict)))
+    means = runs.means(run.origin, policies, {metric: METRICS[metric].main})
+    if not means.height:
+        st.info(f"The page Compare has the variants of {metric} that were measured.")
+        runs.provenance(run)
+        return
+    line_charts.over_budgets(
+        means, line_charts.styles(policies), key="answer", label=line_charts.label(metric)
+    )
+    elements.reading(readings.over_budgets(means, metric))
+    elements.prompts(means)
+    elements.fidelity(means["fidelity"].cast(str).to_list())
+    runs.provenance(run)
+
+
+def _texts() -> None:
+    """Show the text of one head under two policies, by what became of its tokens."""
+    trace = controls.trace()
+    st.sidebar.divider()
+    names = [
+        name
+        for name in (
+            controls.policy("Policy", "first", FIRST),
+            controls.policy("Second policy", "second", SECOND),
+        )
+        if name is not None
+    ]
+    settings = replays.Settings(
+        *(trace, controls.source(), controls.layer(), controls.head()),
+        *(controls.budget(trace), controls.interval(trace)),
+    )
+    elements.title(
+        "Answer",
+        f"What two policies leave of this text in one KV head of layer {settings.layer}. The "
+        "folder has no run yet; with one, this page says which policy is best. *Compare* replays "
+        "several policies on this trace.",
+    )
+    results = replays.replays(settings, names)
+    shown = [each for each in results if isinstance(each, replays.Replayed)]
+    last = trace.n_pos - 1
+    if trace.token_text is None:
+        st.info("This trace has no text of its tokens; *Retention* has a map of positions.")
+        return
+    replays.legend({each.name: each.states(last) for each in shown}, settings)
+    for name, result, column in zip(names, results, st.columns(len(names)), strict=True):
+        with column:
+            if isinstance(result, str):
+                st.subheader(name, anchor=False)
+                replays.unable(result)
+            else:
+                st.subheader(result.name, anchor=False)
+                replays.text(result, last)
+    elements.fidelity([each.fidelity for each in shown])

@@ -1,0 +1,131 @@
+"""The first page: the newest run's verdict and chart, or what two policies leave of a text."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.results import labelled
+from kvsim.analysis.summaries import averages
+from kvsim.analysis.verdict import answer
+from kvsim.report import read_run
+from kvsim.sweeps.run import replay_all
+from kvsim.tiny.sample import sample_trace
+
+
+def made(seed, texts=None):
+    """A small trace of two layers."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, 100, 8, generator=generator) for heads in (4, 2, 2))
+    rope = kvsim.Rope.default(8)
+    return kvsim.Trace.from_arrays(
+        q, k, v, prompt_len=40, rope=rope, name=f"made-{seed}", token_text=texts
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A folder of two runs, of which that of the name that sorts last is the older one."""
+    root = tmp_path_factory.mktemp("answer")
+    policies = [kvsim.policy(name) for name in ("streaming_llm", "tova")]
+    metrics = ["wipeout", "output_error"]
+    for name, seed, written in (("newer", 0, 2000), ("older", 1, 1000)):
+        run = replay_all([made(seed)], policies, [32, 64], interval=16, metrics=metrics)
+        run.save(root / name)
+        os.utime(root / name / "results.parquet", (written, written))
+    return root
+
+
+@pytest.mark.parametrize("name", ["newer", "older"])
+def test_a_run_opens_with_its_verdict_and_chart(opened, ran, name):
+    """The newest by default, another one by the link; the sentence has the table's numbers."""
+    app = opened(ran, **({} if name == "newer" else {"run": name}))
+    table = labelled(read_run(ran / name).table)
+    expected = averages(table.filter(metric="output_error"))
+
+    assert not app.exception
+    assert app.header[0].value == "Answer"
+    assert app.selectbox(key="run").value == name
+    assert app.text[0].value == "\n".join(answer(table, ["output_error"])[1])
+    (chart,) = app.get("plotly_chart")
+    lines = {one["name"]: one["y"] for one in json.loads(chart.proto.spec)["data"]}
+    for policy, means in lines.items():
+        assert means == pytest.approx(expected.filter(policy=policy)["mean"].to_list())
+    best = min(expected.filter(asked="32").rows(named=True), key=lambda row: row["mean"])
+    assert f"at budget 32 {best['policy']} ({best['mean']:.3g})" in said(app)
+
+
+@pytest.mark.parametrize("page", ["answer", "compare", "fidelity"])
+def test_a_page_of_a_run_has_no_control_of_a_trace(opened, ran, page):
+    """What it does not use is not there."""
+    app = opened(ran, page)
+
+    assert not app.exception
+    assert {"trace", "layer", "head"}.isdisjoint(one.key for one in app.selectbox)
+    app.selectbox(key="run").select("the chosen trace, replayed here").run()
+    keys = {one.key for one in app.selectbox}
+    assert "trace" in keys
+    assert {"layer", "head"}.isdisjoint(keys)
+
+
+def test_an_empty_folder_shows_two_texts_and_what_they_miss(opened, tmp_path):
+    """Of the sample with a text, at its last event; the sentence is that of a plain count."""
+    app = opened(tmp_path)
+    trace = kvsim.open_trace(sample_trace("smollm2"))
+    weights = trace.attention(0, slice(0, trace.n_pos))[6:9].amax(0)
+    (first, stop), = trace.spans["needle"]  # fmt: skip
+
+    assert not app.exception
+    texts = [one.proto.body for one in app.get("html") if one.proto.body.startswith("<pre")]
+    assert len(texts) == 2
+    for name, text in zip(("snapkv@scaled", "streaming_llm"), texts, strict=True):
+        record = kvsim.replay(trace, kvsim.policy(name), 128, interval=32, prefill=True, layers=[0])
+        gone, last = record.evicted_at[0, 2].tolist(), max(record.events)
+        dropped = [p for p in range(last + 1) if gone[p] <= last]
+        missed = {p for p in dropped if (weights[gone[p] + 1 :, p] >= 0.05).any()}
+        needle = set(range(first, stop))
+        assert f"{name} keeps 128 of {last + 1} tokens and misses {len(missed)}" in said(app)
+        kept = len(needle - set(dropped))
+        assert f"{name} keeps {kept} and misses {len(needle & missed)}" in said(app)
+        assert ('title="missed"' in text) == bool(missed)
+    before = said(app)
+    app.number_input(key="budget").set_value(300).run()
+    assert said(app) != before
+
+
+def said(app):
+    """The sentences, in one text."""
+    return " ".join(one.value for one in app.text)
+
+
+def test_a_trace_without_text_leads_to_the_map(opened, tmp_path):
+    """The page says where it is."""
+    made(0).save(tmp_path / "plain.zarr")
+    app = opened(tmp_path)
+
+    assert not app.exception
+    assert "Retention" in app.info[0].value
+
+
+def test_a_policy_that_cannot_be_replayed_says_why(opened, tmp_path):
+    """Next to the text of the other one."""
+    made(0, [f"w{i} " for i in range(100)]).save(tmp_path / "words.zarr")
+    app = opened(tmp_path, first="cake")
+
+    assert not app.exception
+    assert app.warning[0].value == "This policy cannot be replayed with these settings."
+    assert len([one for one in app.get("html") if one.proto.body.startswith("<pre")]) == 1
+
+
+def test_a_run_without_a_ranking_says_so(opened, ran, tmp_path):
+    """Nothing that has a better direction was measured."""
+    run = replay_all([made(0)], [kvsim.policy("tova")], [32], interval=16, metrics=["entries_seen"])
+    run.save(tmp_path / "run")
+    app = opened(tmp_path)
+
+    assert not app.exception
+    assert "nothing to compare" in app.info[0].value

@@ -1,0 +1,229 @@
+"""Sentences below charts: what they say is in the numbers, and changes with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from apps.dashboard import readings
+from apps.dashboard.tiles import Tile
+from kvsim.analysis.kept.segmentation import Segmented
+from kvsim.analysis.kept.states import TokenStates
+from kvsim.analysis.prompt.ranking import RankPattern
+
+
+def means(*rows, **columns):
+    """Means of policies at budgets; rows: policy, budget, mean."""
+    frame = pl.DataFrame(rows, ["policy", "asked", "mean"], orient="row")
+    return frame.with_columns(**{name: pl.Series(values) for name, values in columns.items()})
+
+
+def test_texts_count_what_each_policy_keeps_and_misses():
+    """Of all tokens so far, and of the needle."""
+    codes = np.array([1, 1, 0, 3, 3, 1, 2])
+    state = TokenStates(5, codes, list("abcdefg"))
+
+    assert readings.texts({"tova": state}, (1, 4)) == (
+        "tova keeps 3 of 6 tokens and misses 2 that later rows would attend to. "
+        "Of the needle's 3 tokens, tova keeps 1 and misses 1."
+    )
+    state.codes[0] = 3
+    assert "keeps 2 of 6 tokens and misses 3" in readings.texts({"tova": state})
+
+
+def test_attention_names_the_commonest_and_the_largest_cell():
+    """With its token where a cell is one position; a pooled cell is a range."""
+    values = np.array([[0.9, 0.0], [0.6, 0.4], [0.2, 0.95]], dtype=np.float32)
+    tile = Tile(values, np.array([4, 5, 6, 7]), np.array([0, 1, 2]))
+
+    assert readings.attention(tile, ["<bos>", "a"]) == (
+        "The largest weight of 2 of 3 rows is at position 0 ('<bos>'). The largest of all, 0.95, "
+        "is at position 1 ('a'), of row 6."
+    )
+    pooled = Tile(values, np.array([4, 6, 8, 10]), np.array([0, 2, 4]))
+    values[2, 1] = 0.1
+    assert readings.attention(pooled, None) == (
+        "The largest weight of 3 of 3 lines of cells is at positions 0 to 1. The largest of all, "
+        "0.9, is at positions 0 to 1, of rows 4 to 5."
+    )
+
+
+def test_retention_says_what_an_event_leaves():
+    """Counts of the event's row; regions where there are any."""
+    row = {"event": 99, "kept": 25, "share": 0.25, "wipeout": 0.5, "longest": 40.0}
+
+    assert readings.retention(pl.DataFrame([row])) == (
+        "After row 99 this head has 25 of 100 positions (25%); 50% of its regions are wiped out, "
+        "and the longest dropped run has 40."
+    )
+    other = pl.DataFrame([{**row, "wipeout": None, "longest": 7.0}])
+    assert readings.retention(other).endswith("(25%); the longest dropped run has 7.")
+
+
+def test_segments_name_where_ams_and_its_scorer_differ_most():
+    """Entries, segments and their sizes, and the kept entries of both."""
+    pos = np.arange(6)
+    kept = np.array([True, True, True, False, False, True])
+    share = np.full(6, 1 / 6)
+    event = Segmented(
+        *(5, pos, share, share, share, np.zeros(6, bool), kept),
+        *(np.array([0, 0, 0, 0, 1, 1]), np.array([3, 1])),
+    )
+
+    assert readings.segments(event, np.array([0, 4, 5]), "tova") == (
+        "AMS cuts 6 entries into 2 segments of 2 to 4. It differs most from tova alone at "
+        "positions 0 to 3: 3 entries against 1."
+    )
+    assert "0 to 3: 3 entries against 0" in readings.segments(event, np.array([4, 5]), "tova")
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (
+            "output_error",
+            (
+                "Best, which is lowest: at budget 64 b (0.3), then a (0.5); at budget 128 a (0.1), "
+                "then b (0.2)."
+            ),
+        ),
+        (
+            "retained_mass",
+            (
+                "Best, which is highest: at budget 64 a (0.5), then b (0.3); at budget 128 b "
+                "(0.2), then a (0.1)."
+            ),
+        ),
+        (
+            "unheard_of",
+            (
+                "Lowest and highest: at budget 64 b (0.3), to a (0.5); at budget 128 a (0.1), to b "
+                "(0.2)."
+            ),
+        ),
+    ],
+)
+def test_over_budgets_names_the_best_at_both_ends(metric, said):
+    """In the metric's better direction; budgets between the ends are left to the chart."""
+    rows = (("a", "64", 0.5), ("b", "64", 0.3), ("a", "96", 0.0), ("a", "128", 0.1))
+
+    assert readings.over_budgets(means(*rows, ("b", "128", 0.2)), metric) == said
+
+
+def test_over_budgets_of_a_split_names_the_best_of_each_part():
+    """At the largest budget."""
+    rows = [("a", "64", 0.5), ("a", "128", 0.1), ("b", "128", 0.2), ("a", "128", 0.4)]
+    split = means(*rows, stage=["early", "early", "early", "late"])
+
+    assert readings.over_budgets(split, "output_error", "stage") == (
+        "Best, which is lowest at budget 128: stage early a (0.1), then b (0.2); stage late a "
+        "(0.4)."
+    )
+
+
+def test_differences_count_the_intervals_without_0():
+    """And name the largest; one prompt has no interval."""
+    gaps = means(("a", "64", 0.1), ("b", "64", -0.3), base=["c", "c"], low=[-0.1, -0.4],
+                 high=[0.3, -0.2])  # fmt: skip
+
+    assert readings.differences(gaps) == (
+        "1 of 2 differences have an interval that excludes 0. The largest is that of b from c at "
+        "budget 64: -0.3."
+    )
+    single = gaps.with_columns(
+        low=pl.lit(None, pl.Float64), high=pl.lit(None, pl.Float64), mean=pl.col("mean") * -1
+    )
+    assert readings.differences(single).startswith("One prompt, so no difference has an interval")
+    assert readings.differences(single).endswith("+0.3.")
+
+
+def test_the_front_is_listed():
+    """In the order of the entries that rows see."""
+    points = means(("a", "64", 1.0), ("b", "64", 2.0), ("a", "32", 3.0), seen=[60.0, 61.0, 30.0],
+                   best=[True, False, True])  # fmt: skip
+
+    assert readings.front({"error": points}) == "On the front of error: a at 32, a at 64."
+    all_best = points.with_columns(best=True)
+    assert readings.front({"error": all_best}).endswith("a at 32, a at 64, b at 64.")
+
+
+def test_regret_names_both_ends():
+    """Of all policies and budgets."""
+    rows = means(("a", "64", 0.2), ("b", "64", 0.1), ("a", "128", 0.05))
+
+    assert readings.regret(rows) == (
+        "Least is left to gain for a at budget 128 (0.05), most for a at budget 64 (0.2)."
+    )
+    assert "most for b" in readings.regret(rows[1:])
+
+
+def test_ends_of_a_curve_stand_next_to_their_reference():
+    """Layers without a value are left out."""
+    curve = [None, 0.4, 0.9, 0.1]
+
+    assert readings.ends("overlap", curve, "chance", [0.2, 0.2, 0.3, 0.2]) == (
+        "Overlap is highest at layer 2 (0.9; chance 0.3) and lowest at layer 3 (0.1; chance 0.2)."
+    )
+    assert readings.ends("overlap", [None], "chance", [0.2]) == "No layer has a value of overlap."
+
+
+def test_sparsity_names_the_layers_at_both_ends():
+    """Of the least share of the maximum."""
+    table = pl.DataFrame(
+        {"layer": [0, 1, 0, 1], "p": [0.01, 0.01, 0.05, 0.05], "sequence": [0.6, 0.2, 0.9, 0.8]}
+    )
+
+    assert readings.sparsity(table) == (
+        "Below 0.01 of the row's maximum are 20% of all keys in layer 1 and 60% of all keys in "
+        "layer 0."
+    )
+    assert readings.sparsity(table.with_columns(sequence=None)) == "No layer has a share."
+
+
+def test_a_pattern_counts_the_tokens_that_all_layers_rank_first():
+    """In the last layers that are compared."""
+    ranks = np.array([[9.0, 9.0, 9.0], [1.0, 3.0, 2.0], [2.0, 1.0, 5.0]])
+    pattern = RankPattern(np.array([4, 7, 9]), np.arange(4), ranks)
+
+    assert readings.pattern(pattern, 3, 2) == (
+        "3 tokens are among the first 3 in one of the last 2 layers; 2 tokens are in all of them."
+    )
+    assert "0 tokens are in all" in readings.pattern(pattern, 3, 3)
+
+
+def test_overlap_is_read_at_a_tenth_of_the_keys():
+    """The nearest share that was measured."""
+    table = pl.DataFrame(
+        {"share": [0.01, 0.12], "oldest": [0.9, 0.5], "union": [1.0, 0.75], "chance": [0.0, 0.12]}
+    )
+
+    assert readings.overlap(table) == (
+        "At 12% of the keys the oldest window had 50% of the last window's top keys among its own, "
+        "and three windows together 75%; one set by chance has 12%."
+    )
+    assert "At 1% of the keys the oldest window had 90%" in readings.overlap(table[:1])
+
+
+def test_shares_count_exact_values():
+    """And bars that are exact throughout."""
+    counted = pl.DataFrame(
+        {"metric": ["a", "a", "b"], "fidelity": ["exact", "open", "exact"], "values": [1, 3, 2],
+         "share": [0.25, 0.75, 1.0]}
+    )  # fmt: skip
+
+    assert readings.shares(counted, "metric") == (
+        "3 of 6 values are exact; 1 of 2 bars have exact values alone."
+    )
+    assert readings.shares(counted[:2], "metric").startswith("1 of 4 values")
+
+
+def test_the_largest_difference_between_levels_is_named():
+    """With its sign and its layer."""
+    rows = means(("a", "64", 0.1), ("b", "64", -0.2), layer=[0, 3])
+    rows = rows.with_columns(stronger=pl.lit("semi"), weaker=pl.lit("open"))
+
+    assert readings.between(rows) == (
+        "The largest difference is that of b at budget 64 in layer 3: -0.2 from open to semi."
+    )
+    assert "that of a at budget 64 in layer 0: +0.1" in readings.between(rows[:1])
