@@ -5,15 +5,17 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 from numpy.typing import NDArray
-from plotly.colors import sample_colorscale
+from plotly.colors import hex_to_rgb
 
 from kvsim.analysis.kept.states import REGION
+from kvsim.plots.style import COLOURS
 from kvsim.schema import visible
 
 from .tiles import Tile
@@ -102,8 +104,8 @@ def shortened(text: str, most: int = 16) -> str:
     return html.escape(line if len(line) <= most else line[: most - 1] + "\u2026", quote=False)
 
 
-def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 620) -> None:
-    """Show attention: darker is more, on a square-root scale; with row, position, weight on hover.
+def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 560) -> None:
+    """Show attention: bluer is more, on a square-root scale; with row, position, weight on hover.
 
     Weights of a large picture are sent as integers in ten-thousandths, which halves the bytes.
     """
@@ -111,7 +113,9 @@ def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int =
     z = tile.values if fine else np.rint(tile.values * _PARTS).astype(np.uint16)
     rows, positions = (token_names(texts, edges) for edges in (tile.rows, tile.positions))
     shades = np.linspace(0, 1, 17)
-    colours = sample_colorscale("Blues", shades)
+    # none is transparent, so that a dark page stays dark
+    blue = hex_to_rgb(COLOURS[5 if st.context.theme.type == "dark" else 0])
+    colours = [f"rgba{(*blue, round(float(shade), 3))}" for shade in shades]
     top = float(z.max()) or 1.0
     unit = 1 if fine else _PARTS
     ticks = [share**2 * top for share in (0.1, 0.25, 0.5, 0.75, 1.0)]
@@ -133,11 +137,16 @@ def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int =
             },
         )
     )
-    _axes(figure, height)
+    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
+    figure.update_xaxes(title="position", showgrid=False, **bare(positions, tile.positions))
+    figure.update_yaxes(
+        title="row", type="category", autorange="reversed", nticks=24, showgrid=False
+    )
     st.plotly_chart(figure, key=key, config={"displaylogo": False})
 
 
-def _axes(figure: go.Figure, height: int) -> None:
-    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
-    figure.update_xaxes(title="position", type="category", nticks=24)
-    figure.update_yaxes(title="row", type="category", autorange="reversed", nticks=24)
+def bare(names: Sequence[str], edges: NDArray[np.int64], count: int = 8) -> dict[str, Any]:
+    """Return an axis of cells with a few positions on it, and no tokens, which would be turned."""
+    step = max(1, len(names) // count)
+    ticks = [str(first) for first in edges[:-1:step]]
+    return {"type": "category", "tickvals": names[::step], "ticktext": ticks, "tickangle": 0}

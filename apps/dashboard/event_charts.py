@@ -104,10 +104,7 @@ def retention(
     )
     figure.update_xaxes(
         title="position",
-        type="category",
-        tickvals=positions[:: max(1, len(positions) // 8)],
-        ticktext=[str(first) for first in tile.positions[:-1][:: max(1, len(positions) // 8)]],
-        tickangle=0,
+        **elements.bare(positions, tile.positions),
         showgrid=False,
         range=[-0.5, len(positions) - 0.5],  # markers would make room beside the cells
     )

@@ -56,11 +56,11 @@ def page() -> None:
         st.info("This run has no values.")
         runs.provenance(run)
         st.stop()
+    measured = _by_metric(run)
     present = set(counted["fidelity"].cast(pl.String))
     for level, meaning in LEVELS.items():
         absent = "" if level in present else " None in this run."
         st.markdown(f"**{level}**: {meaning}{absent}")
-    measured = _by_metric(run)
     _by_layer(run, counted, measured)
     _two_levels(run)
     runs.provenance(run)

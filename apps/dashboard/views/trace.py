@@ -19,8 +19,8 @@ def page() -> None:
     elements.title(
         "Trace",
         "Attention between the tokens of one sequence. Each row of the map is a query, its columns "
-        "are the positions that it attends to; dark is much attention. Narrow the windows on the "
-        "left to see single tokens.",
+        "are the positions that it attends to; the bluer, the more attention. Narrow the windows "
+        "on the left to see single tokens.",
     )
     positions = _attention(trace)
     _heads(trace)
