@@ -20,13 +20,14 @@ project = "kvsim"
 version = release = __version__
 author = copyright = "The kvsim developers"  # noqa: A001 - the name that Sphinx reads
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "traces/README.md"]
+include_patterns = ["*.md", "docs/**.md", "docs/notebooks/*.ipynb", "traces/README.md"]
 # folders that the search for pages would walk through for nothing
 exclude_patterns = [".*", "build", "dist", "kvsim", "results", "runs", "tests", "traces/*.zarr"]
 
 myst_heading_anchors = 4  # as the links of the pages, which GitHub resolves
+nb_execution_mode = "off"  # notebooks have their outputs; tests say whether these are true
 smartquotes = False  # "--option" stays two hyphens
 default_role = "code"  # docstrings have `names` in single backticks
 
@@ -49,7 +50,7 @@ def add_navigation(_: Sphinx, page: str, source: list[str]) -> None:
     _, *sections = re.split(r"(?m)^## ", source[0])
     for section in sections:
         title, _, text = section.partition("\n")
-        links = re.findall(r"\[([^]]+)\]\((?:\.\.(/\S+)|(\w\S*))\.md\)", text)
+        links = re.findall(r"\[([^]]+)\]\((?:\.\.(/\S+)|(\w\S*))\.(?:md|ipynb)\)", text)
         pages = "\n".join(f"{label} <{path or '/docs/' + name}>" for label, path, name in links)
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{pages}\n```\n"
 

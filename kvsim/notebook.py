@@ -7,6 +7,7 @@ Texts of traces and runs are escaped. Traces are not read and matplotlib is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -75,7 +76,7 @@ def _trace(trace: Trace) -> Iterable[Markup]:
             "tokens": f"{trace.n_pos}: prompt {trace.prompt_len}, response {after}",
             "labels": ", ".join(f"{name} {value}" for name, value in trace.labels.items()),
             "recorded": ", ".join(trace.source_dtypes),
-            "stored": "in memory" if trace.path is None else f"{trace.path}",
+            "stored": _place(trace.path),
             "digest": "" if trace.path is None else trace.digest[:19],
         }
     )
@@ -214,6 +215,14 @@ def _cell(value: object) -> Markup:
     if isinstance(value, float):
         return _text(f"{value:.3g}")
     return _text("-" if value is None else str(value), 40)
+
+
+def _place(path: Path | str | None) -> str:
+    """Return where a trace is stored; of a long path its end: notebooks are passed on."""
+    if path is None or isinstance(path, str):
+        return path or "in memory"
+    short = len(path.parts) <= 2
+    return str(path) if short else f".../{'/'.join(path.parts[-2:])}"
 
 
 def _budget(share: str | None, entries: int) -> str:

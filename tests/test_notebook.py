@@ -58,7 +58,13 @@ def test_objects_are_shown_with_shape_and_provenance(swept, tmp_path):
     record = kvsim.replay(stored, "h2o", "50%", interval=4)
     saved = kvsim.read_run(swept.save(tmp_path / "run"))
     expected = [
-        (stored, "2 layers", "prompt 12, response 12", str(tmp_path), stored.digest[:19]),
+        (
+            stored,
+            "2 layers",
+            "prompt 12, response 12",
+            f".../{tmp_path.name}/small.zarr",
+            stored.digest[:19],
+        ),
         (record, "h2o on small", "12 (50%) entries", "the prompt, every 4 rows", "24 positions"),
         (kvsim.policy("streaming_llm"), "StreamingLLM(sink=4)", "chosen of a budget of 128"),
         (kvsim.compare(swept), "Budget 8: ", "undecided"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from typing import Any
 
 
 class Displayed:
@@ -11,3 +13,9 @@ class Displayed:
     def _repr_html_(self) -> str:
         """The object as HTML."""
         return str(import_module("kvsim.notebook").html(self))
+
+
+def notebook_shell() -> Any:
+    """Return the shell of the notebook that this process runs; None elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if hasattr(shell, "kernel") else None

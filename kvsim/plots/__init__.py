@@ -45,6 +45,7 @@ def __getattr__(name: str) -> Any:
     """Import a figure on first use."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(f"{__name__}.style").draw_in_notebooks()
     globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     return globals()[name]
 

@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.summaries import Interval
+from kvsim.core.display import notebook_shell
 from kvsim.errors import OutputError, local_path
 from kvsim.files import write_file
 
@@ -343,3 +344,19 @@ def legend_of(figure: Figure, handles: Mapping[str, Artist], *, columns: int) ->
             break
         legend.remove()
     return across
+
+
+def draw_in_notebooks() -> None:
+    """Let a notebook show figures as pictures, which it does by itself once pyplot is loaded."""
+    shell = notebook_shell()
+    if shell is None:
+        return
+    png = shell.display_formatter.formatters["image/png"]
+    if Figure not in png.type_printers:
+        png.for_type(Figure, lambda figure: (picture(figure, "png"), _size(figure)))
+
+
+def _size(figure: Figure) -> dict[str, int]:
+    """Pixels on the page, where an inch is 96 of them."""
+    width, height = (96 * figure.get_size_inches()).round().astype(int).tolist()
+    return {"width": width, "height": height}

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvsim.core.display import notebook_shell
 from kvsim.schema import visible
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,7 +46,7 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
 
     unit: what is counted. label: the first label; a call without one keeps it.
     """
-    if _in_notebook():
+    if notebook_shell() is not None:
         yield from _notebook_bar(unit, label)
         return
     if not sys.stderr.isatty():
@@ -81,12 +82,6 @@ class _Bar:
             return str(Markup("{}").format(self._text))
         bar = Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
         return str(bar.format(self._share, self._text))
-
-
-def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")
 
 
 def _notebook_bar(unit: str, label: str) -> Iterator[Callable[..., None]]:
