@@ -24,7 +24,7 @@ _model = cache(load_model)
 OFFLINE = (
     *("layer_error", "layer_error_relative", "output_error", "concat_error"),
     *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
-    *("needle_recall", "needle_wipeout", "global_eviction", "regret"),
+    *("needle_recall", "needle_wipeout", "global_eviction", "oracle_regret"),
 )
 
 

@@ -96,6 +96,7 @@ def _key(number: int, plan: Plan, calibration: Path) -> str:
         prompt,
         kvsim.__version__,
         _METRICS,
+        "oracle_regret",
         *((one.name, one.params) for one in policies),
     ]
     text = repr(decides).replace(str(calibration.parent), "")
@@ -119,7 +120,8 @@ def measure_trace(path: Path, plan: Plan, calibration: Path) -> pl.DataFrame:
         (at_the_prompt, tried, own, ("expected_attention", "value_norm_overlap")),
     ):
         for batch in _batches(policies):
-            run = replay_all([trace], batch, at, metrics=_METRICS, **options)
+            names = [*_METRICS, *(("oracle_regret",) if "regret" in options else ())]
+            run = replay_all([trace], batch, at, metrics=names, **options)
             tables += [_table(run), _more(trace, run, *also)]
     across = replay_all([trace], across_policies(plan.sizes), budgets, metrics=_ACROSS, **own)
     tables.append(_table(across))

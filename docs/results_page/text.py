@@ -26,7 +26,7 @@ from results_page.traces import ANSWER, DEPTHS, REAL, VERBS, labels, weights
 COLUMNS = (
     ("output error", "output_error", None, ".3f"),
     ("retained mass", "retained_mass", None, ".3f"),
-    ("regret", "regret", None, ".3f"),
+    ("oracle regret", "oracle_regret", None, ".3f"),
     ("wipe-out 16", "wipeout", "length=16,threshold=0", ".2f"),
     ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
     ("IoU", "retained_iou", None, ".2f"),
@@ -179,11 +179,12 @@ def _smollm2(r: Results) -> tuple[str, str]:
 
 def _reading(r: Results) -> str:
     return (
-        "Rows are sorted by output error. *Regret* is the mass that an oracle retains on the same "
-        "terms, minus retained mass; without a bound on the size there is none. *Wipe-out 16* "
-        "and *32* are the shares of regions of so many tokens of which nothing is left after the "
-        "last event; `full` has none. Beside the *IoU* of consecutive kept sets stands what random "
-        "sets of the same sizes have. *Entries* is what a row sees, on average over rows, so it "
+        "Rows are sorted by output error. *Oracle regret* is the mass that an oracle retains on "
+        "the same terms, minus retained mass; without a bound on the size there is none. "
+        "*Wipe-out 16* and *32* are the shares of regions of so many tokens of which nothing is "
+        "left after the last event; `full` has none. Beside the *IoU* of consecutive kept sets "
+        "stands what random sets of the same sizes have. *Entries* is what a row sees, on average "
+        "over rows, so it "
         "lies above the budget. [Definitions](metrics.md).\n\n" + _sizes(r.plan)
     )
 

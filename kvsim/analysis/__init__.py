@@ -68,6 +68,7 @@ from kvsim.analysis.kept.segments import Segments, ams_segments, noted, proxy_se
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.kept.text import max_loop, punctuation_lift, repetition, retention_lift
 from kvsim.analysis.output.error import OutputError, output_error
+from kvsim.analysis.output.optimum import optimum
 from kvsim.analysis.output.recall import Attended, attended
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
@@ -102,7 +103,8 @@ __all__ += ["max_loop", "noted", "proxy_segments", "punctuation_lift", "repetiti
 __all__ += ["retained_iou", "retained_positions", "retention_lift", "retention_ratio", "steps"]
 __all__ += ["value_norm_overlap", "wipeout"]
 # the output that is left
-__all__ += ["Attended", "OutputError", "attended", "output_error", "reconstruction_table"]
+__all__ += ["Attended", "OutputError", "attended", "optimum", "output_error"]
+__all__ += ["reconstruction_table"]
 # full attention
 __all__ += ["Expectation", "Gaps", "Histogram", "NormalFit", "Normality", "Projections", "Sparsity"]
 __all__ += ["attention_gaps", "attention_sparsity", "compressed_sparsity", "expected_and_observed"]

@@ -38,11 +38,11 @@ class Metric:
     better: the direction in which a policy is better, None where there is none. over_events: what
     stands for all events in a Table that does not list them. main: the variant that stands for the
     others where there is room for one number. default: False where a Table of records has it only
-    if it is named. beside_oracle: compares the record with one of the mass oracle, which is
-    replayed on request. notes: what it reads of the notes of allocators at events
-    (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what stands for all layers in a
-    summary, the mean of their values or the sum. arrays: what a trace must have recorded; by
-    default, metrics of traces without them are left out.
+    if it is named. beside: the record with which it compares, that of the optimum or of the mass
+    oracle on the same terms, which are computed on request. notes: what it reads of the notes of
+    allocators at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what
+    stands for all layers in a summary, the mean of their values or the sum. arrays: what a trace
+    must have recorded; by default, metrics of traces without them are left out.
     """
 
     summary: str
@@ -58,7 +58,7 @@ class Metric:
     over_events: Literal["last", "mean"] = "mean"
     main: str = ""
     default: bool = True
-    beside_oracle: bool = False
+    beside: Literal["", "optimum", "oracle"] = ""
     notes: frozenset[str] = frozenset()
     layers: Literal["mean", "sum"] = "mean"
     arrays: tuple[str, ...] = ()

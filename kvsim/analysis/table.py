@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -48,6 +48,10 @@ TYPES: dict[str, Any] = {
 COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _NUMBERS}
 
 
+#: Records that metrics compare with (`Metric.beside`), and those about the optimum.
+BESIDE = ("optimum", "oracle")
+REGRET = tuple(name for name, entry in METRICS.items() if entry.beside == "optimum")
+
 #: Called with (metrics done, metrics, what is being measured).
 Progress = Callable[[int, int, str], None]
 
@@ -60,6 +64,7 @@ def measure(
     events: bool = False,
     device: str = "cpu",
     oracles: Sequence[Record | None] | None = None,
+    optima: Sequence[Record | None] | None = None,
     progress: Progress | None = None,
 ) -> pl.DataFrame:
     """A Table of `metrics` of one record or of many of the same trace, or of a trace alone.
@@ -79,8 +84,9 @@ def measure(
             (`Metric.default`), and of a trace alone all of kind "trace".
         events: list every event.
         device: cpu, cuda or auto; of an `Analysis` its own.
-        oracles: for `regret`, for each record that of the mass oracle on the same terms, or None;
-            `kvsim.sweeps.replay_all(..., regret=True)` replays them.
+        optima: for `regret`, for each record that of `kvsim.analysis.optimum`, or None;
+            `kvsim.sweeps.replay_all(..., regret=True)` computes them.
+        oracles: for `oracle_regret`, for each record that of the mass oracle on the same terms.
         progress: called with (metrics done, metrics, what is being measured).
 
     Metrics of what a policy decided at its events (`Metric.notes`: segments and quotas of `ams`)
@@ -89,7 +95,7 @@ def measure(
     short for has no rows (`Analysis.left_out`).
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
-    regret without oracles, NeedsError for a metric by name that reads what the trace has not
+    regret without optima, NeedsError for a metric by name that reads what the trace has not
     recorded (`Metric.arrays`), TraceError for what is no trace or record, and where a record
     belongs to another trace.
     """
@@ -97,8 +103,10 @@ def measure(
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
     trace = trace if isinstance(trace, Analysis) else as_trace(trace)
-    _check_inputs(records, oracles)
-    chosen = choose(metrics, oracles=oracles is not None, records=records is not None)
+    references = {"oracle": oracles, "optimum": optima}
+    _check_inputs(records, references)
+    beside = [name for name, given in references.items() if given is not None]
+    chosen = choose(metrics, beside=beside, records=records is not None)
     if isinstance(trace, Analysis):
         analysis, trace = trace, trace.trace
     else:
@@ -109,7 +117,7 @@ def measure(
     subjects: Sequence[Analysis | Subject] = [analysis]
     if records is not None:
         projected = any("o_proj" in entry.arrays for entry in chosen.values())
-        subjects = subjects_of(trace, records, oracles, device, projected=projected)
+        subjects = subjects_of(trace, records, references, device, projected=projected)
     steps = [
         (analysis if entry.kind == "trace" else subject, name, entry)
         for place, subject in enumerate(subjects)
@@ -124,19 +132,25 @@ def measure(
     return table_of(blocks)
 
 
-def _check_inputs(records: Any, oracles: Any) -> None:
-    """Raise an error for what `measure` cannot take as records, or as oracles."""
+def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
+    """Raise an error for what `measure` cannot take as records, or beside them."""
     if records is not None and not (
         isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
     ):
         raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
-    if oracles is not None and not (
-        isinstance(oracles, Sequence)
-        and len(oracles) == len(records or ())
-        and all(isinstance(each, Record | None) for each in oracles)
-    ):
+    for name, plural in (("oracle", "oracles"), ("optimum", "optima")):
+        given = references[name]
+        if given is not None and not (
+            isinstance(given, Sequence)
+            and len(given) == len(records or ())
+            and all(isinstance(each, Record | None) for each in given)
+        ):
+            raise PolicyError(
+                f"{plural} are {reprlib.repr(given)}; expected a Record or None for each record"
+            )
+    if not all(each is None or each.internals for each in references["optimum"] or ()):
         raise PolicyError(
-            f"oracles are {reprlib.repr(oracles)}; expected a Record or None for each record"
+            "an optimum has no certificate in its internals; expected one of kvsim.analysis.optimum"
         )
 
 
@@ -156,12 +170,13 @@ def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 
 def choose(
-    metrics: Sequence[str] | None, *, oracles: bool = False, records: bool = True
+    metrics: Sequence[str] | None, *, beside: Collection[str] = (), records: bool = True
 ) -> dict[str, Metric]:
     """The metrics by name, or the default ones of records or of a trace alone.
 
-    Those that need an oracle are among the default ones if there is one. Raises PolicyError for an
-    unknown name, and for a metric that needs an oracle or a record that there is not.
+    beside: which records there are to compare with (`Metric.beside`); what compares with them is
+    among the default ones then. Raises PolicyError for an unknown name, and for a metric that needs
+    a record that there is not.
     """
     if metrics is not None:
         metrics = names_of(metrics)
@@ -169,7 +184,7 @@ def choose(
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
         default = {name: entry for name, entry in METRICS.items() if entry.default}
-        return {name: x for name, x in default.items() if oracles or not x.beside_oracle}
+        return {name: x for name, x in default.items() if not x.beside or x.beside in beside}
     chosen = {name: metric(name) for name in metrics}
     for name, entry in chosen.items():
         if entry.kind == "live":
@@ -181,9 +196,10 @@ def choose(
                 f"{name} is about a record, and only a trace was given; give a record "
                 f"(kvsim.replay), or metrics of a trace: {', '.join(choose(None, records=False))}"
             )
-        if entry.beside_oracle and not oracles:
+        if entry.beside and entry.beside not in beside:
+            reference = {"optimum": "optimum", "oracle": "mass oracle"}[entry.beside]
             raise PolicyError(
-                f"{name} compares with the mass oracle, which was not replayed; give --regret "
+                f"{name} compares with the {reference}, which was not replayed; give --regret "
                 "(kvsim.sweeps.replay_all(..., regret=True))"
             )
     return chosen
@@ -224,14 +240,19 @@ def names_of(metrics: Any) -> list[str]:
 def subjects_of(
     trace: Trace,
     records: Sequence[Record],
-    oracles: Sequence[Record | None] | None,
+    references: Mapping[str, Sequence[Record | None] | None],
     device: str,
     *,
     projected: bool,
 ) -> list[Subject]:
-    """Return a Subject of each record; they share walks over the trace and output errors."""
-    best = [None] * len(records) if oracles is None else list(oracles)
-    replayed = list({id(r): r for r in (*records, *best) if r is not None}.values())
+    """Return a Subject of each record; they share walks over the trace and output errors.
+
+    references: by name (`Metric.beside`), what each record is compared with.
+    """
+    oracles, optima = (
+        references.get(name) or [None] * len(records) for name in ("oracle", "optimum")
+    )
+    replayed = list({id(r): r for r in (*records, *oracles, *optima) if r is not None}.values())
     for record in replayed:
         check_record(trace, record)
     different = list({id(record): record for record in records}.values())
@@ -245,13 +266,15 @@ def subjects_of(
     def results(walk: Walk[Any]) -> dict[int, Any]:
         return dict(zip(map(id, different), walk(trace, different, device), strict=True))
 
-    def subject(record: Record, oracle: Record | None) -> Subject:
+    def subject(record: Record, oracle: Record | None, optimum: Record | None) -> Subject:
         return Subject(
             *(trace, record, lambda: outputs()[id(record)], lambda walk: results(walk)[id(record)]),
             oracle=None if oracle is None else lambda: outputs()[id(oracle)],
+            optimum=None if optimum is None else lambda: outputs()[id(optimum)],
+            certificate={} if optimum is None else optimum.internals[0].notes,
         )
 
-    return [subject(*pair) for pair in zip(records, best, strict=True)]
+    return [subject(*each) for each in zip(records, oracles, optima, strict=True)]
 
 
 #: The columns about a record, null for what belongs to the trace.

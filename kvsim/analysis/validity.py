@@ -27,7 +27,7 @@ from kvsim.errors import PolicyError
 OFFLINE = (
     *("layer_error", "layer_error_relative", "output_error", "concat_error"),
     *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
-    *("needle_recall", "needle_wipeout", "global_eviction", "regret"),
+    *("needle_recall", "needle_wipeout", "global_eviction", "oracle_regret"),
 )
 #: Outcomes of a live run.
 OUTCOMES = ("response_kl", "nll_increase", "top_agreement", "answer_right")

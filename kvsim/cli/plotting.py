@@ -430,11 +430,13 @@ def _swept(
     metrics: Sequence[str],
 ) -> Data:
     """Return records of every policy at every budget over every trace, and their metrics."""
+    from kvsim.analysis.registry import metric
     from kvsim.sweeps.run import replay_all
 
     names = list(dict.fromkeys(metrics))
     with bar("cells") as report:
-        options: dict[str, Any] = {"metrics": names, "regret": "regret" in names, **schedule}
+        regret = any(metric(name).beside for name in names)
+        options: dict[str, Any] = {"metrics": names, "regret": regret, **schedule}
         run = replay_all(traces, policies, budgets, progress=report, **options)
     if run.interrupted:
         raise Stop("interrupted, nothing was written", 130)

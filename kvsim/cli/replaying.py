@@ -66,7 +66,7 @@ def replay(
         bool,
         typer.Option(
             "--regret",
-            help="Replay a mass oracle beside each cell and show how much more it retains.",
+            help="Show how much more attention the best possible kept sets retain.",
         ),
     ] = False,
     memory: Annotated[
@@ -92,18 +92,18 @@ def replay(
     continues.
     """
     values.check_run_options(out, resume=resume, events=events, overwrite=overwrite)
-    if regret and metric is not None:
-        metric = list(dict.fromkeys([*metric, "regret"]))
     limit = None if memory is None else values.parse_memory(memory)
 
-    from kvsim.analysis.table import available, choose
+    from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
     from kvsim.sweeps import SUMMARY, check_output, replay_all
     from kvsim.sweeps.parts import replaced
 
     if out is not None and not overwrite:
         check_output(out, resume=resume)
-    choose(metric, oracles=regret)
+    if regret and metric is not None:
+        metric = list(dict.fromkeys([*metric, *REGRET]))
+    choose(metric, beside=BESIDE if regret else ())
     protect = Protection(sink, recent, prompt=protect_prompt)
     policies = values.build_policies(policy, settings, protect, fit=fit)
     opened = values.open_traces(traces)
@@ -160,6 +160,8 @@ def show_run(
 
     whole: print all of what the model of a live run wrote.
     """
+    from kvsim.analysis.table import REGRET
+
     total = len(opened) * len(policies) * len(run.parameters["budgets"])
     if not run.records and run.interrupted:
         done = "no cell was done and nothing was written"
@@ -168,7 +170,7 @@ def show_run(
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
     measured = set(run.table["metric"])
-    shown = [name for name in dict.fromkeys([*metrics, "regret"]) if name in measured]
+    shown = [name for name in dict.fromkeys([*metrics, *REGRET]) if name in measured]
     if as_json:
         show.echo_json(_document(run, shown, out))
     else:
@@ -299,7 +301,9 @@ def means(shown: Sequence[str], n_traces: int) -> str:
     if "layer_error" in shown:
         more += "; layer error: sum over layers of what each adds to the residual stream (RMS)"
     if "regret" in shown:
-        more += "; regret: mass that the oracle keeps beyond the policy"
+        more += "; regret: mass that the best possible kept sets retain beyond the policy"
+    if "possible_share" in shown:
+        more += "; of the possible: 0% is what random sets retain, 100% what the best ones do"
     if not LIVE.isdisjoint(shown):
         more += "; of tokens over those of the recorded response"
     return f"Means over {over}, of rows over those after the prompt{more}."

@@ -319,6 +319,8 @@ class Allocator(Sizing, ABC):
     notes: ClassVar[frozenset[str]] = frozenset()
     #: uses the order of scores alone, so that `kvsim.policy` gives it a scorer's logarithm
     ordinal: ClassVar[bool] = False
+    #: the heads of a layer share its budget
+    across_heads: ClassVar[bool] = False
 
     @property
     def binds(self) -> bool:

@@ -17,7 +17,7 @@ most the head's uniform budget. `adakv@kvpress` counts them among the guaranteed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class AdaKV(Allocator):
 
     floor: Annotated[float, Between(0, 1)] = 0.2
     protected_in_floor: bool = False
+
+    across_heads: ClassVar[bool] = True
 
     flops = Allocator.no_flops  # comparisons alone
 

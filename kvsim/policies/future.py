@@ -31,6 +31,12 @@ class Best:
     bound: Floats
     chance: Floats
 
+    @classmethod
+    def concatenated(cls, parts: Sequence[Best]) -> Best:
+        """Return one for the layers of all parts."""
+        names = [field.name for field in fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
 
 def best(
     source: Source,
@@ -60,20 +66,20 @@ def best(
     parts = []
     for begin in range(0, layers, each):
         part = slice(begin, begin + each)
-        mass = future_mass(source, events, start, part).reshape(-1, len(first), len(events))
-        capacity = (places[part] - protected).clip(min=0).reshape(len(mass), -1)
+        capacity = (places[part] - protected).clip(min=0)
+        capacity = capacity.reshape(capacity.shape[0] * pools, len(events))
+        mass = future_mass(source, events, start, part)
+        mass = mass.reshape(len(capacity), len(first), len(events))
         optimum = solve(mass, first, capacity)
         random = _random(mass, first, capacity)
-        of_layer = (-1, pools)
         parts.append(
             Best(
                 optimum.stop.reshape(-1, heads, rows),
-                *(x.reshape(*of_layer, *x.shape[1:]) for x in (optimum.price, optimum.retained)),
-                *(x.reshape(of_layer) for x in (optimum.bound, random)),
+                optimum.price.reshape(len(capacity) // pools, *places.shape[1:]),
+                *(x.reshape(-1, pools) for x in (optimum.retained, optimum.bound, random)),
             )
         )
-    names = [field.name for field in fields(Best)]
-    return Best(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return Best.concatenated(parts)
 
 
 def future_mass(
@@ -86,8 +92,8 @@ def future_mass(
     """
     keys = source.keys[layers]
     mass = keys.new_zeros(*keys.shape[:3], len(events), dtype=torch.float64)
-    ends = [*(row + 1 for row in events[1:]), source.n_rows]
-    for event, (row, end) in enumerate(zip(events, ends, strict=True)):
+    for event, row in enumerate(events):
+        end = events[event + 1] + 1 if event + 1 < len(events) else source.n_rows
         visible = keys[:, :, : row + 1].mT
         rows = range(max(row + 1, start), end)
         if not rows:

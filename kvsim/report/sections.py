@@ -51,7 +51,7 @@ def sections(
 _SHOWN = (
     *("output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_share", "entries_seen"),
-    *("needle_recall", "needle_wipeout", "regret"),
+    *("needle_recall", "needle_wipeout", "regret", "possible_share"),
 )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
+from kvsim.analysis.output.optimum import Terms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import (
     COLUMNS,
@@ -126,12 +127,13 @@ class Cells:
     ) -> None:
         self._cells, self._metrics, self._report = cells, metrics, report
         self._parameters, self._parts = parameters, parts
+        self._beside = {metric.beside for metric in metrics.values() if metric.beside}
         self._notes = frozenset[str]().union(*(metric.notes for metric in metrics.values()))
         self._limits = {name: parameters[name] for name in ("memory", "device")}
         self._replayed: dict[int, Replayed] = {} if parts is None else parts.cells()
         rows = () if parts is None else parts.rows()
         self._rows = [each for each in rows if set(each.cells) <= set(self._replayed)]
-        self._whole = set(self._replayed)  # with their oracles
+        self._whole = set(self._replayed)  # with what they are compared with
         self._failures: list[Failure] = []
         self._unmeasurable: set[int] = set()
         self._interrupted = False
@@ -240,6 +242,7 @@ class Cells:
     def _trace(self, cells: Sequence[Cell]) -> None:
         """Replay the cells of a trace and measure them."""
         bound = functools.cache(functools.partial(replay, cells[0].trace, **self._limits))
+        optima: dict[Hashable, Record] = {}
         together = len(cells) if self._parts is None else self._together
         measured = self.measured
         missing = [cell for cell in cells if cell.number not in measured]
@@ -249,7 +252,7 @@ class Cells:
                 label = f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}"
                 self._report(cell.number, len(self._cells), label)
                 if cell.number not in self._whole:
-                    self._replay(cell, bound)
+                    self._replay(cell, bound, optima)
                 pending += [cell] * (cell.number in self._whole)
                 if len(pending) == together:
                     group, pending = pending, []
@@ -259,21 +262,32 @@ class Cells:
         except KeyboardInterrupt:
             self._interrupted = True
         self._measure(pending)
-        # their oracle failed, so they are measured without it and computed again when resumed
+        # what they are compared with failed, so they are measured alone, and again when resumed
         replayed = [cell for cell in missing if cell.number in self._replayed]
         self._measure([cell for cell in replayed if cell.number not in self._whole], store=False)
         self._release({cell.number for cell in cells} & set(self._replayed))
 
-    def _replay(self, cell: Cell, bound: Callable[..., Record]) -> None:
-        """Replay a cell, and the oracle on the same terms; `bound` replays equal oracles once."""
+    def _replay(
+        self, cell: Cell, bound: Callable[..., Record], optima: dict[Hashable, Record]
+    ) -> None:
+        """Replay a cell, and what it is compared with on the same terms.
+
+        bound: replays equal oracles once. optima: those of the trace by their terms.
+        """
         policy, budget = cell.policy, cell.budget
         internals = self._notes & policy.allocator.notes
         try:
             record = replace(self._record(cell, internals), share=cell.share)
-            self._replayed[cell.number] = Replayed(record, None)
-            if self._parameters["regret"] and policy.bounded:
+            self._replayed[cell.number] = replayed = Replayed(record)
+            if "oracle" in self._beside and policy.bounded:
                 oracle = bound(_oracle(policy, record), budget, layers=cell.layers)
-                self._replayed[cell.number] = Replayed(record, oracle)
+                replayed = replayed._replace(oracle=oracle)
+            if "optimum" in self._beside and policy.bounded:
+                terms = Terms.of(cell.trace, policy, record)
+                if terms.key not in optima:
+                    optima[terms.key] = terms.optimum(cell.trace, **self._limits)
+                replayed = replayed._replace(optimum=optima[terms.key])
+            self._replayed[cell.number] = replayed
         except KvsimError as error:
             self._failures.append(failure(cell, str(error)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
@@ -299,6 +313,7 @@ class Cells:
         options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
         if self._parameters["regret"]:
             options["oracles"] = [each.oracle for each in replayed]
+            options["optima"] = [each.optimum for each in replayed]
         trace, records = cells[0].trace, [each.record for each in replayed]
         return measure(trace, records, available(names, [trace]), **options)
 
@@ -332,7 +347,7 @@ class Cells:
         """Free what only measuring needs."""
         for number in numbers:
             record = self._replayed[number].record
-            self._replayed[number] = Replayed(replace(record, internals=()), None)
+            self._replayed[number] = Replayed(replace(record, internals=()))
 
     def _table(self) -> pl.DataFrame:
         """Return the rows of all cells, in the order of cells and metrics."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 import yaml
 
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import available, check_arrays, choose
+from kvsim.analysis.table import BESIDE, REGRET, available, check_arrays, choose
 from kvsim.core.checks import resolve_device
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, PolicyLike, Protection, Scorer
@@ -110,8 +110,8 @@ class Grid:
         """The metrics by name, checked against the arrays of the traces."""
         wanted = list(available(SUMMARY, traces) if self.metrics is None else self.metrics)
         if self.regret:
-            wanted = list(dict.fromkeys([*wanted, "regret"]))
-        names = choose(wanted, oracles=self.regret)
+            wanted = list(dict.fromkeys([*wanted, *REGRET]))
+        names = choose(wanted, beside=BESIDE if self.regret else ())
         for trace in traces:
             check_arrays(trace, names)
         return list(names)

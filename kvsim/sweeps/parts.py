@@ -60,10 +60,11 @@ Content = TypeVar("Content")
 
 
 class Replayed(NamedTuple):
-    """A replayed cell, and the record of the mass oracle on the same terms where there is one."""
+    """A replayed cell, and what it is compared with on the same terms (`Metric.beside`)."""
 
     record: Record
-    oracle: Record | None
+    oracle: Record | None = None
+    optimum: Record | None = None
 
 
 class Rows(NamedTuple):
@@ -266,11 +267,11 @@ class Parts:
         """Return the replayed cells by number."""
 
         def build(documents: Sequence[dict[str, Any] | None], arrays: Arrays) -> Replayed | None:
-            record, oracle = (
+            record, *references = (
                 None if document is None else unpacked(document, f"{place}/", arrays)
                 for place, document in enumerate(documents)
             )
-            return None if record is None else Replayed(record, oracle)
+            return None if record is None else Replayed(record, *references)
 
         parts = self._parts("cell-", build)
         return {int(name[5:11]): replayed for name, replayed in parts if replayed is not None}

@@ -15,7 +15,7 @@ import polars as pl
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.summaries import over_layers
-from kvsim.analysis.table import check_arrays, choose, names_of
+from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.arguments import listed, resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.policy import Policy, PolicyLike, as_policies
@@ -147,8 +147,8 @@ def replay_all(
     as for `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded
     with every result. fit: scale windows and segments to the budget (`Policy.fitted`).
 
-    regret: replay the mass oracle beside each cell, at the same events and with the same entries
-    protected, and measure by how much it retains more (metric `regret`). Policies that no budget
+    regret: compute the optimum on the terms of each cell, and measure by how much it retains more
+    (`regret`, `regret_gap` and `possible_share`; `oracle_regret` by name). Policies that no budget
     binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
     measured; the records are returned without it.
 
@@ -176,8 +176,8 @@ def replay_all(
     check_distinct(traces)
     terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
     if regret and metrics is not None:
-        metrics = list(dict.fromkeys([*metrics, "regret"]))
-    chosen = choose(metrics, oracles=regret)
+        metrics = list(dict.fromkeys([*metrics, *REGRET]))
+    chosen = choose(metrics, beside=BESIDE if regret else ())
     if metrics is not None:
         for trace in traces:
             check_arrays(trace, chosen)
@@ -270,7 +270,7 @@ LIVE_SUMMARY = (
 )
 
 
-def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, "regret")) -> pl.DataFrame:
+def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET)) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
     Means over layers and heads within a trace, then over traces, of each metric's main variant;

@@ -19,7 +19,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.significance import sign_flip
 from kvsim.analysis.summaries import WEAKEST, Interval, main_variants, per_prompt
-from kvsim.analysis.table import choose
+from kvsim.analysis.table import BESIDE, choose
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.checks import resolve_device
 from kvsim.core.trace import Trace
@@ -120,7 +120,7 @@ def tune(
         KvsimError: optuna is not installed.
     """
     entry = metric_named(metric)
-    choose([metric], oracles=True)
+    choose([metric], beside=BESIDE)
     if entry.better is None or entry.kind == "trace":
         raise PolicyError(f"{metric} says of no policy that it is better; expected another metric")
     if not traces or not 0 <= held_out < 1 or trials < 1:
@@ -136,7 +136,7 @@ def tune(
         "prefill": prefill,
         "device": resolve_device(device),
     }
-    terms |= {"metrics": [metric], "regret": metric == "regret"}
+    terms |= {"metrics": [metric], "regret": bool(entry.beside)}
     objective = _Objective(name, budget, metric, fixed or {}, terms)
     sign = 1 if entry.better == "higher" else -1
     report = progress or (lambda *_: None)

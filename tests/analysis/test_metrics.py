@@ -393,7 +393,7 @@ def test_a_table_is_tidy_and_carries_its_origin():
     table = kvsim.measure(trace, record)
 
     assert dict(table.schema) == {k: t() if isinstance(t, type) else t for k, t in COLUMNS.items()}
-    on_request = {name for name, one in METRICS.items() if one.beside_oracle or not one.default}
+    on_request = {name for name, one in METRICS.items() if one.beside or not one.default}
     decided = {"quota_share", "suffix_mass"}  # of policies with segments
     located = {"needle_recall", "needle_wipeout", "global_eviction"}  # of prompts with a needle
     needing = {name for name, one in METRICS.items() if one.arrays}  # arrays that it has not
@@ -533,6 +533,7 @@ def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
         ([5], {}, r"^record is \[5\]; expected Records of kvsim.replay"),
         (..., {"oracles": []}, r"^oracles are \[\]; expected a Record or None for each record"),
         (..., {"oracles": [5]}, r"^oracles are \[5\]; expected a Record or None for each record"),
+        (..., {"optima": [5]}, r"^optima are \[5\]; expected a Record or None for each record"),
     ],
 )
 def test_what_measure_cannot_take_is_one_line(record, options, message):

@@ -257,7 +257,7 @@ def test_attention_metrics_read_a_trace_once_for_all_records(reads):
     """As often for six records as for one, whatever the metric."""
     trace, records = replayed()
     replayable = {x: one for x, one in METRICS.items() if one.kind != "live"}
-    for name in (name for name, one in replayable.items() if not one.beside_oracle):
+    for name in (name for name, one in replayable.items() if not one.beside):
         reads.clear()
         kvsim.measure(trace, records[:1], [name])
         alone = dict(reads)

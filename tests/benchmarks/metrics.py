@@ -45,7 +45,7 @@ PARTS = {
     "layer": ["output_error", "layer_error"],
     "attended": ["wipeout_mass", "topk_recall"],
     "compressed": ["sparsity_compressed"],
-    "all": [x for x, m in METRICS.items() if m.default and not (m.beside_oracle or m.arrays)],
+    "all": [x for x, m in METRICS.items() if m.default and not (m.beside or m.arrays)],
 }
 
 

@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis.table import REGRET
 from kvsim.cli import COMMANDS, app, main, prompting
 from kvsim.cli import demo as demo_module
 from kvsim.cli.values import OptionError, parse_memory, parse_set
@@ -799,13 +800,13 @@ def test_metrics_of_the_trace_have_their_own_table(run, trace):
 
 
 def test_regret_has_a_column(run, trace, tmp_path):
-    """`--regret` shows by how much an oracle retains more, and writes it to the results."""
+    """`--regret` shows by how much the optimum retains more, and writes it to the results."""
     arguments = ["replay", trace, "--policy", "full,random", "--budget", "16", "--interval", "16"]
 
     status, text, err = run(*arguments, "--regret")
     assert (status, err) == (0, "")
     assert "regret" in text
-    assert "regret: mass that the oracle keeps beyond the policy" in text
+    assert "regret: mass that the best possible kept sets retain beyond the policy" in text
     _, without, _ = run(*arguments)
     assert "regret" not in without
 
@@ -816,7 +817,7 @@ def test_regret_has_a_column(run, trace, tmp_path):
     assert full["regret"] is None
     assert 0 < random["regret"] < random["missing_mass"]
     results = pl.read_parquet(tmp_path / "x" / "results.parquet")
-    assert set(results["metric"]) == {"missing_mass", "regret"}
+    assert set(results["metric"]) == {"missing_mass", *REGRET}
 
 
 def test_every_policy_protects_what_is_asked_for(run, trace, tmp_path):

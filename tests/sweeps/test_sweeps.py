@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.output.optimum import Terms
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.table import REGRET
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.errors import (
     BudgetError,
@@ -347,37 +349,46 @@ def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     assert torch.allclose(mass + regret, best, atol=1e-6)
 
 
-def test_an_oracle_is_replayed_once_for_equal_terms(monkeypatch):
+def test_references_are_computed_once_for_equal_terms(monkeypatch):
     """Budget, events and protected entries decide; the policy does not matter."""
-    calls = []
+    calls, solved, solve = [], [], Terms.optimum
 
     def counted(trace, one, budget, **options):
         calls.append((one.name, budget, one.protect.recent))
         return kvsim.replay(trace, one, budget, **options)
 
+    def noted(terms, trace, **options):
+        solved.append((int(terms.places.max()), terms.spared[1]))
+        return solve(terms, trace, **options)
+
     monkeypatch.setattr("kvsim.sweeps.cells.replay", counted)
+    monkeypatch.setattr(Terms, "optimum", noted)
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
+    names = ["retained_mass", "oracle_regret"]
 
-    run = replay_all([make_trace()], policies, [16, 20], interval=8, regret=True)
+    run = replay_all([make_trace()], policies, [16, 20], interval=8, regret=True, metrics=names)
 
-    asked = [call for call in calls if call[0] == "oracle"]
-    assert asked == [("oracle", 16, 0), ("oracle", 20, 0), ("oracle", 16, 4), ("oracle", 20, 4)]
-    regret = run.table.filter(pl.col("metric") == "regret")
-    assert set(regret["policy"]) == {"tova", "random", "snapkv"}  # no budget binds the other
+    assert solved == [(16, 0), (20, 0), (16, 4), (20, 4)]
+    replayed = [call for call in calls if call[0] == "oracle"]
+    assert replayed == [("oracle", 16, 0), ("oracle", 20, 0), ("oracle", 16, 4), ("oracle", 20, 4)]
+    for name in ("regret", "oracle_regret"):
+        of_policies = run.table.filter(pl.col("metric") == name)["policy"]
+        assert set(of_policies) == {"tova", "random", "snapkv"}  # no budget binds the other
     assert summarise(run.table).filter(policy="full")["regret"].to_list() == [None, None]
     assert run.parameters["regret"] is True
     assert [record.policy for record in run.records].count("oracle") == 0
 
 
-def test_the_oracle_has_no_regret():
+@pytest.mark.parametrize(("by", "name"), [("mass", "oracle_regret"), ("optimum", "regret")])
+def test_an_oracle_has_no_regret(by, name):
     """It is compared with itself, at the events of the record."""
-    oracle = Policy("mine", Oracle(), schedule=Schedule(interval=5))
+    oracle = Policy("mine", Oracle(by), schedule=Schedule(interval=5))
 
-    run = replay_all([make_trace()], [oracle], [16], regret=True, metrics=["retained_mass"])
+    run = replay_all([make_trace()], [oracle], [16], regret=True, metrics=["oracle_regret"])
 
-    assert set(run.table["metric"]) == {"retained_mass", "regret"}
-    assert run.table.filter(pl.col("metric") == "regret")["value"].to_list() == [0.0] * 8
+    assert set(run.table["metric"]) == {"oracle_regret", *REGRET}
+    assert run.table.filter(pl.col("metric") == name)["value"].to_list() == [0.0] * 8
 
 
 def test_regret_is_measured_on_request_alone():
@@ -399,13 +410,13 @@ def test_regret_is_measured_on_request_alone():
 
 
 @pytest.mark.parametrize("error", [ScoreError("oracle: broken"), KeyboardInterrupt()])
-def test_a_cell_survives_its_oracle(monkeypatch, error):
-    """Where the oracle fails or is interrupted, the policy's own results are kept."""
+def test_a_cell_survives_its_optimum(monkeypatch, error):
+    """Where the optimum fails or is interrupted, the policy's own results are kept."""
 
-    def fail(self, view):
+    def fail(*args, **options):
         raise error
 
-    monkeypatch.setattr(Oracle, "score", fail)
+    monkeypatch.setattr(Terms, "optimum", fail)
 
     run = replay_all([make_trace()], [kvsim.policy("tova")], [16], interval=8, regret=True)
 

@@ -206,18 +206,17 @@ def _front(comparison: Comparison) -> None:
 
 
 def _regret(comparison: Comparison, *, measured: set[str]) -> None:
-    """Show how much more attention a mass oracle retains."""
+    """Show how much more attention the best possible kept sets retain."""
     st.subheader("Regret", anchor=False)
     if "regret" not in measured:
         st.info(
-            "This run has no regret. `kvsim replay ... --regret` replays a mass oracle with each "
-            "policy; for the chosen trace there is a switch on the left."
+            "This run has no regret. `kvsim replay ... --regret` computes the best possible "
+            "kept sets for each policy; for the chosen trace there is a switch on the left."
         )
         return
     st.markdown(
-        "How much more attention a mass oracle retains at the same budget and events. The oracle "
-        "knows the future and keeps the entries that later rows attend to most, so the "
-        "regret is what a better policy could gain."
+        "How much more attention the best possible kept sets retain at the same budget and events. "
+        "Nothing retains more, so the regret is the most that a better policy could gain."
     )
     regret = comparison.means({"regret": METRICS["regret"].main}, comparison.by)
     if not regret.height:

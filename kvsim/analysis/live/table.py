@@ -30,7 +30,7 @@ def measure_live(
     chosen = choose_live(metrics)
     trace = subjects[0].trace
     records = [subject.record for subject in subjects]
-    replayed = subjects_of(trace, records, None, "cpu", projected=False)
+    replayed = subjects_of(trace, records, {}, "cpu", projected=False)
     blocks: list[Block] = []
     for live, subject in zip(subjects, replayed, strict=True):
         forced = live.outcome.forced

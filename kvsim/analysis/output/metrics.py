@@ -13,6 +13,9 @@ from kvsim.analysis.output.error import head_lengths, residual_norms
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
 
+# Share of attention by which the optimum must exceed chance: less is rounding of the mass.
+_LEAST_LEAD = 1e-5
+
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
@@ -49,16 +52,41 @@ def _recall(subject: Subject) -> Iterator[Cells]:
         yield Cells(layer, values, "qhead", f"k={TOP}", chance=random)
 
 
-def _regret(subject: Subject) -> Iterator[Cells]:
-    if subject.oracle is None:  # no budget binds the policy, so no oracle is comparable
-        return
-    missing, least = (
-        errors().missing[:, :, subject.rows] for errors in (subject.output, subject.oracle)
-    )
-    if not missing.shape[-1]:
-        return
-    more = mean_known(missing.astype(np.float64) - least)
-    yield Cells(subject.record.layers, more.ravel(), "qhead")
+def _more(subject: Subject, reference: str) -> Floats | None:
+    """Mass that the reference retains beyond the record [layer, qhead]; None where there is none.
+
+    Nothing is comparable with a policy that no budget binds.
+    """
+    best = getattr(subject, reference)
+    if best is None:
+        return None
+    missing, least = (each().missing[:, :, subject.rows] for each in (subject.output, best))
+    return mean_known(missing.astype(np.float64) - least) if missing.shape[-1] else None
+
+
+def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        more = _more(subject, reference)
+        if more is not None:
+            yield Cells(subject.record.layers, more.ravel(), "qhead")
+
+    return cells
+
+
+def _regret_gap(subject: Subject) -> Iterator[Cells]:
+    if subject.optimum is not None and subject.trace.n_pos > subject.trace.prompt_len:
+        gap = subject.certificate["bound"] - subject.certificate["retained"]  # [layer, pool]
+        yield from _means(subject, gap)
+
+
+def _possible_share(subject: Subject) -> Iterator[Cells]:
+    more = _more(subject, "optimum")
+    if more is not None:
+        best = subject.certificate["retained"] - subject.certificate["chance"]
+        lead = best.mean(-1)  # [layer]
+        share = np.full_like(lead, np.nan)
+        np.divide(lead - more.mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
+        yield from _means(subject, share[:, None])
 
 
 def _layer_error(subject: Subject) -> Iterator[Cells]:
@@ -135,8 +163,19 @@ METRICS: Mapping[str, Metric] = {
         "rows after the prompt, next to chance",
         "rows", "share", "higher", "kvsim", _recall, main="k=10"),
     "regret": Metric(
+        "mass that the best possible kept sets retain on the same terms, minus retained mass; "
+        "needs --regret",
+        "rows", "share", "lower", "kvsim", _regret("optimum"), beside="optimum"),
+    "regret_gap": Metric(
+        "what its proof leaves open: mass by which kept sets could retain more than those",
+        "rows", "share", "lower", "kvsim", _regret_gap, beside="optimum"),
+    "possible_share": Metric(
+        "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
+        "it, all heads of a layer together; needs --regret",
+        "rows", "share", "higher", "kvsim", _possible_share, beside="optimum"),
+    "oracle_regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
-        "rows", "share", "lower", "kvsim", _regret, beside_oracle=True),
+        "rows", "share", "lower", "kvsim", _regret("oracle"), beside="oracle", default=False),
     "layer_error": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
         "residual stream, RMS over rows after the prompt; summaries add up the layers",

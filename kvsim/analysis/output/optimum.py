@@ -1,0 +1,140 @@
+"""The optimum on the terms of a record: which kept sets would have retained the most attention."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+
+from kvsim.core.pieces import Even, Schedule
+from kvsim.core.policy import Policy
+from kvsim.core.record import Plans, Record
+from kvsim.core.trace import Trace
+from kvsim.engine.layers import layers_per_block, runs
+from kvsim.engine.source import TraceSource
+from kvsim.policies.future import Best, best
+from kvsim.policies.optimum import Ints
+from kvsim.policies.oracle import Oracle
+from kvsim.schema import NEVER
+
+#: A policy that decides nothing here, whose needs are those of the optimum.
+_OPTIMUM = Policy("optimum", Oracle("optimum"))
+
+
+def optimum(
+    trace: Trace, policy: Policy, record: Record, *, device: str = "cpu", memory: int | None = None
+) -> Record:
+    """Return the kept sets that retain the most mass on the terms of a record of the policy.
+
+    Terms: the events; the entries that the policy protects; and the places of each layer. Those are
+    the budget, of each head or of all heads of a layer together as the policy shares it. Where a
+    policy gives layers budgets of their own, or drops rows of the prompt, they are what the record
+    keeps in each layer after each event. Mass is full attention of the rows after the prompt,
+    summed over the query heads of a group.
+
+    The record's `internals` hold one `Plans` with the certificate in its notes, a pool being a head
+    or all heads of a layer: price [layer, pool, event] of a place, places [layer, pool, event], and
+    retained, bound and chance [layer, pool], the mass that entries which are not protected retain
+    here, at most in any kept sets, and on average in random ones; all as shares of a row's
+    attention. memory: bytes that a block of layers may take, 2 GiB by default.
+    """
+    return Terms.of(trace, policy, record).optimum(trace, device=device, memory=memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What the optimum keeps to: rows of events, places at each, entries that are protected.
+
+    places [layer, pool, event]; spared: how many first positions and how many most recent ones.
+    """
+
+    record: Record
+    events: tuple[int, ...]
+    places: Ints
+    spared: tuple[int, int]
+
+    @classmethod
+    def of(cls, trace: Trace, policy: Policy, record: Record) -> Self:
+        """The terms of a record that the policy left."""
+        policy = policy.at(record.budget)
+        schedule = Schedule(record.interval, record.prefill, record.compress)
+        events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+        end = schedule.ends(trace.prompt_len, trace.context_len)[-1]
+        places, least = _places(policy, record, events)
+        protection = policy.protection(least)
+        return cls(record, tuple(events), places, (protection.first(end), protection.recent))
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for terms whose optimum is the same."""
+        record, places = self.record, (self.places.shape, self.places.tobytes())
+        return self.events, *places, self.spared, record.per_query_head, record.layers
+
+    def optimum(self, trace: Trace, *, device: str = "cpu", memory: int | None = None) -> Record:
+        """As the function of this name."""
+        events, record = self.events, self.record
+        whole = trace.per_query_head() if record.per_query_head else trace
+        parts: list[Best] = []
+        with torch.inference_mode():
+            most = layers_per_block(whole, _OPTIMUM, memory)
+            for run in runs(trace, record.layers, most, _OPTIMUM, None):
+                source = TraceSource(whole, run.layers, torch.device(device))
+                at = [record.layers.index(layer) for layer in run.layers]
+                parts.append(
+                    best(
+                        source,
+                        events,
+                        self.places[at],
+                        start=trace.prompt_len,
+                        protect=self.spared,
+                    )
+                )
+        together = Best.concatenated(parts)
+        evicted_at = np.array([*events, NEVER], np.int32)[together.stop]
+        heads = trace.n_qheads // self.places.shape[1]  # query heads of a pool
+        attention = heads * max(1, trace.n_pos - trace.prompt_len)
+        names = ("price", "retained", "bound", "chance")
+        notes = {name: getattr(together, name) / attention for name in names}
+        none = np.empty((*evicted_at.shape[:2], 0))
+        certificate = Plans(
+            row=events[-1] if events else -1,
+            layers=record.layers,
+            pos=none.astype(np.int64),
+            scores=none,
+            budgets=np.full(len(evicted_at), record.budget),
+            quotas=none.astype(np.int64),
+            notes={**notes, "places": self.places},
+        )
+        return replace(
+            record,
+            evicted_at=evicted_at,
+            policy="optimum",
+            params={},
+            positions="absolute",
+            remark="",
+            selection=None,
+            internals=(certificate,),
+        )
+
+
+def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints, int]:
+    """Entries that may outlive each event, and the smallest budget of a head where one acted.
+
+    [layer, head, M], or [layer, 1, M] for all heads of a layer together.
+    """
+    layers, heads, _ = record.evicted_at.shape
+    pools = 1 if policy.allocator.across_heads else heads
+    shape = layers, pools, len(events)
+    if not events or (isinstance(policy.layer_budgets, Even) and policy.propagation is None):
+        return np.full(shape, record.budget * (heads // pools)), record.budget
+    of_heads = np.sort(record.evicted_at, axis=-1).reshape(layers * heads, -1)
+    before, after = (
+        np.array([np.searchsorted(of_head, events, side) for of_head in of_heads])
+        for side in ("left", "right")
+    )
+    kept = np.asarray(events, np.int64) + 1 - after
+    least = int(kept[after > before].min(initial=record.budget))
+    return kept.reshape(layers, pools, heads // pools, len(events)).sum(2), least

@@ -1,0 +1,189 @@
+"""The optimum on the terms of a record: no policy retains more, and what metrics say of it."""
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.output.optimum import optimum
+from kvsim.core.policy import Even, Protection, Schedule
+from kvsim.errors import KvsimError, PolicyError
+from kvsim.policies import names
+from kvsim.sweeps.run import replay_all
+from kvsim.testing.strategies import make_case
+
+CASE = make_case("normal", layers=2, heads=2, group=2, n=70, prompt_len=50, seed=3)
+TERMS = [
+    ({"interval": 5, "prefill": True}, 30),
+    ({"interval": None, "prefill": True}, 20),
+    ({"interval": 7, "prefill": True, "compress": "context"}, 40),
+    ({"interval": 1, "prefill": False}, 34),
+]
+#: What some names need: another scorer, calibration queries, a selection layer.
+NEEDS = ({}, {"calibration": "prefix:30"}, {"layer": 0})
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Two layers of two KV heads in float64, with a context of 45 of its 50 prompt tokens."""
+    return CASE.trace(45)
+
+
+@pytest.fixture(scope="module")
+def attention(trace):
+    """Attention of the rows after the prompt, [layer, qhead, row, pos]."""
+    layers = [trace.attention(layer, range(trace.n_pos)) for layer in range(trace.n_layers)]
+    out = torch.stack(layers).double().numpy()
+    out[:, :, : trace.prompt_len] = 0.0
+    return out
+
+
+def retained_by(attention, record, pools):
+    """Attention on what rows of the record see, [layer, pool]."""
+    heads = record.evicted_at.shape[1]
+    of_heads = attention.reshape(len(attention), heads, -1, *attention.shape[2:]).sum(2)
+    seen = np.arange(record.n_pos)[:, None] <= record.evicted_at[:, :, None]
+    return (of_heads * seen).sum((-1, -2)).reshape(len(attention), pools, -1).sum(-1)
+
+
+def built(name):
+    """The policy of this name, with lengths scaled to the budget."""
+    for label in (name, f"{name}+tova"):
+        for params in NEEDS:
+            try:
+                return kvsim.policy(label, **params).fitted()
+            except KvsimError:
+                continue
+    raise AssertionError(name)
+
+
+def cells(trace):
+    """(policy, record) of every policy that a budget binds, at terms that it has a rule for.
+
+    All terms where heads, layers or rows of the prompt have terms of their own, else one in turn.
+    """
+    for number, name in enumerate(names()):
+        policy = built(name)
+        plain = policy.layer_budgets == Even() and policy.propagation is None
+        chosen = TERMS[number % 4 :: 4] if plain and not policy.allocator.across_heads else TERMS
+        for terms, budget in chosen if policy.bounded else ():
+            try:
+                yield policy, kvsim.replay(trace, policy, budget, **terms)
+            except KvsimError:
+                continue
+
+
+def test_no_policy_retains_more(trace, attention):
+    """Every policy of the library on its own terms: schedules, budgets of layers, protection."""
+    checked = set()
+    for policy, record in cells(trace):
+        best = optimum(trace, policy, record)
+        notes = best.internals[0].notes
+        pools = notes["places"].shape[1]
+        most, retained = (retained_by(attention, x, pools) for x in (best, record))
+
+        assert (retained <= most * (1 + 1e-9)).all(), (policy.name, record.interval)
+        assert notes["bound"] == pytest.approx(notes["retained"], rel=1e-12), policy.name
+        checked.add((policy.name, record.interval, record.compress))
+    assert len(checked) > 50
+
+
+def test_the_certificate_is_that_of_the_kept_sets(trace, attention):
+    """In a few lines of its own: places suffice, and prices bound what the kept sets retain."""
+    policy = kvsim.policy("snapkv", window=4)
+    record = kvsim.replay(trace, policy, 12, interval=5)
+    best = optimum(trace, policy, record)
+    notes, events = best.internals[0].notes, [49, 54, 59, 64, 69]
+    rows = trace.group * (trace.n_pos - trace.prompt_len)
+    for layer, head in np.ndindex(2, 2):
+        weights = attention[layer, 2 * head : 2 * head + 2].sum(0) / rows
+        bound = retained = 0.0
+        for pos in range(trace.n_pos):
+            periods = [(e, n) for e, n in zip(events, [*events[1:], 69], strict=True) if pos <= e]
+            free = [m for m, (e, _) in enumerate(periods) if pos <= e - 4]
+            price = notes["price"][layer, head][len(events) - len(periods) :]
+            gains = [weights[e + 1 : n + 1, pos].sum() for e, n in periods]
+            bound += max([0, *np.cumsum([gains[m] - price[m] for m in free])])
+            kept = best.evicted_at[layer, head, pos]
+            retained += sum(gains[m] for m in free if kept > periods[m][0])
+        bound += sum((12 - 4) * notes["price"][layer, head])
+        seen = [best.retained(row)[layer, head].sum() for row in events]
+
+        assert max(seen) <= 12
+        assert notes["retained"][layer, head] == pytest.approx(retained, rel=1e-9)
+        assert notes["bound"][layer, head] == pytest.approx(bound, rel=1e-9)
+
+
+def test_chance_is_what_random_sets_retain(trace):
+    """The mean of 200 random policies, within four standard errors, in every layer and head."""
+    rules = [kvsim.policy("random", seed=seed) for seed in range(200)]
+    records = [kvsim.replay(trace, rule, 20, interval=5, prefill=True) for rule in rules]
+    best = optimum(trace, rules[0], records[0])
+    notes = best.internals[0].notes
+    errors = kvsim.analysis.output_error(trace, [best, *records])
+    missing = np.stack([each.missing[:, :, trace.prompt_len :].mean(-1) for each in errors])
+    of_heads = missing.reshape(len(missing), 2, 2, 2).mean(-1).astype(np.float64)
+    lead = of_heads[1:] - of_heads[0]  # what random sets retain less than the optimum
+
+    distance = lead.mean(0) - (notes["retained"] - notes["chance"])
+    assert (np.abs(distance) < 4 * lead.std(0) / np.sqrt(len(records))).all()
+
+
+def test_shares_of_the_possible(trace):
+    """The optimum reaches all of it, random sets nothing on average, tova is between them."""
+    policies = [kvsim.policy("oracle", by="optimum"), kvsim.policy("tova")]
+    policies += [kvsim.policy("random", seed=5)]
+    run = replay_all([trace], policies, [20], interval=5, regret=True, metrics=["missing_mass"])
+
+    means = run.table.group_by("policy", "metric").agg(pl.col("value").mean())
+    value = {(row["policy"], row["metric"]): row["value"] for row in means.to_dicts()}
+    assert value["oracle", "regret"] == pytest.approx(0.0, abs=1e-6)
+    assert value["oracle", "possible_share"] == pytest.approx(1.0, abs=1e-5)
+    assert value["tova", "regret_gap"] == pytest.approx(0.0, abs=1e-12)
+    assert 0.1 < value["tova", "possible_share"] < 0.9
+    assert abs(value["random", "possible_share"]) < 0.2
+
+
+def test_regret_is_null_without_anything_to_lose(trace):
+    """With room for all entries nothing is to be gained, and there is no share of it."""
+    run = replay_all([trace], [kvsim.policy("tova")], [70], interval=5, regret=True)
+
+    assert set(run.table.filter(metric="regret")["value"]) == {0.0}
+    assert run.table.filter(metric="possible_share")["value"].null_count() == 2
+
+
+def test_heads_that_share_a_budget_are_compared_with_heads_that_do(trace, attention):
+    """The optimum of adakv gives heads different numbers of entries, and beats that of each."""
+    shared = kvsim.policy("adakv+tova", protect=Protection(sink=1))
+    alone = kvsim.policy("tova", protect=Protection(sink=1))
+    best = {}
+    for policy in (shared, alone):
+        record = kvsim.replay(trace, policy, 12, interval=5, prefill=True)
+        best[policy.name] = optimum(trace, policy, record)
+
+    together = best["adakv+tova"]
+    assert (together.retained(54).sum((1, 2)) == 24).all()
+    assert (together.retained(54).sum(2) != 12).any()
+    assert together.kept(69)[..., 0].all()
+    mass = [retained_by(attention, best[name], 1) for name in ("adakv+tova", "tova")]
+    assert (mass[0] > mass[1]).all()
+
+
+def test_a_record_without_a_certificate_is_no_optimum(trace):
+    """`measure` takes records of `optimum` beside those that it measures, and no others."""
+    record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=5)
+
+    with pytest.raises(PolicyError, match="no certificate in its internals; expected one of"):
+        kvsim.measure(trace, record, ["regret"], optima=[record])
+    with pytest.raises(PolicyError, match="regret compares with the optimum, which was not"):
+        kvsim.measure(trace, record, ["regret"], oracles=[record])
+
+
+def test_no_event_leaves_everything(trace):
+    """A schedule whose first event comes after the text evicts nothing, in the optimum as well."""
+    policy = kvsim.policy("pyramidkv", window=2)
+    record = kvsim.replay(trace, policy, 20, interval=100, prefill=False)
+
+    assert Schedule(100, prefill=False).rows(50, 70) == []
+    assert (optimum(trace, policy, record).evicted_at == kvsim.schema.NEVER).all()
