@@ -8,11 +8,18 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from kvsim.core.view import LOGIT_BYTES, Source
+from kvsim.core.view import Source
+from kvsim.errors import MemoryLimitError
 from kvsim.policies.optimum import Floats, Ints, solve
 
-# Bytes of the mass of layers that are solved together.
-_MASS_BYTES = 64 << 20
+# Rows whose attention is computed at once.
+_ROWS = 64
+
+#: Bytes of the mass of layers that are solved together.
+MASS_BYTES = 128 << 20
+
+# Bytes that a layer may take by default.
+_MEMORY = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -45,15 +52,18 @@ def best(
     *,
     start: int,
     protect: tuple[int, int] = (0, 0),
+    memory: int | None = None,
 ) -> Best:
     """Return the kept sets that retain the most full attention of rows `start` and later.
 
     events: rows after which events fire, ascending. places [L, S, M]: entries that may outlive each
     event, protected ones included: of each head, or S = 1 of all heads of a layer together.
-    protect: how many first positions and how many most recent ones are protected.
+    protect: how many first positions and how many most recent ones are protected. memory: bytes,
+    2 GiB by default; MemoryLimitError where a layer takes more.
     """
     layers, heads, rows = source.keys.shape[:3]
     pools = places.shape[1]
+    _check_memory(heads * rows, pools, len(events), memory or _MEMORY)
     at, fixed = np.asarray(events), protect[0]
     position = np.arange(rows)
     # the first event after its row at which an entry is not protected
@@ -62,7 +72,7 @@ def best(
     competing = np.bincount(first, minlength=len(events) + 1).cumsum()[:-1]
     protected = (at + 1 - competing) * (heads // pools)
     first = np.tile(first, heads // pools)
-    each = max(1, _MASS_BYTES // (8 * heads * rows * max(1, len(events))))
+    each = max(1, MASS_BYTES // (8 * heads * rows * max(1, len(events))))
     parts = []
     for begin in range(0, layers, each):
         part = slice(begin, begin + each)
@@ -82,6 +92,18 @@ def best(
     return Best.concatenated(parts)
 
 
+def _check_memory(entries: int, pools: int, events: int, memory: int) -> None:
+    """Raise MemoryLimitError where the optimum of one layer does not fit."""
+    # the mass, its sums, and what each pool pays; moves between stops
+    need = 8 * (3 * entries * (events + 1) + pools * (events + 1) ** 2)
+    if need > memory:
+        raise MemoryLimitError(
+            f"the optimum of one layer needs {need / 2**20:.0f} MiB for {events} events, the "
+            f"memory budget is {memory / 2**20:.0f} MiB; give at least --memory "
+            f"{-(-need // 2**20)}MiB, or a longer interval"
+        )
+
+
 def future_mass(
     source: Source, events: Sequence[int], start: int, layers: slice = slice(None)
 ) -> Floats:
@@ -94,19 +116,13 @@ def future_mass(
     mass = keys.new_zeros(*keys.shape[:3], len(events), dtype=torch.float64)
     for event, row in enumerate(events):
         end = events[event + 1] + 1 if event + 1 < len(events) else source.n_rows
-        visible = keys[:, :, : row + 1].mT
-        rows = range(max(row + 1, start), end)
-        if not rows:
-            continue
-        group = source.queries(rows.start, rows.start + 1).shape[2]
-        step = max(1, LOGIT_BYTES // (visible[:, :, 0].numel() * group * keys.element_size()))
-        for low in rows[::step]:
-            high = min(low + step, end)
-            q = source.queries(low, high)[layers].flatten(2, 3)  # [L, H, G * w, d]
-            lse = source.full(low, high)[1][layers].flatten(2, 3)
-            z = source.formula.capped((q @ visible).mul_(source.formula.scale))
-            attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)
-            mass[:, :, : row + 1, event] += attention.sum(2)
+        for low in range(max(row + 1, start), end, _ROWS):
+            high = min(low + _ROWS, end)
+            q = source.queries(low, high)[layers].flatten(2, 3) * source.formula.scale
+            lse = source.full(low, high)[1][layers].flatten(2, 3).unsqueeze(-1)
+            for layer, visible in enumerate(keys[:, :, : row + 1].mT):  # one stays in the cache
+                z = source.formula.capped(q[layer] @ visible)  # [H, G * w, n]
+                mass[layer, :, : row + 1, event] += z.sub_(lse[layer]).exp_().sum(1)
     out: Floats = mass.cpu().numpy()
     return out
 

@@ -124,7 +124,10 @@ class _Flow:
         return used
 
     def _refresh(self, pool: Ints, stop: Ints) -> None:
-        """Compute the arcs from these stops: the best move of any entry there to each stop."""
+        """Compute the arcs from these stops: the best move of any entry there to each stop.
+
+        A place may also lie idle on its way to the next stop, or stop doing so.
+        """
         gain = np.full((len(pool), self.stops), -np.inf)
         at, entry = np.nonzero(self.stop[pool] == stop[:, None])
         if len(at):
@@ -132,6 +135,10 @@ class _Flow:
             moves -= np.take_along_axis(moves, stop[at, None], 1)
             rows, begins = np.unique(at, return_index=True)
             gain[rows] = np.maximum.reduceat(moves, begins)
+        ahead = np.flatnonzero(stop < self.stops - 1)
+        back = np.flatnonzero((stop > 0) & (self.idle[pool, stop - 1] > 0))
+        for at, to in ((ahead, stop[ahead] + 1), (back, stop[back] - 1)):
+            gain[at, to] = gain[at, to].clip(min=0.0)
         self.gain[pool, stop] = gain
 
     def run(self) -> None:
@@ -145,46 +152,36 @@ class _Flow:
     def _search(self, pool: Ints) -> tuple[Ints, Ints]:
         """The nearest stop where a place is too many [P], and the stop before each [P, M + 1].
 
-        Dijkstra's algorithm from all stops where one is missing; distances are what moves lose
-        against their cost. Raises the costs by them, so that the path found loses nothing.
+        Dijkstra's algorithm from all stops where one is missing; distances, at most 0, are what
+        moves gain less their cost. Lowers the costs by them, so that the path loses nothing.
         """
-        here, cost = np.arange(len(pool)), self.cost[pool]
-        near = np.where(self.excess[pool] > 0, 0.0, -np.inf)
-        before, done = np.full(near.shape, -1), np.zeros(near.shape, bool)
+        here, cost, excess = np.arange(len(pool)), self.cost[pool], self.excess[pool]
+        near = np.where(excess > 0, 0.0, -np.inf)
+        waiting, before = near.copy(), np.full(near.shape, -1)
         end = np.full(len(pool), -1)
         while True:
-            now = np.where(done, -np.inf, near).argmax(1)
-            done[here, now] = True
-            ends = (end < 0) & (self.excess[pool, now] < 0)
+            now = waiting.argmax(1)
+            ends = (end < 0) & (excess[here, now] < 0)
             end[ends] = now[ends]
             if (end >= 0).all():
                 break
-            gain = self._arcs(pool, now)
-            via = near[here, now, None] + (gain + cost[here, now, None] - cost)
-            nearer = (via > near) & ~done & (end < 0)[:, None]
-            near = np.where(nearer, via, near)
-            before = np.where(nearer, now[:, None], before)
-        least = near[here, end, None]
-        self.cost[pool] += np.where(done, near, least).clip(min=least)
+            waiting[here, now] = -np.inf
+            via = self.gain[pool, now]
+            via -= cost
+            via += (near[here, now] + cost[here, now])[:, None]
+            nearer = via > near  # never at a stop that was passed
+            np.copyto(near, via, where=nearer)
+            np.copyto(waiting, via, where=nearer)
+            np.copyto(before, now[:, None], where=nearer)
+        self.cost[pool] += np.maximum(near, near[here, end, None])
         return end, before
-
-    def _arcs(self, pool: Ints, stop: Ints) -> Floats:
-        """What a place gains on its way from a stop to each; to the next it may lie idle."""
-        gain = self.gain[pool, stop]
-        here = np.arange(len(pool))
-        ahead = here[stop < self.stops - 1]
-        gain[ahead, stop[ahead] + 1] = gain[ahead, stop[ahead] + 1].clip(min=0.0)
-        back = here[stop > 0]
-        back = back[self.idle[pool[back], stop[back] - 1] > 0]
-        gain[back, stop[back] - 1] = gain[back, stop[back] - 1].clip(min=0.0)
-        return gain
 
     def _send(self, pool: Ints, end: Ints, before: Ints) -> None:
         """Move one place to each end, along the path that leads there."""
         self.excess[pool, end] += 1
         moves: list[tuple[Ints, ...]] = []
-        active = np.arange(len(pool))
-        at = end.copy()
+        changed: list[Ints] = [end[:0]]
+        active, at = np.arange(len(pool)), end.copy()
         while True:
             active = active[before[active, at[active]] >= 0]
             if not len(active):
@@ -194,16 +191,14 @@ class _Flow:
             with np.errstate(invalid="ignore"):  # entries that are not yet there at either stop
                 gains = self.total[which, :, new] - self.total[which, :, old]
             gains[self.stop[which] != old[:, None]] = -np.inf
-            entry = gains.argmax(1)
-            low = np.minimum(old, new)
+            entry, low = gains.argmax(1), np.minimum(old, new)
             idle = (new == old + 1) | ((new == old - 1) & (self.idle[which, low] > 0))
             idle &= gains.max(1) < 0
             self.idle[which[idle], low[idle]] += (new - old)[idle]
-            moved = ~idle
-            moves.append((which[moved], entry[moved], old[moved], new[moved]))
+            moves.append((which[~idle], entry[~idle], new[~idle]))
+            changed += [which * self.stops + stop for stop in (old, new)]
             at[active] = old
         self.excess[pool, at] -= 1
-        for which, entry, _, new in moves:
+        for which, entry, new in moves:
             self.stop[which, entry] = new
-        keys = [which * self.stops + stop for which, _, old, new in moves for stop in (old, new)]
-        self._refresh(*np.divmod(np.unique(np.concatenate(keys or [end[:0]])), self.stops))
+        self._refresh(*np.divmod(np.unique(np.concatenate(changed)), self.stops))

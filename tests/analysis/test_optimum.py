@@ -8,7 +8,7 @@ import torch
 import kvsim
 from kvsim.analysis.output.optimum import optimum
 from kvsim.core.policy import Even, Protection, Schedule
-from kvsim.errors import KvsimError, PolicyError
+from kvsim.errors import KvsimError, MemoryLimitError, PolicyError
 from kvsim.policies import names
 from kvsim.sweeps.run import replay_all
 from kvsim.testing.strategies import make_case
@@ -178,6 +178,14 @@ def test_a_record_without_a_certificate_is_no_optimum(trace):
         kvsim.measure(trace, record, ["regret"], optima=[record])
     with pytest.raises(PolicyError, match="regret compares with the optimum, which was not"):
         kvsim.measure(trace, record, ["regret"], oracles=[record])
+
+
+def test_an_optimum_that_does_not_fit_is_refused(trace):
+    """One line says what it needs and what to do, before anything is computed."""
+    record = kvsim.replay(trace, kvsim.policy("tova"), 20, interval=1)
+
+    with pytest.raises(MemoryLimitError, match=r"21 events.*give at least --memory|at least"):
+        optimum(trace, kvsim.policy("tova"), record, memory=10_000)
 
 
 def test_no_event_leaves_everything(trace):

@@ -29,7 +29,7 @@ import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Schedule
 from kvsim.engine.source import TraceSource
-from kvsim.policies.future import future_mass
+from kvsim.policies import future
 from kvsim.policies.optimum import solve
 
 sys.path.append(str(Path(__file__).parent))
@@ -64,11 +64,12 @@ def measured(trace: kvsim.Trace, interval: int, budget: int, error: float) -> di
     """Figures of one optimum; error: CPU seconds of the output error of a replay."""
     events = Schedule(interval).rows(trace.prompt_len, trace.n_pos)
     first = np.searchsorted(events, np.arange(trace.n_pos))
-    spent, gap, size = {"mass": 0.0, "solve": 0.0}, 0.0, 5 if interval > 8 else 1
-    for layer in range(0, trace.n_layers, 6 * size):
-        layers = range(layer, min(layer + 6 * size, trace.n_layers))
+    spent, gap = {"mass": 0.0, "solve": 0.0}, 0.0
+    each = max(1, future.MASS_BYTES // (8 * trace.n_heads * trace.n_pos * len(events)))
+    for layer in range(0, trace.n_layers, each):
+        layers = range(layer, min(layer + each, trace.n_layers))
         source = TraceSource(trace, layers, torch.device("cpu"))
-        taken, mass = seconds(lambda s=source: future_mass(s, events, trace.prompt_len))
+        taken, mass = seconds(lambda s=source: future.future_mass(s, events, trace.prompt_len))
         spent["mass"] += taken
         mass = mass.reshape(-1, *mass.shape[2:])
         places = np.full((len(mass), len(events)), budget)

@@ -68,6 +68,18 @@ def test_metric_benchmark_prints_its_ratios(capsys):
     assert all(value > 0 for value in ratios.values())
 
 
+def test_benchmark_of_the_optimum_prints_its_gap(capsys):
+    """The optimum has no gap at any size, and its cost has a slope against events and tokens."""
+    optimum = load("optimum")
+
+    figures, lines = optimum.run(optimum.SMALLEST)
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(figures) == {"events", "tokens", "gap"}
+    assert abs(figures["gap"]) < 1e-9
+
+
 def test_benchmark_of_cells_prints_its_ratios(capsys):
     """Cells that are replayed and measured together beside the ideal of their output errors."""
     cells = load("cells")

@@ -39,7 +39,8 @@ def optimum(
     or all heads of a layer: price [layer, pool, event] of a place, places [layer, pool, event], and
     retained, bound and chance [layer, pool], the mass that entries which are not protected retain
     here, at most in any kept sets, and on average in random ones; all as shares of a row's
-    attention. memory: bytes that a block of layers may take, 2 GiB by default.
+    attention. memory: bytes that a block of layers may take, 2 GiB by default; MemoryLimitError
+    where one layer takes more, as with thousands of events.
     """
     return Terms.of(trace, policy, record).optimum(trace, device=device, memory=memory)
 
@@ -90,6 +91,7 @@ class Terms:
                         self.places[at],
                         start=trace.prompt_len,
                         protect=self.spared,
+                        memory=memory,
                     )
                 )
         together = Best.concatenated(parts)
