@@ -52,7 +52,7 @@ def test_a_verdict_says_what_is_lacking():
     single = answer(pl.concat([table(one), seen]), ["output_error"])[1]
 
     assert single[0].startswith(f"Budget 64: {best} has the lowest output_error")
-    second = sorted(set(one) - {"full"}, key=lambda name: one[name][0])[1]
+    second = sorted(one.keys() - {"full"}, key=lambda name: (one[name][0], [*one].index(name)))[1]
     assert f"on this prompt; the next is {second}. But its rows see more entries (90)" in single[0]
     assert single[0].endswith("than under other policies, so this is no fair comparison.")
     assert single[1].startswith("One prompt decides nothing")
