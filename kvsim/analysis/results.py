@@ -189,9 +189,10 @@ def _value(value: object) -> str:
 def labels(results: Sequence[Result]) -> dict[Result, str]:
     """Return the label of each result: the policy, and where it has several how they differ.
 
-    `ams` is the main one and `ams (credit=False)` one that differs from it; where only schedules
-    differ, they are named too: `tova (after: every 16 rows)`. Raises PolicyError where two results
-    would be called the same.
+    `ams` is the main one and `ams (credit=False)` one that differs from it; if that has no default
+    either, both name it: `ams (window=16)` and `ams (window=32)`. Where only schedules differ, they
+    are named too: `tova (after: every 16 rows)`. Raises PolicyError where two results would be
+    called the same.
     """
     by_policy: dict[str, list[Result]] = {}
     for result in results:
@@ -200,8 +201,13 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
     taken: dict[str, Result] = {}
     for name, of_policy in by_policy.items():
         base = main(list({result.params: result for result in of_policy}.values()))
+        varied = frozenset[str]().union(*(differing(result, base) for result in of_policy))
+        default = _defaults(name)
+        changed = {
+            key for key in varied & default.keys() if base.parameters.get(key) != default[key]
+        }
         for result in of_policy:
-            differ = sorted(differing(result, base))
+            differ = sorted(differing(result, base) | changed)
             remarks = [in_words({x: result.parameters.get(x) for x in differ})]
             if schedules[name, result.params] > 1:
                 remarks.append(f"after: {schedule(result.interval, prefill=bool(result.prefill))}")

@@ -55,6 +55,17 @@ def test_of_two_the_default_is_the_main_one():
     assert labels([protected, tova])[protected] == "tova (protect=recent 8 sink 4)"
 
 
+def test_a_policy_without_its_default_is_called_by_what_it_has():
+    """Of two windows neither is `ams`; what all results set alike is not named."""
+    settings = ({"window": 16}, {"window": 32}, {"window": 16, "credit": False})
+    built = [kvsim.policy("ams", recent=8, **each) for each in settings]
+    found = [result(each.name, **each.params) for each in built]
+
+    assert list(labels(found[:2]).values()) == ["ams (window=16)", "ams (window=32)"]
+    assert list(labels([found[0], found[2]]).values()) == ["ams", "ams (credit=False)"]
+    assert labels(found)[found[2]] == "ams (credit=False, window=16)"
+
+
 def test_schedules_are_named_where_they_tell_results_apart():
     """And only there: what parameters tell apart needs no more."""
     found = [result(interval=16, prefill=False), result(), result(interval=32, a=1)]
