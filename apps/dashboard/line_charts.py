@@ -87,6 +87,28 @@ def over_budgets(
         zero: mark 0.
         logarithmic: the scale.
     """
+    most = far_off(means["mean"])
+    if most is not None and not (zero or logarithmic):
+        beyond = means.filter(pl.col("mean") > most).select("policy", "asked", "mean").rows()
+        names = ", ".join(f"{policy} at {asked} ({mean:.2g})" for policy, asked, mean in beyond)
+        st.text(visible(f"Far above the picture: {names}"))
+    figure = _over_budgets(means, of, label, by, zero=zero, logarithmic=logarithmic)
+    panels = 1 if by is None else min(PANELS, means[by].n_unique())
+    down = -(-panels // ACROSS)
+    draw(figure, key, 420 if down == 1 else 290 * down + 60)
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _over_budgets(
+    means: pl.DataFrame,
+    of: Mapping[str, Style],
+    label: str,
+    by: str | None,
+    *,
+    zero: bool,
+    logarithmic: bool,
+) -> go.Figure:
+    """Build the figure of `over_budgets`; most changes of a page leave it as it is."""
     groups: list[Any] = [None] if by is None else means[by].unique().sort().to_list()[:PANELS]
     budgets = asked_order(means["asked"].to_list())
     policies = means["policy"].unique(maintain_order=True).to_list()
@@ -124,10 +146,7 @@ def over_budgets(
         least = min(means["mean"].drop_nulls())
         margin = 0.08 * ((most - least) or most)
         figure.update_yaxes(range=[least - margin, most + margin])
-        beyond = means.filter(pl.col("mean") > most).select("policy", "asked", "mean").rows()
-        names = ", ".join(f"{policy} at {asked} ({mean:.2g})" for policy, asked, mean in beyond)
-        st.text(visible(f"Far above the picture: {names}"))
-    draw(figure, key, 420 if down == 1 else 290 * down + 60)
+    return figure
 
 
 def _line(part: pl.DataFrame, x: list[float], policy: str, look: Style, *, legend: bool) -> Any:
@@ -204,6 +223,13 @@ def against_entries(
     panels: by label, of `summaries.against_entries`. logarithmic: labels of the panels
     with a logarithmic scale.
     """
+    draw(_against_entries(panels, of, logarithmic), key)
+
+
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _against_entries(
+    panels: Mapping[str, pl.DataFrame], of: Mapping[str, Style], logarithmic: Sequence[str]
+) -> go.Figure:
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
     for place, (label, points) in enumerate(panels.items()):
         at = {"row": 1, "col": place + 1}
@@ -218,7 +244,7 @@ def against_entries(
             figure.add_trace(line, **at)
         figure.update_yaxes(title=label, type="log" if label in logarithmic else None, **at)
         figure.update_xaxes(title="entries that a row sees, mean", **at)
-    draw(figure, key)
+    return figure
 
 
 def over_layers(

@@ -66,15 +66,18 @@ def attention_tile(
     lse = lse[rows.start : rows.stop].float()
     down, across = (math.ceil(len(window) / side) for window in (rows, positions))
     pos = torch.arange(positions.start, positions.stop)
-    cells = []
+    cells, columns = [], math.ceil(len(positions) / across)
     step = max(down, _BLOCK // down * down)
     for first in range(0, len(rows), step):
         block = slice(rows.start + first, min(rows.start + first + step, rows.stop))
         q = trace.read("q", only, block)[0, qhead].float() * formula.scale
         row = torch.arange(block.start, block.stop)
-        z = formula.capped(q @ keys.mT).sub_(lse[first : first + len(q), None])
-        weights = z.exp_().masked_fill_(~sees(row, pos, formula.window), 0.0)
-        cells.append(_pool(weights, down, across))
+        # no later position is seen; whole cells, so that they are pooled alike
+        seen = min(len(pos), across * max(1, math.ceil((block.stop - positions.start) / across)))
+        z = formula.capped(q @ keys[:seen].mT).sub_(lse[first : first + len(q), None])
+        weights = z.exp_().masked_fill_(~sees(row, pos[:seen], formula.window), 0.0)
+        pooled = _pool(weights, down, across)
+        cells.append(torch.nn.functional.pad(pooled, (0, columns - pooled.shape[1])))
     return Tile(torch.cat(cells).numpy(), _edges(rows, down), _edges(positions, across))
 
 

@@ -116,7 +116,7 @@ def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(seen, address
     seen.page.emulate_media(color_scheme="dark")
     seen.open(address, "retention", trace="sample.zarr", layer="1", head="2")
     times = {}
-    for page in ("fidelity", "trace", "layers", "compare", "answer", "segments"):
+    for page in ("fidelity", "trace", "compare", "segments"):
         times[page] = seen.follow(page)
         seen.check()
         assert seen.overflow() <= 0, page

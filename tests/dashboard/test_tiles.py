@@ -29,7 +29,10 @@ def made(n=70, layers=2, prompt_len=20, *, lse=False):
 
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("side", [7, 16, 200])
-@pytest.mark.parametrize("window", [(range(70), range(70)), (range(11, 58), range(3, 40))])
+@pytest.mark.parametrize(
+    "window",
+    [(range(70), range(70)), (range(11, 58), range(3, 40)), (range(20), range(30, 70))],
+)
 def test_attention_is_pooled_by_its_maximum(side, window, lse):
     """Each cell is the largest weight among its rows and positions."""
     trace = made(lse=lse)
