@@ -4,6 +4,8 @@
     navigation   the pages and the sidebar
     views        one module per page, each with a function `page`
     controls     widgets that pages share, with their values in the link
+    replays      policies on the chosen trace, and a text by what became of its tokens
+    readings     what a chart shows, in a sentence computed from its numbers
     cache        opened traces, records, tables and tiles
     runs         runs of the folder, and a small sweep over the chosen trace
     rankings     ranks of the tokens of a prompt, and their picture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvsim
-from apps.dashboard import runs
+from apps.dashboard import line_charts, runs
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, front, stages
@@ -246,6 +246,11 @@ def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monke
         inner = getattr(runs, name)
         counted = lambda *a, inner=inner, name=name, **k: (computed.append(name), inner(*a, **k))[1]  # noqa: E731
         monkeypatch.setattr(runs, name, counted)
+    built = []
+    subplots = line_charts.make_subplots
+    monkeypatch.setattr(
+        line_charts, "make_subplots", lambda *a, **k: (built.append(a), subplots(*a, **k))[1]
+    )
     runs.means.clear()
     runs.verdict.clear()
     app.run()
@@ -257,6 +262,7 @@ def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monke
     assert sorted(computed[5:]) == ["answer", "averages", "compare"]
     same = [old == new for old, new in zip(before, after, strict=True)]
     assert same == [False, False, True, True]
+    assert len(built) == 2
     assert sum(map(len, after)) < 30_000
 
 
