@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import polars as pl
-
+from kvsim.analysis.results import Tabular, as_table
 from kvsim.claims.ams import ams
 from kvsim.claims.asl import asl
 from kvsim.claims.claim import HOLDS, NOT, OPEN, Claim
@@ -33,16 +32,16 @@ CLAIMS: Mapping[str, Callable[[Evidence], Iterable[Claim]]] = {
 }
 
 
-def claims(table: pl.DataFrame, seconds: Seconds | None = None) -> dict[str, list[Claim]]:
+def claims(table: Tabular, seconds: Seconds | None = None) -> dict[str, list[Claim]]:
     """Every claim of each paper.
 
     Args:
-        table: of `kvsim.measure` or a sweep, with the metrics of its traces
+        table: of `kvsim.measure` or a sweep, or a run or its folder, with the metrics of its traces
             (`kvsim.measure(trace)`) for claims about traces.
         seconds: what events take, for the claims about cost.
 
     Raises:
         PolicyError: parameters in the table are no JSON object.
     """
-    evidence = Evidence(table, seconds)
+    evidence = Evidence(as_table(table), seconds)
     return {paper: list(make(evidence)) for paper, make in CLAIMS.items()}

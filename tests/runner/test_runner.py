@@ -323,10 +323,12 @@ def test_both_kernels_are_causal(attention):
     """The eager kernel, which masks nothing by itself, gives what the other gives."""
     model = make_model("qwen2", 5, attention=attention)
     trace = make_trace(model)
-    found = kvsim.recompute(trace, kvsim.policy("fastkv", layer=2, rows=50), 40, model)
+    share = f"{4000 / trace.n_pos}%"  # 40 entries
+    found = kvsim.recompute(trace, kvsim.policy("fastkv", layer=2, rows=50), share, model)
     ids = trace.tokens[: trace.prompt_len].tolist()
     live = Live(model, ids, live_fastkv(2, 50, 8, 7))
 
+    assert (found.record.budget, found.record.share) == (40, share)
     assert largest(found.logits, live.logits) < 1e-5
 
 

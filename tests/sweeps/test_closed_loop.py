@@ -111,8 +111,8 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
 
 
 def test_one_layer_alone_equals_its_replay(model, trace):
-    """Sets of the layer that evicts, and the error of its output."""
-    run = kvsim.live(model, [trace], policies("tova"), [16], interval=8, layers=[1])
+    """Sets of the layer that evicts, and the error of its output; one value is no list."""
+    run = kvsim.live(model, trace, "tova", 16, interval=8, layers=[1], metrics="output_error")
     replay = kvsim.replay(trace, kvsim.policy("tova"), 16, interval=8, layers=[1])
     expected = kvsim.measure(trace, replay, ["output_error"])["value"].to_list()
 
