@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.errors import PolicyError, TraceError, error_line
+from kvsim.errors import PolicyError, PositionError, TraceError, error_line
 from kvsim.schema import AXES, projections_folder
 
 ArrayLike = Tensor | np.ndarray[Any, Any]
+Positions = Sequence[int] | slice | Tensor
 
 #: Names of the dtypes that an array of a trace may have in the model.
 DTYPES = {
@@ -282,3 +283,23 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     difference = (actual - expected).abs().amax(dim=(-2, -1))
     # where a head's output is 0 everywhere, any difference is infinite
     return torch.where(difference == 0, difference, difference / size)
+
+
+def as_positions(at: Positions, n_pos: int) -> Tensor:
+    """Return positions as int64; negative ones count from the end.
+
+    Raises PositionError for no integers, and for positions that are not there.
+    """
+    if isinstance(at, slice):
+        return torch.arange(n_pos)[at]
+    try:
+        index = torch.as_tensor(at)
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.zeros(1)  # no integer either
+    if index.numel() and index.is_floating_point():
+        raise PositionError(f"positions are {reprlib.repr(at)}; expected integers or a slice")
+    index = index.to(torch.int64)
+    index = torch.where(index < 0, index + n_pos, index)
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
+        raise PositionError(f"position out of range; expected 0..{n_pos - 1}")
+    return index

@@ -21,6 +21,8 @@ from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import (
     DTYPES,
     ArrayLike,
+    Positions,
+    as_positions,
     as_tensor,
     as_tokens,
     check_finite,
@@ -42,7 +44,6 @@ from kvsim.errors import NeedsError, PositionError, TraceError
 if TYPE_CHECKING:
     import xarray
 
-Positions = Sequence[int] | slice | Tensor
 T = TypeVar("T")
 
 _ALL = slice(None)
@@ -419,8 +420,8 @@ class Trace(Displayed):
         """
         if integer(layer) is None or not -self.n_layers <= layer < self.n_layers:
             raise PositionError(f"layer is {layer!r}; expected 0..{self.n_layers - 1}")
-        at = _as_positions(rows, self.n_pos)
-        to = _as_positions(_ALL if pos is None else pos, self.n_pos)
+        at = as_positions(rows, self.n_pos)
+        to = as_positions(_ALL if pos is None else pos, self.n_pos)
         if not len(at) or not len(to):
             return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self.dtype)
         return self.full_attention.weights(range(self.n_layers)[layer], at, to)
@@ -440,20 +441,3 @@ def _of_layers(name: str, values: Iterable[T], where: str) -> tuple[T, ...]:
 def _public(name: str) -> Any:
     """The public function `kvsim.NAME`, found at call time: core knows nothing of files."""
     return getattr(import_module("kvsim"), name)
-
-
-def _as_positions(at: Positions, n_pos: int) -> Tensor:
-    """Return positions as int64; negative ones count from the end."""
-    if isinstance(at, slice):
-        return torch.arange(n_pos)[at]
-    try:
-        index = torch.as_tensor(at)
-    except (TypeError, ValueError, RuntimeError):
-        index = torch.zeros(1)  # no integer either
-    if index.numel() and index.is_floating_point():
-        raise PositionError(f"positions are {reprlib.repr(at)}; expected integers or a slice")
-    index = index.to(torch.int64)
-    index = torch.where(index < 0, index + n_pos, index)
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
-        raise PositionError(f"position out of range; expected 0..{n_pos - 1}")
-    return index
