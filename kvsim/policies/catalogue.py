@@ -160,7 +160,9 @@ _ENTRIES: Mapping[str, Entry] = {
     "full": Entry("everything (reference)", Full, _NEVER, policy={"allocator": Everything()}),
     "random": Entry("a random set (baseline)", Random, _EVERY_ROW),
     "oracle": Entry(
-        "what later rows attend to most: looks ahead, the reference for regret", Oracle, _EVERY_128
+        "what later rows attend to most: looks ahead; with by=optimum the reference for regret",
+        Oracle,
+        _EVERY_128,
     ),
     "streaming_llm": Entry("the first and the most recent entries", StreamingLLM, _EVERY_ROW),
     "h2o": Entry("recent entries and those that received most attention so far", H2O, _EVERY_ROW),

@@ -16,6 +16,7 @@ from kvsim.policies.optimum import solve
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.schema import NEVER
+from kvsim.testing import check_policy
 
 POOLS = 4
 KINDS = ("spread", "few values", "equal", "zero", "one strong entry")
@@ -278,3 +279,10 @@ def test_it_is_the_mass_oracle_at_one_event():
     ]
 
     assert np.array_equal(*(record.evicted_at for record in records))
+
+
+def test_the_oracle_obeys_the_invariants_of_policies():
+    """As any policy, except that its sets belong to one budget and not to each head's quota."""
+    oracle = kvsim.policy("oracle", by="optimum")
+
+    check_policy(oracle, max_examples=3, exempt={"ragged"}, shrink=False)
