@@ -202,9 +202,9 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
     for name, of_policy in by_policy.items():
         base = main(list({result.params: result for result in of_policy}.values()))
         varied = frozenset[str]().union(*(differing(result, base) for result in of_policy))
-        default = _defaults(name)
+        default = {**base.parameters, **_defaults(name)}  # those of a user's own are not known
         changed = {
-            key for key in varied & default.keys() if base.parameters.get(key) != default[key]
+            key for key in varied & base.parameters.keys() if base.parameters[key] != default[key]
         }
         for result in of_policy:
             differ = sorted(differing(result, base) | changed)
