@@ -91,7 +91,8 @@ def test_numbers_are_those_of_kvsim(page, trace, mode):
     assert told["Boundaries moved"].value == f"{found.shift[2, number - 1]:.1f}"
     assert f"{found.f1[2, number - 1]:.2f}" in told["Boundaries moved"].delta
     assert told["Credit held"].value == f"{one.credit.sum():.3f}"
-    suffix = one.mass[one.pos > 417 - 24].sum()
+    window = kvsim.policy("ams@scaled").at(96).allocator.window
+    suffix = one.mass[one.pos > 417 - window].sum()
     assert told["Mass of recent rows"].value == f"{suffix:.1%}"
     assert any("fidelity **exact**" in one for one in spoken(app))
 
@@ -120,7 +121,8 @@ def test_the_figure_draws_the_event(page, trace):
     held = np.flatnonzero(alone.retained(353)[0, 1])
     assert figure["stays with the scorer alone"][0].tolist() == held.tolist()
     assert figure["tova alone holds"][1].tolist() == one.spread(held).tolist()
-    must = [p for p in range(354) if p < 4 or p > 353 - 8]
+    recent = kvsim.policy("ams@scaled").at(128).allocator.recent
+    must = [p for p in range(354) if p < 4 or p > 353 - recent]
     assert figure["protected"][0].tolist() == must
     both = sorted([*figure["stays"][0].tolist(), *must])
     assert both == np.flatnonzero(record.retained(353)[0, 1]).tolist()
