@@ -136,7 +136,8 @@ class _Flow:
             rows, begins = np.unique(at, return_index=True)
             gain[rows] = np.maximum.reduceat(moves, begins)
         ahead = np.flatnonzero(stop < self.stops - 1)
-        back = np.flatnonzero((stop > 0) & (self.idle[pool, stop - 1] > 0))
+        back = np.flatnonzero(stop > 0)
+        back = back[self.idle[pool[back], stop[back] - 1] > 0]
         for at, to in ((ahead, stop[ahead] + 1), (back, stop[back] - 1)):
             gain[at, to] = gain[at, to].clip(min=0.0)
         self.gain[pool, stop] = gain
