@@ -72,12 +72,22 @@ def solve(mass: Floats, first: Ints, capacity: Ints) -> Optimum:
     flow = _flow(total, first, capacity)
     price = np.diff(flow.cost, axis=1)
     paid = flow.cost[:, None] - flow.cost[:, first, None]
+    _fill(flow.stop, first, capacity)
     return Optimum(
         stop=flow.stop,
         price=price * unit,
         retained=np.take_along_axis(total, flow.stop[..., None], 2).sum((1, 2)) * unit,
         bound=((capacity * price).sum(1) + (total - paid).max(2).sum(1)) * unit,
     )
+
+
+def _fill(stop: Ints, first: Ints, capacity: Ints) -> None:
+    """Where places are idle, let entries stay that earn nothing by it, those in front first."""
+    for event in range(capacity.shape[1]):
+        room = capacity[:, event] - ((first <= event) & (stop > event)).sum(1)
+        if room.any():
+            leaving = stop == event
+            stop += leaving & (leaving.cumsum(1) <= room[:, None])
 
 
 def _flow(total: Floats, first: Ints, capacity: Ints) -> _Flow:

@@ -80,7 +80,11 @@ def test_its_certificate_holds():
         optimum = solve(mass, first, capacity)
         kept = kept_at(optimum.stop, first, capacity.shape[1])
 
-        assert (kept.sum(1) <= capacity).all()
+        alive = (first[:, None] <= np.arange(capacity.shape[1])) & (
+            (np.arange(capacity.shape[1]) == first[:, None])
+            | np.pad(kept, ((0, 0), (0, 0), (1, 0)))[..., :-1]
+        )
+        assert (kept.sum(1) == np.minimum(capacity, alive.sum(1))).all()
         assert (optimum.price >= 0).all()
         assert optimum.retained == pytest.approx((kept * mass).sum((1, 2)), rel=1e-9, abs=1e-12)
         for pool in range(POOLS):
