@@ -58,7 +58,7 @@ class Metric:
     over_events: Literal["last", "mean"] = "mean"
     main: str = ""
     default: bool = True
-    beside: Literal["", "optimum", "oracle"] = ""
+    beside: Literal["", "optimum", "unprotected", "oracle"] = ""
     notes: frozenset[str] = frozenset()
     layers: Literal["mean", "sum"] = "mean"
     arrays: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Protocol, TypeVar
 
-from kvsim.analysis.arrays import EvictedAt, Floats
+from kvsim.analysis.arrays import EvictedAt
 from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
 from kvsim.analysis.attention.intermittence import GapsAndChance, attention_gaps, default_windows
@@ -201,18 +201,15 @@ LayerGroup = tuple[Layers, EvictedAt]
 class Subject:
     """A trace, and a record of it with its output error.
 
-    walk: the result for this record of a walk over the trace that all records share. oracle: the
-    output error of the mass oracle's record on the same terms; optimum: that of the optimum, and
-    certificate: what proves it (`kvsim.analysis.optimum`).
+    walk: the result for this record of a walk over the trace that all records share. beside: by
+    name (`Metric.beside`), records that it is compared with, and their output errors.
     """
 
     trace: Trace
     record: Record
     output: Callable[[], OutputError]
     walk: Walks
-    oracle: Callable[[], OutputError] | None = None
-    optimum: Callable[[], OutputError] | None = None
-    certificate: Mapping[str, Floats] = field(default_factory=dict)
+    beside: Mapping[str, tuple[Record, Callable[[], OutputError]]] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> slice:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -49,8 +50,12 @@ COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _NUMBERS}
 
 
 #: Records that metrics compare with (`Metric.beside`), and those about the optimum.
-BESIDE = ("optimum", "oracle")
-REGRET = tuple(name for name, entry in METRICS.items() if entry.beside == "optimum")
+BESIDE = {
+    "optimum": "optimum",
+    "unprotected": "optimum without protected entries",
+    "oracle": "mass oracle",
+}
+REGRET = tuple(x for x, entry in METRICS.items() if entry.beside in ("optimum", "unprotected"))
 
 #: Called with (metrics done, metrics, what is being measured).
 Progress = Callable[[int, int, str], None]
@@ -65,6 +70,7 @@ def measure(
     device: str = "cpu",
     oracles: Sequence[Record | None] | None = None,
     optima: Sequence[Record | None] | None = None,
+    unprotected: Sequence[Record | None] | None = None,
     progress: Progress | None = None,
 ) -> pl.DataFrame:
     """A Table of `metrics` of one record or of many of the same trace, or of a trace alone.
@@ -86,6 +92,7 @@ def measure(
         device: cpu, cuda or auto; of an `Analysis` its own.
         optima: for `regret`, for each record that of `kvsim.analysis.optimum`, or None;
             `kvsim.sweeps.replay_all(..., regret=True)` computes them.
+        unprotected: for `possible_share`, the same with nothing protected.
         oracles: for `oracle_regret`, for each record that of the mass oracle on the same terms.
         progress: called with (metrics done, metrics, what is being measured).
 
@@ -103,7 +110,7 @@ def measure(
     check_progress(progress)
     records = [record] if isinstance(record, Record) else record
     trace = trace if isinstance(trace, Analysis) else as_trace(trace)
-    references = {"oracle": oracles, "optimum": optima}
+    references = {"oracle": oracles, "optimum": optima, "unprotected": unprotected}
     _check_inputs(records, references)
     beside = [name for name, given in references.items() if given is not None]
     chosen = choose(metrics, beside=beside, records=records is not None)
@@ -138,7 +145,8 @@ def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
         isinstance(records, Sequence) and all(isinstance(each, Record) for each in records)
     ):
         raise TraceError(f"record is {reprlib.repr(records)}; expected Records of kvsim.replay")
-    for name, plural in (("oracle", "oracles"), ("optimum", "optima")):
+    names = {"oracle": "oracles", "optimum": "optima", "unprotected": "unprotected optima"}
+    for name, plural in names.items():
         given = references[name]
         if given is not None and not (
             isinstance(given, Sequence)
@@ -148,7 +156,8 @@ def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
             raise PolicyError(
                 f"{plural} are {reprlib.repr(given)}; expected a Record or None for each record"
             )
-    if not all(each is None or each.internals for each in references["optimum"] or ()):
+    optima = [*(references["optimum"] or ()), *(references["unprotected"] or ())]
+    if not all(each is None or each.internals for each in optima):
         raise PolicyError(
             "an optimum has no certificate in its internals; expected one of kvsim.analysis.optimum"
         )
@@ -197,10 +206,9 @@ def choose(
                 f"(kvsim.replay), or metrics of a trace: {', '.join(choose(None, records=False))}"
             )
         if entry.beside and entry.beside not in beside:
-            reference = {"optimum": "optimum", "oracle": "mass oracle"}[entry.beside]
             raise PolicyError(
-                f"{name} compares with the {reference}, which was not replayed; give --regret "
-                "(kvsim.sweeps.replay_all(..., regret=True))"
+                f"{name} compares with the {BESIDE[entry.beside]}, which was not replayed; give "
+                "--regret (kvsim.sweeps.replay_all(..., regret=True))"
             )
     return chosen
 
@@ -249,10 +257,8 @@ def subjects_of(
 
     references: by name (`Metric.beside`), what each record is compared with.
     """
-    oracles, optima = (
-        references.get(name) or [None] * len(records) for name in ("oracle", "optimum")
-    )
-    replayed = list({id(r): r for r in (*records, *oracles, *optima) if r is not None}.values())
+    beside = [references.get(name) or [None] * len(records) for name in BESIDE]
+    replayed = list({id(r): r for r in chain(records, *beside) if r is not None}.values())
     for record in replayed:
         check_record(trace, record)
     different = list({id(record): record for record in records}.values())
@@ -266,15 +272,20 @@ def subjects_of(
     def results(walk: Walk[Any]) -> dict[int, Any]:
         return dict(zip(map(id, different), walk(trace, different, device), strict=True))
 
-    def subject(record: Record, oracle: Record | None, optimum: Record | None) -> Subject:
+    def error_of(record: Record) -> OutputError:
+        return outputs()[id(record)]
+
+    def subject(record: Record, *others: Record | None) -> Subject:
         return Subject(
-            *(trace, record, lambda: outputs()[id(record)], lambda walk: results(walk)[id(record)]),
-            oracle=None if oracle is None else lambda: outputs()[id(oracle)],
-            optimum=None if optimum is None else lambda: outputs()[id(optimum)],
-            certificate={} if optimum is None else optimum.internals[0].notes,
+            *(trace, record, partial(error_of, record), lambda walk: results(walk)[id(record)]),
+            beside={
+                name: (other, partial(error_of, other))
+                for name, other in zip(BESIDE, others, strict=True)
+                if other is not None
+            },
         )
 
-    return [subject(*each) for each in zip(records, oracles, optima, strict=True)]
+    return [subject(*each) for each in zip(records, *beside, strict=True)]
 
 
 #: The columns about a record, null for what belongs to the trace.

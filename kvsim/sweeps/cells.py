@@ -283,10 +283,14 @@ class Cells:
                 oracle = bound(_oracle(policy, record), budget, layers=cell.layers)
                 replayed = replayed._replace(oracle=oracle)
             if "optimum" in self._beside and policy.bounded:
-                terms = Terms.of(cell.trace, policy, record)
-                if terms.key not in optima:
-                    optima[terms.key] = terms.optimum(cell.trace, **self._limits)
-                replayed = replayed._replace(optimum=optima[terms.key])
+                own = Terms.of(cell.trace, policy, record)
+                each = {"optimum": own, "unprotected": own.unprotected}
+                for terms in each.values():
+                    if terms.key not in optima:
+                        optima[terms.key] = terms.optimum(cell.trace, **self._limits)
+                replayed = replayed._replace(
+                    **{name: optima[terms.key] for name, terms in each.items()}
+                )
             self._replayed[cell.number] = replayed
         except KvsimError as error:
             self._failures.append(failure(cell, str(error)))
@@ -314,6 +318,7 @@ class Cells:
         if self._parameters["regret"]:
             options["oracles"] = [each.oracle for each in replayed]
             options["optima"] = [each.optimum for each in replayed]
+            options["unprotected"] = [each.unprotected for each in replayed]
         trace, records = cells[0].trace, [each.record for each in replayed]
         return measure(trace, records, available(names, [trace]), **options)
 

@@ -65,6 +65,7 @@ class Replayed(NamedTuple):
     record: Record
     oracle: Record | None = None
     optimum: Record | None = None
+    unprotected: Record | None = None
 
 
 class Rows(NamedTuple):

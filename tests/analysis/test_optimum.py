@@ -145,6 +145,26 @@ def test_shares_of_the_possible(trace):
     assert abs(value["random", "possible_share"]) < 0.2
 
 
+def test_the_share_counts_what_a_policy_protects(trace):
+    """Random and best sets are those without protection, so equal kept sets have equal shares."""
+    free = kvsim.policy("tova")
+    spared = kvsim.policy("tova", protect=Protection(sink=1, recent=9))
+    run = replay_all([trace], [free, spared], [20], interval=5, regret=True)
+    cells = run.table.filter(pl.col("params").is_not_null(), layer=0).group_by("params", "metric").agg(pl.col("value").mean())
+    means = {(len(p), m): x for p, m, x in cells.iter_rows()}
+    plain, guarded = sorted({size for size, _ in means})
+    # what either retains more than random sets, over the same lead of the optimum
+    lead = {size: means[size, "possible_share"] for size in (plain, guarded)}
+    mass = {size: means[size, "retained_mass"] for size in (plain, guarded)}
+    record = kvsim.replay(trace, free, 20, interval=5, prefill=True)
+    notes = optimum(trace, free, record).internals[0].notes
+    of_layer = float((notes["retained"] - notes["chance"])[0].mean())
+    assert lead[guarded] - lead[plain] == pytest.approx(
+        (mass[guarded] - mass[plain]) / of_layer, abs=1e-4
+    )
+    assert abs(mass[guarded] - mass[plain]) > 1e-3
+
+
 def test_regret_is_null_without_anything_to_lose(trace):
     """With room for all entries nothing is to be gained, and there is no share of it."""
     run = replay_all([trace], [kvsim.policy("tova")], [70], interval=5, regret=True)

@@ -57,9 +57,9 @@ def _more(subject: Subject, reference: str) -> Floats | None:
 
     Nothing is comparable with a policy that no budget binds.
     """
-    best = getattr(subject, reference)
-    if best is None:
+    if reference not in subject.beside:
         return None
+    _, best = subject.beside[reference]
     missing, least = (each().missing[:, :, subject.rows] for each in (subject.output, best))
     return mean_known(missing.astype(np.float64) - least) if missing.shape[-1] else None
 
@@ -74,19 +74,24 @@ def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
 
 
 def _regret_gap(subject: Subject) -> Iterator[Cells]:
-    if subject.optimum is not None and subject.trace.n_pos > subject.trace.prompt_len:
-        gap = subject.certificate["bound"] - subject.certificate["retained"]  # [layer, pool]
-        yield from _means(subject, gap)
+    if "optimum" in subject.beside and subject.trace.n_pos > subject.trace.prompt_len:
+        certificate = _certificate(subject, "optimum")
+        yield from _means(subject, certificate["bound"] - certificate["retained"])  # [layer, pool]
 
 
 def _possible_share(subject: Subject) -> Iterator[Cells]:
-    more = _more(subject, "optimum")
+    more = _more(subject, "unprotected")
     if more is not None:
-        best = subject.certificate["retained"] - subject.certificate["chance"]
-        lead = best.mean(-1)  # [layer]
+        certificate = _certificate(subject, "unprotected")
+        lead = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
         share = np.full_like(lead, np.nan)
         np.divide(lead - more.mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
         yield from _means(subject, share[:, None])
+
+
+def _certificate(subject: Subject, reference: str) -> Mapping[str, Floats]:
+    optimum, _ = subject.beside[reference]
+    return optimum.internals[0].notes
 
 
 def _layer_error(subject: Subject) -> Iterator[Cells]:
@@ -171,8 +176,8 @@ METRICS: Mapping[str, Metric] = {
         "rows", "share", "lower", "kvsim", _regret_gap, beside="optimum"),
     "possible_share": Metric(
         "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
-        "it, all heads of a layer together; needs --regret",
-        "rows", "share", "higher", "kvsim", _possible_share, beside="optimum"),
+        "it, nothing protected in either, all heads of a layer together; needs --regret",
+        "rows", "share", "higher", "kvsim", _possible_share, beside="unprotected"),
     "oracle_regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
         "rows", "share", "lower", "kvsim", _regret("oracle"), beside="oracle", default=False),

@@ -69,6 +69,11 @@ class Terms:
         return cls(record, tuple(events), places, (protection.first(end), protection.recent))
 
     @property
+    def unprotected(self) -> Self:
+        """The same terms with nothing protected, which policies of one budget share."""
+        return replace(self, spared=(0, 0))
+
+    @property
     def key(self) -> Hashable:
         """Equal for terms whose optimum is the same."""
         record, places = self.record, (self.places.shape, self.places.tobytes())
