@@ -231,7 +231,7 @@ class Cells:
         self._failures += result.failures
         self._unmeasurable |= result.unmeasurable
         for number, record in result.records.items():
-            self._replayed[number] = Replayed(record, None)
+            self._replayed[number] = Replayed(record)
             if self._parts is not None and number not in result.unmeasurable:
                 self._parts.add_cell(number, self._replayed[number])
         for rows in result.rows:

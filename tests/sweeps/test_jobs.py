@@ -43,7 +43,8 @@ def elsewhere(monkeypatch):
 
 def replays(traces, **options):
     """The sweep of `tests.sweeps.test_parts` on these traces."""
-    settings = {"interval": 8, "metrics": METRICS, "regret": True, **options}
+    metrics = [*METRICS, "oracle_regret"]
+    settings = {"interval": 8, "metrics": metrics, "regret": True, **options}
     return replay_all(traces, policies(), BUDGETS, **settings)
 
 
