@@ -115,11 +115,11 @@ def test_small_work_uses_one_thread(traces, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        replays(traces[:1], progress=note("short"), regret=False)
+        replays(traces[:1], progress=note("short"), metrics=METRICS, regret=False)
         kvsim.capture("tiny", None, [5, 6, 7], max_new_tokens=1, progress=note("tiny"))
         monkeypatch.setattr(threads, "SHORT", 55)
         monkeypatch.setattr(threads, "SMALL", 1000)
-        replays(traces[:1], progress=note("long"), regret=False)
+        replays(traces[:1], progress=note("long"), metrics=METRICS, regret=False)
         kvsim.capture("tiny", None, [5, 6, 7], max_new_tokens=1, progress=note("large"))
         assert torch.get_num_threads() == 2
     finally:
