@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from apps.dashboard import tiles
 from apps.dashboard.tiles import STATES, attention_tile, retention_tile
 from kvsim import Rope, Trace
 from kvsim.analysis.attention.heads import head_table, last_needed
@@ -33,8 +34,9 @@ def made(n=70, layers=2, prompt_len=20, *, lse=False):
     "window",
     [(range(70), range(70)), (range(11, 58), range(3, 40)), (range(20), range(30, 70))],
 )
-def test_attention_is_pooled_by_its_maximum(side, window, lse):
-    """Each cell is the largest weight among its rows and positions."""
+def test_attention_is_pooled_by_its_maximum(monkeypatch, side, window, lse):
+    """Each cell is the largest weight among its rows and positions, in blocks of rows."""
+    monkeypatch.setattr(tiles, "_BLOCK", 16)
     trace = made(lse=lse)
     rows, positions = window
 

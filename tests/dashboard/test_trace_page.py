@@ -147,8 +147,9 @@ def test_layer_and_head_outlive_a_change_of_page(opened, folder, switch):
     app.selectbox(key="head").set_value(2)
     app.run()
 
-    switch(app, "retention")
-    app.run()
+    for page in ("compare", "retention"):  # the first has neither
+        switch(app, page)
+        app.run()
 
     assert not app.exception
     assert (app.selectbox(key="layer").value, app.selectbox(key="head").value) == (0, 2)
