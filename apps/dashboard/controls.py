@@ -56,7 +56,10 @@ def runs() -> dict[str, Path]:
 
 
 def sidebar(shown: Sequence[str]) -> None:
-    """Show the choices that stay when the page changes: run, trace, layer and head, or some."""
+    """Show the choices that stay when the page changes: run, trace, layer and head, or some.
+
+    They stay because the frame of the pages shows them, and not a page.
+    """
     with st.sidebar:
         if "run" in shown:
             listed = runs()
@@ -86,13 +89,7 @@ def sidebar(shown: Sequence[str]) -> None:
 
 
 def _choose(label: str, key: str, options: Sequence[Any], start: int = 0) -> Any:
-    """Choose an option, which is remembered while pages do not show the choice."""
-    before = st.session_state.get(f"chosen {key}")
-    if key not in st.session_state and key not in st.query_params and before in options:
-        st.session_state[key] = before
-    st.selectbox(label, options, start, key=key, bind="query-params")
-    st.session_state[f"chosen {key}"] = st.session_state[key]
-    return st.session_state[key]
+    return st.selectbox(label, options, start, key=key, bind="query-params")
 
 
 def trace() -> Trace:

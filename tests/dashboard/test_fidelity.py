@@ -103,7 +103,7 @@ def test_bars_are_the_shares(opened, folder):
         assert one["x"] == pytest.approx(expected.filter(fidelity=one["name"])["share"].to_list())
 
 
-@pytest.mark.parametrize("link", [{"run": "open", "beside": "semi"}, {"run": "whole"}])
+@pytest.mark.parametrize("link", [{"run": "open", "other": "semi"}, {"run": "whole"}])
 def test_the_same_values_at_two_levels_are_compared(opened, folder, link):
     """Whether one run holds both or two do; of the sets behind the selection."""
     app = opened(folder, "fidelity", compared="wipeout", **link)
@@ -147,13 +147,13 @@ def test_runs_that_contradict_each_other_are_a_message(opened, folder, tmp_path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
         table.write_parquet(tmp_path / name / "results.parquet")
-    app = opened(tmp_path, "fidelity", run="one", beside="two")
+    app = opened(tmp_path, "fidelity", run="one", other="two")
 
     assert not app.exception
     assert any("cannot be compared" in one.value for one in app.warning)
 
 
-@pytest.mark.parametrize("link", [{"run": "worse"}, {"run": "open", "beside": "worse"}])
+@pytest.mark.parametrize("link", [{"run": "worse"}, {"run": "open", "other": "worse"}])
 def test_a_damaged_run_is_a_message(opened, folder, link):
     """As the run, and beside another one."""
     app = opened(folder, "fidelity", **link)
@@ -162,7 +162,7 @@ def test_a_damaged_run_is_a_message(opened, folder, link):
     assert "cannot be read" in app.error[0].value
 
 
-@pytest.mark.parametrize("key", ["run", "metric", "beside", "compared", "compared_variant"])
+@pytest.mark.parametrize("key", ["run", "metric", "other", "compared", "compared_variant"])
 def test_every_choice_runs_the_page_anew(opened, folder, key):
     """The last option of each."""
     app = opened(folder, "fidelity", run="whole", compared="wipeout")

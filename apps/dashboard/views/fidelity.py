@@ -110,7 +110,7 @@ def _two_levels(run: runs.Run) -> None:
     other = st.sidebar.selectbox(
         "Compare with the run",
         [NOTHING, *others],
-        key="beside",
+        key="other",
         bind="query-params",
         help="a run of the same traces, policies and budgets at another level of fidelity",
     )
