@@ -150,7 +150,8 @@ def test_the_share_counts_what_a_policy_protects(trace):
     free = kvsim.policy("tova")
     spared = kvsim.policy("tova", protect=Protection(sink=1, recent=9))
     run = replay_all([trace], [free, spared], [20], interval=5, regret=True)
-    cells = run.table.filter(pl.col("params").is_not_null(), layer=0).group_by("params", "metric").agg(pl.col("value").mean())
+    rows = run.table.filter(pl.col("params").is_not_null(), layer=0)
+    cells = rows.group_by("params", "metric").agg(pl.col("value").mean())
     means = {(len(p), m): x for p, m, x in cells.iter_rows()}
     plain, guarded = sorted({size for size, _ in means})
     # what either retains more than random sets, over the same lead of the optimum
