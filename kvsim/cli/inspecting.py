@@ -211,8 +211,9 @@ def verify(
     Reads every chunk and compares it with its checksums. The exit status is 2 if a trace has a
     problem. The JSON document of several traces is an object with the list 'traces'.
     """
-    single, verdicts, reports = len(traces) == 1, [], []
-    for path in paths_of(traces):
+    paths = paths_of(traces)
+    single, verdicts, reports = len(paths) == 1, [], []
+    for path in paths:
         verdict, report = _checked(path, deep=deep)
         if verdict == "no trace" and single:
             raise Stop(f"error: {show.one_line(report['problems'][0])}", 2)
