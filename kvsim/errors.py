@@ -97,7 +97,7 @@ class ExtraError(KvsimError, ImportError):
 
 #: Libraries that each extra installs and kvsim imports.
 EXTRAS = {
-    "capture": ("httpx", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "transformers"),
+    "capture": ("httpx", "huggingface_hub", "jinja2", "tokenizers", "transformers"),
     "gguf": ("accelerate", "gguf"),
     "dashboard": ("plotly", "streamlit"),
     "remote": ("fsspec",),

@@ -218,6 +218,10 @@ class Scorer(Piece, ABC):
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
 
+    def remark(self, trace: Trace) -> str:
+        """What a reader of results on this trace should know; empty for nothing."""
+        return ""
+
     def logarithm(self) -> Scorer:
         """The same ranking by logarithms if the scores could underflow to 0, else the scorer."""
         return self
@@ -259,6 +263,10 @@ class Wrapper(Scorer):
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """As the scorer."""
         self.scorer.check(trace, schedule)
+
+    def remark(self, trace: Trace) -> str:
+        """The scorer's."""
+        return self.scorer.remark(trace)
 
     def inner(self, view: View) -> Scores:
         """The scores of the scorer inside."""

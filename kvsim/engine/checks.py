@@ -135,7 +135,8 @@ def remark(
             f"{policy.name}: nothing is evicted at budget {budget}, because no event fires while "
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
-    remarks = [policy.remark(budget)]
+    of_scorer = policy.scorer.remark(trace)
+    remarks = [policy.remark(budget), f"{policy.name}: {of_scorer}" if of_scorer else ""]
     remarks.append(_context_remark(trace, policy, schedule))
     alone = schedule.compress == "prompt"  # else the rows of the question see what is left
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:

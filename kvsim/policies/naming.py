@@ -24,6 +24,7 @@ from kvsim.core.policy import (
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies.catalogue import CATALOGUE, Entry
 from kvsim.policies.full import Full
+from kvsim.policies.learned import Learned
 
 
 def policy(name: str, **params: Any) -> Policy:
@@ -35,7 +36,8 @@ def policy(name: str, **params: Any) -> Policy:
     `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
     `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
-    returns one when called with `params`; it may stand behind a `+` too.
+    returns one when called with `params`; it may stand behind a `+` too. So may `learned:FILE`, a
+    scorer that `kvsim learn` has trained.
 
     Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
     parts that do not go together.
@@ -238,8 +240,11 @@ def _parse(name: str) -> list[tuple[str, Entry | None]]:
             continue
         base, at, preset = part.partition("@")
         if base not in CATALOGUE:
-            names = ", ".join(CATALOGUE)
-            raise PolicyError(f"unknown policy {base!r}{suggest(base, CATALOGUE)}; known: {names}")
+            names, (module, _, last) = ", ".join(CATALOGUE), base.rpartition(".")
+            own = f"; a policy of your own is {module}:{last}" if module else ""
+            raise PolicyError(
+                f"unknown policy {base!r}{suggest(base, CATALOGUE)}{own}; known: {names}"
+            )
         entry = CATALOGUE[base]
         if at and not entry.has_preset(preset):
             available = [*entry.presets, *["scaled"] * entry.has_preset("scaled")]
@@ -358,6 +363,9 @@ def _protect(name: str, given: object) -> Protection:
 def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
     """A policy of the user's own, `package.module:NAME`."""
     module_name, _, attribute = name.partition(":")
+    if module_name == "learned":
+        scorer = Learned(attribute, **params)
+        return Policy(name, scorer, schedule=scorer.schedule)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
     try:
