@@ -130,7 +130,7 @@ def tune(
         )
     sizes = [resolve_budget(budget, trace.n_pos) for trace in traces]
     space = _space(name, max(sizes), search, fixed or {})
-    searched, kept_back = _split(traces, held_out, seed)
+    searched, kept_back = split(traces, held_out, seed)
     terms: dict[str, Any] = {
         "interval": interval,
         "prefill": prefill,
@@ -213,7 +213,7 @@ def _space(
     return [*free.values()]
 
 
-def _split(
+def split(
     traces: Sequence[Trace], held_out: float, seed: int
 ) -> tuple[Sequence[Trace], Sequence[Trace]]:
     """The traces to search on and those held out, each in the order given."""

@@ -58,6 +58,12 @@ COMMANDS = {
         "tuned.json",
         slow=True,
     ),
+    "learn": Command(
+        ("learn", "sample", "--budget", "64", "--rounds", "1"),
+        "s.safetensors",
+        ("--overwrite",),
+        slow=True,
+    ),
 }
 
 

@@ -1,0 +1,166 @@
+"""`kvsim learn`: a scorer that imitates the optimum, and what it is worth on prompts held out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.schema import plural
+
+if TYPE_CHECKING:
+    from kvsim.learning import Learning
+
+
+def learn(
+    traces: values.TracePaths,
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            callback=values.split,
+            metavar="N|P%[,...]",
+            help="Entries per KV head to learn for, or shares of the trace's length.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        values.path_option(
+            "FILE.safetensors", "The scorer to write; it replays as --policy learned:FILE."
+        ),
+    ],
+    features: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="GROUP[,...]",
+            help="What it may see of an entry: position, attention, keys, values; default: all. "
+            "future, with --ahead, looks ahead.",
+        ),
+    ] = None,
+    hidden: Annotated[
+        int, typer.Option(min=0, help="Width of the hidden layer; 0 for a linear score.")
+    ] = 32,
+    ahead: Annotated[int, typer.Option(min=0, help="Rows that the group future looks ahead.")] = 0,
+    interval: Annotated[int, typer.Option(min=1, help="Rows between events.")] = 32,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Replays of each prompt; after the first it keeps what was learned so far.",
+        ),
+    ] = 2,
+    held_out: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.99, help="Share of the prompts that it does not learn from, 0 for none."
+        ),
+    ] = 0.3,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Compare on these traces instead, such as those of another model or task; may be "
+            "several, or a folder.",
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,...]",
+            help="Policies to compare with; default: h2o, tova, snapkv and random.",
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=values.split,
+            metavar="NAME[,...]",
+            help="What to measure on the prompts held out; default: as `kvsim sweep`.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The seed of the split, the pairs and the network.")
+    ] = 0,
+    overwrite: values.Overwrite = False,
+    as_json: values.Json = False,
+) -> None:
+    """Learn a scorer from traces, and compare it with policies on prompts held out.
+
+    It learns which entries the optimum of retained attention keeps (docs/optimum.md), from what a
+    policy can see of them, and replays as `--policy learned:FILE` with traces of any model.
+    """
+    from kvsim.learning import learn as learned
+    from kvsim.learning.learn import AGAINST, CAUSAL
+
+    groups = features or [*CAUSAL, *(["future"] * (ahead > 0))]
+    with show.bar("steps") as report:
+        learning = learned(
+            values.open_traces(traces),
+            budget,
+            out,
+            features=groups,
+            hidden=hidden,
+            ahead=ahead,
+            interval=interval,
+            rounds=rounds,
+            held_out=held_out,
+            test=None if test is None else values.open_traces(test),
+            against=against or AGAINST,
+            metrics=metric,
+            seed=seed,
+            overwrite=overwrite,
+            progress=report,
+        )
+    if as_json:
+        show.echo_json(_document(learning))
+    else:
+        _print(learning)
+
+
+def _document(learning: Learning) -> dict[str, Any]:
+    from kvsim.sweeps.run import summarise
+
+    network, run = learning.network, learning.run
+    document: dict[str, Any] = {
+        "policy": learning.name,
+        "sha256": network.digest,
+        "features": network.groups,
+        "ahead": network.ahead,
+        "widths": [len(bias) for _, bias in network.layers],
+        "interval": network.interval,
+        "pairs": learning.pairs,
+        "trained": learning.trained,
+        "held_out": learning.held_out,
+    }
+    if run is not None:
+        document |= show.verdict(run.table, learning.metrics)
+        document["averages"] = show.cells(summarise(run.table, learning.metrics))
+    return document
+
+
+def _print(learning: Learning) -> None:
+    from kvsim.sweeps.run import summarise
+
+    network = learning.network
+    sees = ", ".join(network.groups)
+    show.echo_text(
+        f"{learning.name}: learned from {plural(learning.pairs, 'pair')} of entries on "
+        f"{plural(len(learning.trained), 'prompt')}; it sees {sees}."
+    )
+    if "future" in network.groups:
+        show.echo_text(f"It looks {network.ahead} rows ahead: a bound, and no policy to deploy.")
+    if learning.run is None:
+        show.echo_text(
+            "No prompts were held out, so nothing says what it is worth on others; give 4 traces "
+            "or more, or --test."
+        )
+        return
+    show.echo_text(
+        f"Measured on {plural(len(learning.held_out), 'prompt')} that it has not seen.\n"
+    )
+    show.echo_verdict(show.verdict(learning.run.table, learning.metrics))
+    show.echo_results(summarise(learning.run.table, learning.metrics), ())
+    show.echo_failures(learning.run.failures)

@@ -1,0 +1,206 @@
+"""`learn`: from prompts to a scorer, and what it is worth on prompts that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import torch
+
+from kvsim.analysis.summaries import averages
+from kvsim.analysis.table import available, check_arrays, choose
+from kvsim.core.arguments import listed, resolve_budget
+from kvsim.core.policy import PolicyLike, Schedule, as_policies
+from kvsim.core.threads import threads_for
+from kvsim.core.trace import Trace
+from kvsim.errors import PolicyError, suggest
+from kvsim.files import check_output, write_file
+from kvsim.learning.lessons import Lesson, Pairs
+from kvsim.learning.training import fit
+from kvsim.policies.features import SIZES
+from kvsim.policies.learned import Network
+from kvsim.store.opening import Traces, as_traces
+from kvsim.sweeps.outcome import Run
+from kvsim.sweeps.run import INTERVAL, SUMMARY, replay_all
+from kvsim.sweeps.tuning import split
+
+#: Groups of features that a scorer may use without looking ahead.
+CAUSAL = tuple(group for group in SIZES if group != "future")
+
+#: What a learned scorer is compared with.
+AGAINST = ("h2o", "tova", "snapkv", "random")
+
+#: Called with (steps done, steps, what is being done).
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The outcome of `learn`.
+
+    name: of the policy, for `kvsim.policy`. run: its replays and those of the others on the prompts
+    held out, None where there are none, with the metrics that are measured. trained, held_out:
+    names of traces. pairs: how many it learned from.
+    """
+
+    name: str
+    network: Network
+    run: Run | None
+    metrics: tuple[str, ...]
+    trained: tuple[str, ...]
+    held_out: tuple[str, ...]
+    pairs: int
+
+    @property
+    def averages(self) -> pl.DataFrame | None:
+        """Means over the prompts held out, as of `kvsim.averages`."""
+        return None if self.run is None else averages(self.run)
+
+
+def learn(
+    traces: Traces,
+    budgets: int | str | Iterable[int | str],
+    out: str | Path,
+    *,
+    features: str | Sequence[str] = CAUSAL,
+    hidden: int = 32,
+    ahead: int = 0,
+    interval: int = INTERVAL,
+    rounds: int = 2,
+    pairs: int = 32,
+    steps: int = 1500,
+    fixed: bool = False,
+    held_out: float = 0.3,
+    test: Traces | None = None,
+    against: PolicyLike | Iterable[PolicyLike] = AGAINST,
+    metrics: str | Sequence[str] | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Learning:
+    """Learn a scorer that imitates the optimum, and compare it with others on unseen prompts.
+
+    Equal arguments give an equal file.
+
+    Args:
+        traces: of the prompts; they are split at random.
+        budgets: entries per KV head to learn for, or shares of each trace such as `25%`.
+        out: the file to write; its policy is `learned:FILE`.
+        features: groups of features (`kvsim.policies.features`).
+        hidden: width of the hidden layer; 0 for a linear score.
+        ahead: rows that the group `future` looks ahead; such a scorer is clairvoyant.
+        interval: rows between events.
+        rounds: replays of each prompt and budget; after the first, by what was learned so far.
+        pairs: of each head at each event.
+        steps: of the optimiser.
+        fixed: leave the hidden layer as it was drawn, and fit the last one alone.
+        held_out: share of the prompts that it does not learn from, from 0 to below 1. With fewer
+            than 4 prompts none are held out.
+        test: prompts to compare on instead, such as those of another model.
+        against: policies to compare with.
+        metrics: by name; by default those of a sweep.
+        seed: of the split, the pairs and the network.
+        overwrite: replace the file.
+        progress: called with (steps done, steps, what is being done).
+
+    Raises:
+        PolicyError: an unknown group of features, numbers out of range, or nothing to learn from.
+        OutputError: there is a file, or it cannot be written.
+    """
+    groups = _groups(features, ahead)
+    given = as_traces(traces)
+    sizes: list[int | str] = listed(budgets)
+    _check(given, sizes, (hidden, interval - 1, rounds - 1, pairs - 1, steps - 1), held_out)
+    file = Path(out)
+    if "+" in str(file):
+        raise PolicyError(
+            f"out is {file}; expected a path without +, which stands between the parts of a policy"
+        )
+    check_output(file, overwrite=overwrite)
+    trained, rest = (given, as_traces(test)) if test is not None else split(given, held_out, seed)
+    others: list[PolicyLike] = [*as_policies(against)]
+    measured = _measured(rest, metrics)
+    lesson = Lesson(groups, ahead, pairs)
+    schedule, random = Schedule(interval=interval), torch.Generator().manual_seed(seed)
+    report, total = progress or (lambda *_: None), rounds * (len(trained) + 1)
+    facts = {
+        "traces": {trace.name: trace.digest for trace in trained},
+        "budgets": [str(size) for size in sizes],
+        "seed": seed,
+    }
+    parts: list[Pairs] = []
+    network: Network | None = None
+    for number in range(rounds):
+        for at, trace in enumerate(trained):
+            report(number * (len(trained) + 1) + at, total, trace.name)
+            budgets_of = [resolve_budget(size, trace.n_pos) for size in sizes]
+            with threads_for([trace]):
+                taught = [lesson.taught(trace, b, schedule, random, network) for b in budgets_of]
+            parts += [each for each in taught if each is not None]
+        if not parts:
+            raise PolicyError(
+                f"no event evicts anything from {len(trained)} traces at budgets "
+                f"{', '.join(map(str, sizes))}; expected longer traces or smaller budgets"
+            )
+        report((number + 1) * (len(trained) + 1) - 1, total, "fitting")
+        joined = Pairs.joined(parts)
+        mean, spread, layers, _ = fit(
+            joined, [hidden] * (hidden > 0), steps=steps, seed=seed, fixed=fixed
+        )
+        network = Network(groups, mean, spread, layers, ahead, interval, facts)
+    assert network is not None  # noqa: S101  there is a round
+    write_file(file, network.to_bytes(), overwrite=overwrite)
+    name = f"learned:{file}"
+    run = None
+    if rest:
+        run = replay_all(rest, [name, *others], sizes, interval=interval, metrics=measured)
+    return Learning(
+        name, network, run, tuple(measured), _names(trained), _names(rest), len(joined.gain)
+    )
+
+
+def _measured(traces: Sequence[Trace], metrics: str | Sequence[str] | None) -> list[str]:
+    """Metrics by name, by default those of a sweep that all traces have recorded.
+
+    Raises NeedsError where a trace has not recorded what one reads.
+    """
+    if metrics is None:
+        return available(SUMMARY, traces)
+    names = [*choose(metrics)]
+    for trace in traces:
+        check_arrays(trace, names)
+    return names
+
+
+def _names(traces: Iterable[Trace]) -> tuple[str, ...]:
+    return tuple(trace.name for trace in traces)
+
+
+def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:
+    """Groups of features in the order of `SIZES`. Raises PolicyError for what is none."""
+    groups: list[str] = listed(given)
+    for group in groups:
+        if group not in SIZES:
+            raise PolicyError(
+                f"features: unknown group {group!r}{suggest(group, SIZES)}; expected some of "
+                f"{', '.join(SIZES)}"
+            )
+    if not groups or ("future" in groups) != (ahead > 0):
+        raise PolicyError(
+            f"features are {', '.join(groups) or 'none'} and ahead is {ahead}; expected at least "
+            "one group, and rows to look ahead for the group future alone"
+        )
+    return tuple(group for group in SIZES if group in groups)
+
+
+def _check(
+    traces: Sequence[Trace], budgets: Sequence[int | str], numbers: Sequence[int], held_out: float
+) -> None:
+    if not traces or not budgets or min(numbers) < 0 or not 0 <= held_out < 1:
+        raise PolicyError(
+            f"{len(traces)} traces, {len(budgets)} budgets, {held_out:g} held out; expected at "
+            "least one of both, a share from 0 to below 1, a hidden width of at least 0, and at "
+            "least 1 as interval, rounds, pairs and steps"
+        )
