@@ -38,6 +38,7 @@ OTHERS = {
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/fidelity.png": "docs/fidelity.py",
+    "figures/knowledge.png": "docs/learned.py",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",
     "figures/needle.png": "the commands of quickstart.md that need SmolLM2",
