@@ -301,9 +301,15 @@ def means(shown: Sequence[str], n_traces: int) -> str:
     if "layer_error" in shown:
         more += "; layer error: sum over layers of what each adds to the residual stream (RMS)"
     if "regret" in shown:
-        more += "; regret: mass that the best possible kept sets retain beyond the policy"
+        more += (
+            "; regret: mass that the best possible kept sets retain beyond the policy, with the "
+            "same entries protected"
+        )
     if "possible_share" in shown:
-        more += "; of the possible: 0% is what random sets retain, 100% what the best ones do"
+        more += (
+            "; of the possible: 0% is what random sets retain, 100% what the best ones do, with "
+            "nothing protected; mean of the shares of layers"
+        )
     if not LIVE.isdisjoint(shown):
         more += "; of tokens over those of the recorded response"
     return f"Means over {over}, of rows over those after the prompt{more}."

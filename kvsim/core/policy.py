@@ -274,8 +274,13 @@ class Policy(Displayed):
             return ""
         remarks = [self.at(budget).allocator.remark(budget)]
         if self.scaled:
-            values = ", ".join(f"{self._key(one)}={one.share}" for one in self.scaled)
-            remarks.append(f"scaled to the budget: {values}, windows to {_WINDOW} rows or more")
+            values = ", ".join(
+                f"{self._key(one)}={one.at(budget)} instead of {one.value}"
+                for one in self.scaled
+                if one.at(budget) != one.value
+            )
+            to = f"budget {budget}"
+            remarks.append(f"scaled to {to}: {values}" if values else f"{to}: all lengths fit")
         first = {each._replace(depth=0): each for each in reversed(self.lengths)}  # not taken over
         large = [
             each

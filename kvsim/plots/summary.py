@@ -138,8 +138,8 @@ def ranking(
     A mean over three times the median is a triangle at the edge. Filled where the paired
     difference to the best policy, or to `against`, is beyond chance after correction for the number
     of comparisons (`kvsim.analysis.comparison`); the dotted line is the mean of that policy.
-    References that have no rank are at the bottom, in grey; more policies than there are colours
-    have one.
+    References that have no rank are grey squares at the bottom; where there are more policies than
+    colours, all have one.
 
     metrics: one, with a better direction. against: as in `kvsim.compare`.
     """
@@ -165,9 +165,11 @@ def ranking(
             if row["low"] is not None and not far:
                 axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
             decided = row["against"] is None or row["verdict"] in ("better", "worse")
-            face = colour if decided and row["rank"] is not None else "white"
+            ranked = row["rank"] is not None
+            face = colour if decided or not ranked else "white"
             if not far:
-                axis.plot(row["mean"], place, "o", ms=5, color=colour, mfc=face)
+                mark = "o" if ranked else "s"
+                axis.plot(row["mean"], place, mark, ms=5, color=colour, mfc=face)
                 continue
             edge: dict[str, Any] = {"transform": axis.get_yaxis_transform()}
             axis.plot(1, place, ">", ms=6, color=colour, mfc=face, clip_on=False, zorder=3, **edge)
@@ -181,7 +183,9 @@ def ranking(
         axis.set_ylim(part.height - 0.5, -0.5)
         plain(axis, metric_label(name), title=f"budget {asked}")
     base = against or "the best"
-    what = f"Mean over {counted(rows['n'])}\nopen: not beyond chance from {base}; dotted: {base}"
+    what = f"Mean over {counted(rows['n'])}\nhollow: not beyond chance from {base}; dotted: {base}"
+    if rows["rank"].null_count():
+        what += "; grey squares: references, not tested"
     caption(figure, what, rows["fidelity"])
     figure.tight_layout()
     return figure

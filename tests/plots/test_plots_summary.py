@@ -87,7 +87,7 @@ def test_the_ranking_shows_order_and_verdicts(table):
     assert few.axes[0].get_xlabel() == "output error (relative, lower is better)"
     assert few.get_suptitle() == (
         "Mean over 3 prompts, with 95 % interval\n"
-        "open: not beyond chance from the best; dotted: the best (fidelity: open)"
+        "hollow: not beyond chance from the best; dotted: the best (fidelity: open)"
     )
     with pytest.raises(PolicyError, match="expected one of them to rank by"):
         ranking(table, ["output_error", "wipeout"])

@@ -79,7 +79,17 @@ def test_a_sweep_fits_policies_under_one_label():
 
     assert {record.policy for record in run.records} == {"ams@scaled+snapkv@scaled", "tova"}
     assert len(set(run.table["params"].drop_nulls())) == 2
-    assert any("scorer.window=32 * budget / 1024" in one for one in run.remarks)
+    assert any(
+        "budget 16: " in one and "scorer.window=8 instead of 32" in one for one in run.remarks
+    )
+
+
+def test_a_remark_says_what_was_scaled_or_that_nothing_was():
+    """Values of the budget beside the paper's; a length that fits is not named."""
+    policy = kvsim.policy("snapkv@scaled")
+
+    assert policy.remark(32) == "snapkv@scaled: scaled to budget 32: window=8 instead of 32"
+    assert policy.remark(64) == "snapkv@scaled: budget 64: all lengths fit"
 
 
 @pytest.mark.parametrize("name", [name for name in names() if "ams@release" not in name])

@@ -472,7 +472,9 @@ def test_the_sample_by_its_name(tmp_path, monkeypatch):
     """It opens from anywhere; a path that is not there says how to record a trace."""
     monkeypatch.chdir(tmp_path)
     assert open_trace("sample").digest == open_trace(kvsim.sample_trace()).digest
-    with pytest.raises(TraceNotFoundError, match=r"with `kvsim capture`, or give one that ships: sample"):
+    with pytest.raises(
+        TraceNotFoundError, match=r"with `kvsim capture`, or give one that ships: sample"
+    ):
         open_trace("other")
 
 
