@@ -183,7 +183,7 @@ def test_typed_parameters_reach_the_policies_that_have_them(page):
     shown = {key: value for one in app.json for key, value in json.loads(one.value).items()}
     assert (shown["min_quota"], shown["window"]) == (3, 8)
     assert shown["max_segment"] == kvsim.policy("ams@scaled").params["max_segment"]
-    assert "max_segment=256 * budget / 512" in said(app)
+    assert "max_segment=48 instead of 256" in said(app)
     for typed, reason in (
         ("nonsense=1", "has a parameter 'nonsense'"),
         ("window", "expected KEY=VALUE"),

@@ -18,7 +18,7 @@ from kvsim.core.parameters import Above, AtLeast, Below, Between, Odd, Parameter
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import declared, names
 from kvsim.sweeps.space import dimension
-from kvsim.sweeps.tuning import _Objective, _split, tune
+from kvsim.sweeps.tuning import _Objective, split, tune
 from kvsim.tiny.tasks import prompts
 
 TERMS = {"interval": 8, "prefill": True}
@@ -106,15 +106,15 @@ def _takes_a_scorer(name):
 
 def test_the_split_is_disjoint_and_whole(traces):
     """Half of the prompts are held out, all are in one part, and few prompts are not split."""
-    searched, back = _split(traces, 0.5, 0)
+    searched, back = split(traces, 0.5, 0)
 
     assert len(back) == 2
     assert {trace.name for trace in searched} | {trace.name for trace in back} == {*"01234"}
     assert not {trace.name for trace in searched} & {trace.name for trace in back}
-    others = {tuple(trace.name for trace in _split(traces, 0.5, seed)[1]) for seed in range(6)}
+    others = {tuple(trace.name for trace in split(traces, 0.5, seed)[1]) for seed in range(6)}
     assert len(others) > 1
-    assert _split(traces[:3], 0.5, 0) == (traces[:3], [])
-    assert len(_split(traces, 0.99, 0)[0]) == 1
+    assert split(traces[:3], 0.5, 0) == (traces[:3], [])
+    assert len(split(traces, 0.99, 0)[0]) == 1
 
 
 def test_gains_are_those_of_single_replays(traces, tuning):
