@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import maximum_filter
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.kept.reads import has_reads, read_entries
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, token_states
 from kvsim.analysis.kept.text import retention_lift
@@ -53,6 +53,7 @@ _STYLE = (
     {"color": COLOURS[0], "fontweight": "bold"},
     {"color": COLOURS[2], "fontstyle": "italic"},
     {"color": MISSED, "fontweight": "bold"},
+    {"color": COLOURS[5]},
 )
 # backgrounds let light and dark pages keep the colour of their text
 _CSS = (
@@ -60,6 +61,7 @@ _CSS = (
     f"background:{KEPT}66;font-weight:bold",
     "color:#767676;font-style:italic",
     f"background:{MISSED}80;font-weight:bold",
+    f"background:{UNREAD}66",
 )
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
@@ -99,7 +101,8 @@ def retention_map(
         last = record.evicted_at[at, heads.start if record.per_query_head else head]
         extent = (0, record.n_pos, record.n_pos, 0)
         image: dict[str, Any] = {"vmin": 0, "vmax": 4, "interpolation": "nearest"}
-        read = _read(record, at, head)
+        whole = slice(0, record.n_pos)
+        read = read_entries(record, at, whole)[head] if has_reads(record, at) else None
         axis.imshow(_cells(last, needed, read), cmap=colours, extent=extent, **image)
         axis.set_xlim(-0.02 * record.n_pos, record.n_pos)  # the frame would hide the first token
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
@@ -167,18 +170,6 @@ def error_over_rows(
     return figure
 
 
-def _read(record: Record, at: int, head: int) -> NDArray[np.bool_] | None:
-    """Which entries rows read, for some query head of a KV head; bool [row, pos], None for all."""
-    reads, total = record.reads, record.n_pos
-    if reads is None or reads.dense(at):
-        return None
-    rows, gone = slice(reads.first, total), torch.from_numpy(record.evicted_at[at])
-    out = np.ones((total, total), dtype=bool)
-    of_head = reads.entries(at, rows, gone).unflatten(0, (len(gone), -1))[head]
-    out[rows] = of_head.any(0).numpy()
-    return out
-
-
 def _cells(
     last: NDArray[np.int32], needed: NDArray[np.bool_], read: NDArray[np.bool_] | None = None
 ) -> NDArray[np.int64]:
@@ -229,6 +220,8 @@ def token_text(
 ) -> Figure:
     """The text of a trace, with a style each for retained, dropped and not yet scored tokens.
 
+    Under a reader, tokens that stay and that the next row does not read have one too.
+
     G-KV (arXiv 2512.00504), App. J. One head of one layer after an event; the protected entries of
     the window count as retained. Characters that cannot be printed are escaped, and a newline ends
     the line too. As many tokens as fit 60 lines of 100 characters, from position `start` on.
@@ -263,7 +256,7 @@ def token_text(
     handles = {
         f"{name} ({n})": Patch(color=style["color"])
         for (name, n), style in counts
-        if name != "missed"
+        if name != "missed" and (n or name != "held, not read")
     }
     legend_of(figure, handles, columns=3)
     return figure

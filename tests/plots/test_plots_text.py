@@ -170,8 +170,25 @@ def test_dropped_tokens_that_a_later_row_needs_are_missed(trace, record):
     read.feed(token_html(trace, record, needed=later))
 
     assert [STATES[code] for code in found.codes] == expected
-    assert {title for title, _ in read.runs} == {*STATES}
+    assert {title for title, _ in read.runs} == {*STATES[:4]}
     assert found.counts()["missed"] == expected.count("missed") > 5
+
+
+def test_tokens_that_the_next_row_does_not_read_have_a_state_of_their_own(trace):
+    """Held entries of pages that no query head of the group reads, after any row."""
+    policy = kvsim.policy("quest", page=4, dense_layers=0)
+    record = kvsim.replay(trace, policy, 20)
+    bits = np.unpackbits(record.reads.bits[1, :, 61 - record.prompt_len], axis=-1)
+    read = np.repeat(bits.reshape(2, -1, bits.shape[-1])[1].any(0), 4)
+
+    found = token_states(trace, record, layer=1, head=1, row=60)
+
+    expected = ["retained" if read[p] else "held, not read" for p in range(61)]
+    assert [STATES[code] for code in found.codes[:61]] == expected
+    assert len({*expected}) == 2
+    assert 'title="held, not read"' in token_html(trace, record, layer=1, head=1, row=60)
+    labels = [text.get_text() for text in token_text(trace, record).legends[0].get_texts()]
+    assert labels[-1].startswith("held, not read (")
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=6))

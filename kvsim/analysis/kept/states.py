@@ -12,6 +12,7 @@ import polars as pl
 from kvsim.analysis.arrays import EvictedAt, Ints
 from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
+from kvsim.analysis.kept.reads import has_reads, read_entries
 from kvsim.analysis.kept.retention import event_row, last_event, wipeout
 from kvsim.analysis.output.error import check_record
 from kvsim.core.record import Record
@@ -19,7 +20,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError
 
 #: States of tokens; the order of the codes of `token_states`.
-TOKEN_STATES: Final = ("dropped", "retained", "not yet scored", "missed")
+TOKEN_STATES: Final = ("dropped", "retained", "not yet scored", "missed", "held, not read")
 #: States of positions; the order of the codes of `Strip.codes`.
 STRIP_STATES: Final = ("kept", "dropped before", "dropped at the event")
 #: Positions of a region, of those that `wipeout` and a tile of retention count.
@@ -58,7 +59,8 @@ def token_states(
     layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
     query head of its group. row: the layer's last event by default; without an event, the last row.
     needed: the last row that would attend to each position, of `last_needed`; a dropped token that
-    is needed after its eviction is then missed.
+    is needed after its eviction is then missed. Under a reader, a token that stays and that the
+    next row (the last row after the last one) does not read is held, not read.
 
     Raises TraceError where the record is of another trace, NeedsError where the trace has no text
     of tokens, and PositionError for a row that it does not have.
@@ -74,6 +76,11 @@ def token_states(
     codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
     if needed is not None:
         codes[(codes == 0) & (needed > gone[0])] = 3
+    at = record.layers.index(layer % trace.n_layers)
+    if has_reads(record, at):
+        following = min(row + 1, record.n_pos - 1)
+        read = read_entries(record, at, slice(following, following + 1))[head * len(gone), 0]
+        codes[: len(read)][(codes[: len(read)] == 1) & ~read] = 4
     text: Sequence[str] = trace.token_text
     if not any(character.isspace() for piece in text for character in piece):
         text = [f"{piece} " for piece in text]  # tokens without blanks are words
