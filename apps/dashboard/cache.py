@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 import kvsim
 from kvsim import Policy, Record, Trace
 from kvsim.analysis.attention.heads import head_table, last_needed
+from kvsim.analysis.kept.reads import read_counts
 from kvsim.analysis.kept.states import head_course, longest_gaps
 from kvsim.plots import NEEDED
 
-from .tiles import Tile, attention_tile, retention_tile
+from .tiles import Tile, attention_tile, reading_tile, retention_tile
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,22 @@ def retention(source: Source, choice: Choice, alone: int | None, layer: int, hea
     replayed = record(source, choice, alone)
     tile = retention_tile(replayed, replayed.layers.index(layer), head)
     return Retained(tile, longest_gaps(replayed, layer, head, tile.rows))
+
+
+@st.cache_data(max_entries=32, show_spinner="pooling the map of what rows read")
+def reading(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Tile:
+    """What rows read of every position of a head."""
+    replayed = record(source, choice, alone)
+    return reading_tile(replayed, replayed.layers.index(layer), head)
+
+
+@st.cache_data(max_entries=64, show_spinner="counting what rows read")
+def read(
+    source: Source, choice: Choice, alone: int | None, layer: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Entries that rows after the prompt see, and those that they read, of the heads of a layer."""
+    replayed = record(source, choice, alone)
+    return read_counts(replayed, replayed.layers.index(layer))
 
 
 @st.cache_data(max_entries=32, show_spinner="computing the attention of this head")

@@ -20,7 +20,7 @@ import kvsim
 from kvsim import Trace
 from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.policies import CATALOGUE, Entry, has_parameter, names
+from kvsim.policies import ACCESS, CATALOGUE, Entry, access_names, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.store.index import find_runs, find_traces
 from kvsim.tiny.sample import SAMPLES, sample_trace
@@ -32,6 +32,9 @@ SAMPLE = "sample-smollm2"
 
 #: The option for a sweep over the chosen trace instead of a run.
 HERE = "the chosen trace, replayed here"
+
+#: What a policy has behind its eviction, and what it does without.
+BEHIND = {"reader": "reads all", "codec": "as recorded"}
 
 #: The option for no policy.
 NONE = "none"
@@ -104,9 +107,12 @@ def trace() -> Trace:
 
 
 def folder() -> None:
-    """Show where the traces and runs lie."""
+    """Show where the traces and runs lie, from the home folder where they lie there."""
+    place = root()
+    with contextlib.suppress(ValueError, RuntimeError):  # elsewhere; no home
+        place = Path("~", place.relative_to(Path.home().resolve()))
     st.sidebar.caption("Traces and runs of")
-    st.sidebar.code(str(root()), language=None, wrap_lines=True)
+    st.sidebar.code(str(place), language=None, wrap_lines=True)
 
 
 def source() -> cache.Source:
@@ -132,7 +138,7 @@ def part(trace: Trace, parts: int, most: int = 1 << 20) -> int:
 def entry(name: str) -> Entry:
     """Return the catalogue's entry of a name, with its preset."""
     base, _, preset = name.partition("@")
-    return CATALOGUE[base].preset(preset)
+    return {**CATALOGUE, **ACCESS}[base].preset(preset)
 
 
 def scorers() -> list[str]:
@@ -156,7 +162,9 @@ def policy(
     optional: bool = False,
     where: st.delta_generator.DeltaGenerator = st.sidebar,
 ) -> str | None:
-    """Choose a policy of the catalogue, with its scorer inside; None for no policy.
+    """Choose a policy of the catalogue: an eviction with its scorer inside, a reader, a codec.
+
+    None for no policy.
 
     A link cannot name a policy outside of the catalogue, because that would import code.
     """
@@ -165,9 +173,28 @@ def policy(
     if name == NONE:
         return None
     listing = entry(name)
-    if listing.innermost:
-        return name
-    return f"{name}+{scorer(f'{key}_scorer', listing.default or 'tova', where)}"
+    if not listing.innermost:
+        name = f"{name}+{scorer(f'{key}_scorer', listing.default or 'tova', where)}"
+    return access(name, key, where)
+
+
+def access(name: str, key: str, where: st.delta_generator.DeltaGenerator) -> str:
+    """Choose a reader and a codec behind an eviction, nothing by default."""
+    behind = []
+    columns = where.columns(2)
+    for column, (kind, without) in zip(columns, BEHIND.items(), strict=True):
+        listed = [each for each in access_names() if entry(each).kind == kind]
+        part = column.selectbox(
+            kind.capitalize(),
+            listed,
+            index=None,
+            placeholder=without,
+            key=f"{key}_{kind}",
+            bind="query-params",
+        )
+        behind += [part] if part else []
+    alone = name == "full" and behind and not entry(behind[0]).default
+    return "+".join(behind if alone else [name, *behind])
 
 
 def required(name: str) -> dict[str, Any]:
@@ -238,7 +265,11 @@ def entries(trace: Trace, budget: int, interval: int) -> int:
     return trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval)
 
 
-def event(rows: Sequence[int], where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
+def event(
+    rows: Sequence[int],
+    where: st.delta_generator.DeltaGenerator = st.sidebar,
+    label: str = "After the event of row",
+) -> int:
     """Choose an event, the last by default; keep the choice among other events if it is near."""
     if len(rows) == 1:
         where.caption(f"One event, after row {rows[0]}.")
@@ -246,11 +277,7 @@ def event(rows: Sequence[int], where: st.delta_generator.DeltaGenerator = st.sid
     before = st.session_state.get("event")
     if before is not None and before not in rows:
         st.session_state["event"] = min(rows, key=lambda row: abs(row - before))
-    return int(
-        where.select_slider(
-            "After the event of row", rows, rows[-1], key="event", bind="query-params"
-        )
-    )
+    return int(where.select_slider(label, rows, rows[-1], key="event", bind="query-params"))
 
 
 def ams(

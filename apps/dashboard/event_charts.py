@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.kept.segmentation import Segmented, thinned
-from kvsim.plots.style import COLOURS, KEPT, MISSED
+from kvsim.plots.style import COLOURS, KEPT, MISSED, UNREAD
 
 from . import cache, elements
-from .tiles import SIDE, STATES
+from .tiles import READ_STATES, SIDE, STATES, Tile
 
 Ints = NDArray[np.int64]
 
@@ -35,6 +35,13 @@ LEGEND = "&ensp; ".join(
         ("the longest dropped run", QUOTA),
     )
 )
+# Colour of each of tiles.READ_STATES.
+_READ_STATES = ("rgba(0,0,0,0)", PALE, UNREAD, KEPT)
+#: The colours of `reading` in words.
+READ_LEGEND = "&ensp; ".join(
+    f'<span style="border-left:1em solid {colour};padding-left:.4em">{name}</span>'
+    for name, colour in zip(READ_STATES[:0:-1], _READ_STATES[:0:-1], strict=True)
+)
 # Cells up to which the state is shown in words under the pointer.
 _WORDS = 20_000
 # Segments up to which bars are labelled.
@@ -48,10 +55,6 @@ def retention(
     tile, gaps = retained
     positions = elements.token_names(texts, tile.positions)
     events = [f"row {event}" for event in tile.rows]
-    edges = np.linspace(0, 1, len(_STATES) + 1)
-    scale = [
-        [edges[place + side], colour] for place, colour in enumerate(_STATES) for side in (0, 1)
-    ]
     words = tile.values.size <= _WORDS
     figure = go.Figure(
         go.Heatmap(
@@ -60,7 +63,7 @@ def retention(
             y=events,
             zmin=-0.5,
             zmax=len(_STATES) - 0.5,
-            colorscale=scale,
+            colorscale=_steps(_STATES),
             showscale=False,
             ygap=1 if len(events) <= 100 else 0,
             text=np.array(STATES)[tile.values] if words else None,
@@ -87,7 +90,46 @@ def retention(
             hoverinfo="skip",
         )
     )
-    place = int(np.searchsorted(tile.rows, row, side="right")) - 1
+    _frame(figure, int(np.searchsorted(tile.rows, row, side="right")) - 1)
+    _axes(figure, positions, tile, "event", height)
+    return figure
+
+
+def reading(tile: Tile, texts: Sequence[str] | None, row: int, height: int) -> go.Figure:
+    """Draw what rows read of every position, and a frame around one row; tile: `reading_tile`."""
+    positions = elements.token_names(texts, tile.positions)
+    rows = elements.token_names(None, tile.rows)
+    words = tile.values.size <= _WORDS
+    figure = go.Figure(
+        go.Heatmap(
+            z=tile.values,
+            x=positions,
+            y=rows,
+            zmin=-0.5,
+            zmax=len(_READ_STATES) - 0.5,
+            colorscale=_steps(_READ_STATES),
+            showscale=False,
+            text=np.array(READ_STATES)[tile.values] if words else None,
+            hovertemplate="row %{y}<br>position %{x}"
+            + ("<br>%{text}" if words else "")
+            + "<extra></extra>",
+        )
+    )
+    _frame(figure, int(np.searchsorted(tile.rows[:-1], row, side="right")) - 1)
+    _axes(figure, positions, tile, "row", height)
+    return figure
+
+
+def _steps(colours: Sequence[str]) -> list[list[object]]:
+    """A scale with a colour for each code."""
+    edges = np.linspace(0, 1, len(colours) + 1)
+    return [
+        [edges[place + side], colour] for place, colour in enumerate(colours) for side in (0, 1)
+    ]
+
+
+def _frame(figure: go.Figure, place: int) -> None:
+    """A frame around a line of cells, where there is one."""
     if place >= 0:
         figure.add_shape(
             type="rect",
@@ -98,6 +140,10 @@ def retention(
             y1=place + 0.5,
             line={"color": GREY, "width": 2},
         )
+
+
+def _axes(figure: go.Figure, positions: Sequence[str], tile: Tile, what: str, height: int) -> None:
+    """Axes of a map of positions."""
     figure.update_layout(
         height=height,
         margin={"l": 10, "r": 10, "t": 10, "b": 10},
@@ -109,9 +155,8 @@ def retention(
         range=[-0.5, len(positions) - 0.5],  # markers would make room beside the cells
     )
     figure.update_yaxes(
-        title="event", type="category", autorange="reversed", nticks=24, showgrid=False
+        title=what, type="category", autorange="reversed", nticks=24, showgrid=False
     )
-    return figure
 
 
 def segments(

@@ -17,7 +17,8 @@ from kvsim.schema import plural
 
 from .tiles import Tile
 
-_KEPT, _MISSED = TOKEN_STATES.index("retained"), TOKEN_STATES.index("missed")
+_MISSED, _UNREAD = TOKEN_STATES.index("missed"), TOKEN_STATES.index("held, not read")
+_KEPT = (TOKEN_STATES.index("retained"), _UNREAD)
 
 
 def texts(states: Mapping[str, TokenStates], needle: tuple[int, int] | None = None) -> str:
@@ -25,17 +26,18 @@ def texts(states: Mapping[str, TokenStates], needle: tuple[int, int] | None = No
     parts = []
     for name, state in states.items():
         counts = state.counts()
-        past = state.row + 1
+        past, unread = state.row + 1, counts["held, not read"]
         parts.append(
-            f"{name} keeps {counts['retained']} of {past:,} tokens and misses {counts['missed']} "
-            "that later rows would attend to"
+            f"{name} keeps {counts['retained'] + unread} of {past:,} tokens"
+            + (f", of which the next row does not read {unread}," if unread else "")
+            + f" and misses {counts['missed']} that later rows would attend to"
         )
     sentence = f"{'; '.join(parts)}."
     if needle is not None:
         size = needle[1] - needle[0]
         codes = {name: state.codes[slice(*needle)] for name, state in states.items()}
         each = (
-            f"{name} keeps {int((code == _KEPT).sum())} and misses {int((code == _MISSED).sum())}"
+            f"{name} keeps {np.isin(code, _KEPT).sum()} and misses {(code == _MISSED).sum()}"
             for name, code in codes.items()
         )
         sentence += f" Of the needle's {plural(size, 'token')}, {'; '.join(each)}."
@@ -74,6 +76,19 @@ def retention(course: pl.DataFrame) -> str:
         f"After row {event['event']} this head has {event['kept']} of {event['event'] + 1:,} "
         f"positions ({event['share']:.0%}); {regions}the longest dropped run has "
         f"{event['longest']:.0f}."
+    )
+
+
+def reading(held: Ints, read: Ints, head: int, row: int, first: int) -> str:
+    """Say what a row reads of a head, and rows of all heads on average.
+
+    held, read: of `read_counts`, [H, R]; first: the row of the first column.
+    """
+    seen, taken = int(held[head, row - first]), int(read[head, row - first])
+    return (
+        f"Row {row} reads {taken} of the {seen} entries that this head holds "
+        f"({taken / max(1, seen):.0%}); the mean over rows after the prompt and heads of this "
+        f"layer is {read.mean():.0f} of {held.mean():.0f} ({read.sum() / max(1, held.sum()):.0%})."
     )
 
 

@@ -10,15 +10,17 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
+from kvsim.analysis.kept.reads import has_reads
 from kvsim.analysis.kept.states import TokenStates, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError
 from kvsim.plots import NEEDED, token_html
-from kvsim.plots.style import KEPT, MISSED
+from kvsim.plots.style import KEPT, MISSED, UNREAD
 from kvsim.sweeps import shared_prefill
 
 from . import cache, controls, elements, readings
+from .tiles import Tile
 
 #: Tokens of the text that are shown at once.
 WINDOW = 4096
@@ -30,6 +32,8 @@ _LEGEND = (
     f"it at least {NEEDED:.0%} of its attention</span> &ensp; "
     '<span style="color:#767676;font-style:italic">came later</span>'
 )
+
+_UNREAD = f' &ensp; <span style="background:{UNREAD}66">held, and not read by the next row</span>'
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,35 @@ class Replayed:
         """How far the kept sets can be trusted."""
         return fidelity(self.settings.trace, self.record, "sets", self.settings.layer)
 
+    @property
+    def reads(self) -> bool:
+        """Whether rows may leave entries of the layer unread."""
+        return has_reads(self.record, self.record.layers.index(self.settings.layer))
+
+    @property
+    def map_of_reads(self) -> Tile:
+        """What rows read of the head, by position."""
+        chosen = self.settings
+        return cache.reading(chosen.source, self.choice, self.alone, chosen.layer, self.head)
+
+    def reading(self, row: int) -> str:
+        """What a row reads of the head, in a sentence."""
+        chosen = self.settings
+        held, read = cache.read(chosen.source, self.choice, self.alone, chosen.layer)
+        return readings.reading(held, read, self.head, row, self.record.prompt_len)
+
     def place(self, row: int) -> dict[str, Any] | None:
-        """Keywords of functions of a text: the last event up to a row; None before the first."""
+        """Keywords of functions of a text: the last event up to a row; None before the first.
+
+        Where rows read parts of what is held, the row itself.
+        """
         events = self.course.filter(pl.col("event") <= row)["event"]
-        if not len(events):
+        if not len(events) and not self.reads:
             return None
         chosen = self.settings
         needed = cache.needed(chosen.source, chosen.layer, chosen.head)
-        where = {"layer": chosen.layer, "head": chosen.head, "row": int(events[-1])}
+        at = row if self.reads else int(events[-1])
+        where = {"layer": chosen.layer, "head": chosen.head, "row": at}
         return {**where, "needed": needed}
 
     def states(self, row: int) -> TokenStates | None:
@@ -140,7 +165,8 @@ def legend(states: Mapping[str, TokenStates | None], settings: Settings) -> None
     if scored:
         needles = settings.trace.spans.get("needle", ())
         elements.reading(readings.texts(scored, needles[0] if needles else None))
-        st.html(_LEGEND)
+        unread = any(state.counts()["held, not read"] for state in scored.values())
+        st.html(_LEGEND + (_UNREAD if unread else ""))
 
 
 def text(replay: Replayed, row: int, start: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Large arrays as pictures of bounded size: attention, and retention after each event.
+"""Large arrays as pictures of bounded size: attention, retention after each event, reads.
 
 A tile has at most `SIDE` cells to a side, so the data sent to a browser does not grow with the
 trace. A cell that covers several rows or positions shows their maximum, so that a single large
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Ints
+from kvsim.analysis.kept.reads import held_entries, read_entries
 from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
 from kvsim.core.attention import sees
 from kvsim.core.record import Record
@@ -113,6 +114,31 @@ def retention_tile(
     ranked = torch.from_numpy(np.argsort(_STRENGTH).astype(np.uint8)[codes])
     pooled = _STRENGTH[_pool(ranked, 1, across).numpy()] if len(shown) else codes[:, ::across]
     return Tile(pooled, shown, _edges(range(record.n_pos), across))
+
+
+#: States of an entry in a tile of reads; the order of the codes. The strongest stands for several.
+READ_STATES = ("not yet there", "evicted", "held, not read", "read")
+
+
+def reading_tile(record: Record, layer: int, head: int, side: int = SIDE) -> Tile:
+    """Return the state of every position in a head at each row after the prompt; `READ_STATES`.
+
+    layer, head: on the record's axes. side: cells to a side, at most. An entry counts as read if
+    some query head of the head reads it.
+    """
+    rows = range(record.prompt_len, record.n_pos)
+    down, across = (max(1, math.ceil(n / side)) for n in (len(rows), record.n_pos))
+    cells, step = [], max(down, _BLOCK // down * down)
+    for first in range(rows.start, rows.stop, step):
+        block = slice(first, min(first + step, rows.stop))
+        codes = np.zeros((block.stop - first, record.n_pos), dtype=np.uint8)
+        past = np.arange(block.stop) <= np.arange(first, block.stop)[:, None]
+        held, read = (x(record, layer, block)[head] for x in (held_entries, read_entries))
+        codes[:, : block.stop] = past + held.astype(np.uint8) + read
+        cells.append(_pool(torch.from_numpy(codes), down, across))
+    shape = (0, math.ceil(record.n_pos / across))
+    values = torch.cat(cells).numpy() if cells else np.empty(shape, np.uint8)
+    return Tile(values, _edges(rows, down), _edges(range(record.n_pos), across))
 
 
 def _pool(values: torch.Tensor, down: int, across: int) -> torch.Tensor:

@@ -32,6 +32,27 @@ def test_texts_count_what_each_policy_keeps_and_misses():
     assert "keeps 2 of 6 tokens and misses 3" in readings.texts({"tova": state})
 
 
+def test_texts_count_what_a_row_does_not_read():
+    """It is kept, for the text and for the needle."""
+    state = TokenStates(5, np.array([1, 4, 4, 3, 0, 1, 2]), list("abcdefg"))
+
+    assert readings.texts({"quest": state}, (1, 4)) == (
+        "quest keeps 4 of 6 tokens, of which the next row does not read 2, and misses 1 that later "
+        "rows would attend to. Of the needle's 3 tokens, quest keeps 2 and misses 1."
+    )
+
+
+def test_reading_counts_a_row_and_all_rows_and_heads():
+    """Of the head that is shown, and the mean of the layer."""
+    held = np.array([[10, 20], [30, 40]])
+    read = np.array([[1, 5], [15, 24]])
+
+    assert readings.reading(held, read, 0, 7, 6) == (
+        "Row 7 reads 5 of the 20 entries that this head holds (25%); the mean over rows after the "
+        "prompt and heads of this layer is 11 of 25 (45%)."
+    )
+
+
 def test_attention_names_the_commonest_and_the_largest_cell():
     """With its token where a cell is one position; a pooled cell is a range."""
     values = np.array([[0.9, 0.0], [0.6, 0.4], [0.2, 0.95]], dtype=np.float32)

@@ -98,6 +98,38 @@ def test_text_has_the_states_of_the_event(page):
     assert f"tova keeps 96 of 354 tokens and misses {missed} that" in said(app)
 
 
+def test_a_reader_shows_what_rows_read_of_what_is_held(page):
+    """A map and a sentence of the row behind the one that is chosen, and its text, by the account.
+
+    A reader alone has no events, so every row can be chosen; a codec stands behind it.
+    """
+    link = {"policy": "full", "policy_reader": "quest", "policy_codec": "int8", "beside": "none"}
+    app = page(**FIRST, **link, set="dense_layers=0", event="400")
+    trace = kvsim.open_trace(sample_trace())
+    policy = kvsim.policy("quest+int8", dense_layers=0)
+    record = kvsim.replay(trace, policy, 96, interval=64, prefill=True, layers=[1])
+    bits = np.unpackbits(record.reads.bits[0, 4:6, 401 - record.prompt_len], axis=-1).any(0)
+    read = np.repeat(bits, 16)[:402]
+
+    assert not app.exception
+    assert [one.value for one in app.subheader] == ["quest+int8", "Text"]
+    assert len(app.get("plotly_chart")) == 1, "no map of events"
+    assert f"Row 401 reads {read.sum()} of the 402 entries that this head holds" in said(app)
+    unread = int((~read[:401]).sum())
+    assert 0 < unread < 401
+    assert f"quest+int8 keeps 401 of 401 tokens, of which the next row does not read {unread}," in (
+        said(app)
+    )
+    assert texts(app)[0].count('title="held, not read"') == np.count_nonzero(
+        np.diff((~read[:401]).astype(int), prepend=0) == 1
+    )
+
+    both = page(**FIRST, policy_reader="quest", beside="none", set="dense_layers=0", event="353")
+    assert len(both.get("plotly_chart")) == 2
+    assert "After row 353 this head has 96" in said(both)
+    assert "Row 354 reads " in said(both)
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
@@ -106,6 +138,8 @@ def test_text_has_the_states_of_the_event(page):
         ("selectbox", "policy", "snapkv@gkv"),
         ("selectbox", "beside", "none"),
         ("selectbox", "beside_scorer", "snapkv"),
+        ("selectbox", "policy_reader", "topk"),
+        ("selectbox", "beside_codec", "kivi"),
         ("number_input", "budget", 64),
         ("number_input", "interval", 16),
         ("number_input", "interval", 0),

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import kvsim
 from apps.dashboard import tiles
-from apps.dashboard.tiles import STATES, attention_tile, retention_tile
+from apps.dashboard.tiles import STATES, attention_tile, reading_tile, retention_tile
 from kvsim import Rope, Trace
 from kvsim.analysis.attention.heads import head_table, last_needed
+from kvsim.analysis.kept.reads import read_counts
 from kvsim.analysis.kept.retention import wipeout
 
 
@@ -94,6 +95,39 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
         held = record.retained(row)[1, 1]
         for code, low, high in zip(codes, tile.positions, tile.positions[1:], strict=False):
             assert (STATES[code] == "kept") == held[low:high].any()
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+def test_the_map_of_reads_says_what_the_account_says(heads):
+    """Codes by a plain loop over rows, pages and query heads; a cell that is read in part says so.
+
+    Between events, at events, and with rows of another block.
+    """
+    trace = made(140)
+    policy = kvsim.policy(
+        "tova+quest", page=3, share=0.5, dense_layers=0, scorer__heads=heads, heads="group"
+    )
+    record = kvsim.replay(trace, policy, 24, interval=16)
+    account = record.reads
+    expected = np.zeros((120, 140), int)
+    for row in range(20, 140):
+        held = np.flatnonzero(record.kept(row)[1, 1])
+        bits = np.unpackbits(account.bits[1, :, row - account.first], axis=-1)
+        read = bits[2:4].any(0) if heads == "query" else bits[1]
+        expected[row - 20, : row + 1] = 1
+        expected[row - 20, held] = [2 + read[slot // 3] for slot in range(len(held))]
+
+    whole = reading_tile(record, 1, 1, side=400)
+    tile = reading_tile(record, 1, 1, side=50)
+
+    assert np.array_equal(whole.values, expected)
+    assert {2, 3} <= {*expected[-1]}
+    assert whole.rows.tolist() == [*range(20, 141)]
+    assert tile.values.shape == (40, 47)
+    assert tile.values[7, 3] == expected[21:24, 9:12].max()
+    held, read = read_counts(record, 1)
+    assert read[1].tolist() == (expected == 3).sum(1).tolist()
+    assert held[1].tolist() == (expected >= 2).sum(1).tolist()
 
 
 def test_profiles_of_heads_are_means_over_rows():

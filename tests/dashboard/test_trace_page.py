@@ -36,14 +36,18 @@ def test_runs_are_found_and_not_looked_into(tmp_path):
     assert find_traces(tmp_path) == {}
 
 
-def test_an_empty_folder_shows_the_sample_and_says_how_to_record(opened, tmp_path):
-    """The first sight is a page with something on it."""
-    app = opened(tmp_path)
+def test_an_empty_folder_shows_the_sample_and_says_how_to_record(opened, tmp_path, monkeypatch):
+    """The first sight is a page with something on it; the folder is named from home on."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    app = opened(folder)
 
     assert not app.exception
     assert app.selectbox(key="trace").options == ["sample-smollm2", "sample"]
     assert any("kvsim capture --model tiny" in one.value for one in app.sidebar.caption)
     assert app.header[0].value == "Answer"
+    assert [one.value for one in app.sidebar.code] == ["~/results"]
 
 
 def test_numbers_of_heads_are_those_of_kvsim(opened, folder):

@@ -12,6 +12,7 @@ from kvsim.errors import KvsimError
 
 from .. import controls, elements, event_charts, readings, replays
 from ..replays import WINDOW, Replayed, Settings
+from ..tiles import SIDE
 
 
 def page() -> None:
@@ -22,15 +23,21 @@ def page() -> None:
         "Retention",
         "Which positions one KV head still has. Each line is the cache after an event. Blue "
         "positions are kept; a column that turns grey has lost its token for good. Red are regions "
-        f"of {REGION} positions of which nothing is left.",
+        f"of {REGION} positions of which nothing is left. Behind a reader, a second map shows what "
+        "each row reads of the positions that are held.",
     )
     results = replays.replays(settings, names)
     shown = [result for result in results if isinstance(result, Replayed)]
     rows = sorted({int(row) for each in shown for row in each.picture.tile.rows})
-    row = controls.event(rows, events) if rows else trace.n_pos - 1
+    readers = any(each.reads for each in shown)
+    if readers:  # rows between events read other entries
+        step = -(-(trace.n_pos - trace.prompt_len) // SIDE)
+        rows = sorted({*rows, *range(trace.n_pos - 2, trace.prompt_len - 2, -step)})
+    label = "After row" if readers else "After the event of row"
+    row = controls.event(rows, events, label) if rows else trace.n_pos - 1
     lines = max((len(each.picture.tile.rows) for each in shown), default=0)
     height = 170 + min(340, 26 * lines)
-    if rows:
+    if any(each.course.height for each in shown):
         st.html(event_charts.LEGEND)
     columns = st.columns(len(names))
     for number, (name, result, column) in enumerate(zip(names, results, columns, strict=True)):
@@ -41,7 +48,7 @@ def page() -> None:
             else:
                 st.subheader(name, anchor=False)
                 replays.unable(result)
-    if rows:
+    if any(each.course.height for each in shown):
         elements.numbers(
             {each.name: each.course.filter(pl.col("event") <= row).tail(1) for each in shown}
         )
@@ -100,14 +107,35 @@ def _settings() -> tuple[Settings, list[str], st.delta_generator.DeltaGenerator]
 
 
 def _map(number: int, replay: Replayed, row: int, height: int) -> None:
-    """Show the map of all events, and say what is left after the chosen one."""
-    if not replay.course.height:
+    """Show the map of all events, and say what is left after the chosen one; and what is read."""
+    if replay.course.height:
+        _events(number, replay, row, height)
+    elif not replay.reads:
         st.info(
             "Nothing is dropped in this layer. A smaller budget, or an interval that fits the "
             "trace, makes events act.",
             icon=":material/info:",
         )
-        return
+    if replay.reads:
+        _reads(number, replay, min(row + 1, replay.settings.trace.n_pos - 1))
+    if replay.record.remark:
+        elements.reading(replay.record.remark)
+
+
+def _reads(number: int, replay: Replayed, row: int) -> None:
+    """Show the map of what rows read, and say what one of them reads."""
+    st.html(event_charts.READ_LEGEND)
+    texts = replay.settings.trace.token_text
+    st.plotly_chart(
+        event_charts.reading(replay.map_of_reads, texts, row, 420),
+        key=f"reads-{number}",
+        config={"displaylogo": False},
+    )
+    elements.reading(replay.reading(row))
+
+
+def _events(number: int, replay: Replayed, row: int, height: int) -> None:
+    """Show the map of all events, and say what is left after the chosen one."""
     st.plotly_chart(
         event_charts.retention(replay.picture, replay.settings.trace.token_text, row, height),
         key=f"map-{number}",
@@ -118,8 +146,6 @@ def _map(number: int, replay: Replayed, row: int, height: int) -> None:
         elements.reading(readings.retention(event))
     else:
         st.caption(f"Nothing has been dropped after row {row}.")
-    if replay.record.remark:
-        elements.reading(replay.record.remark)
 
 
 def _texts(settings: Settings, shown: Sequence[Replayed], row: int) -> None:
