@@ -11,6 +11,7 @@ import streamlit as st
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import COSTS
 from kvsim.plots.style import COLOURS, asked_order, far_off, series
 from kvsim.plots.summary import metric_label
 from kvsim.schema import visible
@@ -216,19 +217,23 @@ def against_entries(
     of: Mapping[str, Style],
     *,
     key: str,
+    cost: str = COSTS["entries_seen"],
     logarithmic: Sequence[str] = (),
 ) -> None:
-    """Show a panel per metric: its mean against the entries that rows see; filled: on the front.
+    """Show a panel per metric: its mean against a cost; filled: on the front.
 
-    panels: by label, of `summaries.against_entries`. logarithmic: labels of the panels
-    with a logarithmic scale.
+    panels: by label, of `summaries.against_entries`. cost: its label. logarithmic: labels of the
+    panels with a logarithmic scale.
     """
-    draw(_against_entries(panels, of, logarithmic), key)
+    draw(_against_entries(panels, of, cost, logarithmic), key)
 
 
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _against_entries(
-    panels: Mapping[str, pl.DataFrame], of: Mapping[str, Style], logarithmic: Sequence[str]
+    panels: Mapping[str, pl.DataFrame],
+    of: Mapping[str, Style],
+    cost: str,
+    logarithmic: Sequence[str],
 ) -> go.Figure:
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
     for place, (label, points) in enumerate(panels.items()):
@@ -243,7 +248,7 @@ def _against_entries(
             line.marker.color = look["color"]
             figure.add_trace(line, **at)
         figure.update_yaxes(title=label, type="log" if label in logarithmic else None, **at)
-        figure.update_xaxes(title="entries that a row sees, mean", **at)
+        figure.update_xaxes(title=cost, **at)
     return figure
 
 

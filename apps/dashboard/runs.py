@@ -26,7 +26,7 @@ from kvsim.analysis.summaries import (
 from kvsim.analysis.table import in_order
 from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError
-from kvsim.policies import CATALOGUE, names
+from kvsim.policies import access_names, names
 from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
 
@@ -37,13 +37,15 @@ from .cache import Folder
 PLAIN = "main"
 #: Replayed by default.
 POLICIES = ("streaming_llm", "snapkv", "tova", "ams+tova")
+#: Evictions that are offered with a reader or a codec behind them.
+COMBINED = ("h2o", "snapkv", "tova")
 BUDGETS = ("64", "128")
 #: Budgets for traces of at least so many tokens.
 LONG, SHARES = 2048, ("10%", "25%")
 INTERVAL = 32
 MEASURED = (
     *("output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
-    *("burst_share", "entries_seen"),
+    *("burst_share", "entries_seen", "bytes_held", "bytes_read"),
 )
 #: Tokens times layers up to which a trace is replayed without a click.
 AT_ONCE = 3000
@@ -234,14 +236,15 @@ _SHARES = ("5%", "10%", "25%", "50%")
 
 
 def _offered() -> list[str]:
-    """Return the policies of the catalogue that need no parameters."""
+    """Return policies that need no parameters: evictions, readers and codecs, and some of both."""
     offered = []
     for name in names():
-        base, _, preset = name.partition("@")
-        entry = CATALOGUE[base].preset(preset)
+        entry = controls.entry(name)
         if not entry.required:
             offered.append(name if entry.innermost else f"{name}+{entry.default or 'tova'}")
-    return offered
+    behind = [name for name in access_names() if not controls.entry(name).required]
+    real = [name for name in behind if not name.startswith("top")]  # bounds stand alone
+    return [*offered, *behind, *(f"{first}+{name}" for first in COMBINED for name in real)]
 
 
 def variant(

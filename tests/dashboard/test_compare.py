@@ -18,7 +18,7 @@ from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
 
-MEASURED = ("output_error", "wipeout", "entries_seen", "retained_iou", "sparsity")
+MEASURED = ("output_error", "wipeout", "entries_seen", "bytes_held", "retained_iou", "sparsity")
 POLICIES = ("streaming_llm", "tova", "random")
 
 
@@ -139,6 +139,16 @@ def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
         assert list(own["mean"]) == wanted["mean"].to_list()
         assert list(own["seen"]) == seen["mean"].to_list()
         assert list(own["best"]) == front(wanted.with_columns(seen=seen["mean"])).to_list()
+
+
+def test_the_cost_can_be_bytes(opened, ran):
+    """Those that the cache takes, by the link or the control; the axis says which."""
+    app = opened(ran, "compare", run="several", cost="bytes_held")
+    shown = app.dataframe[2].value
+
+    own = shown[shown["metric"] == "output_error"]
+    assert list(own["seen"]) == averages(table_of(ran, metric="bytes_held"))["mean"].to_list()
+    assert "bytes of the cache" in app.get("plotly_chart")[2].proto.spec
 
 
 def test_regret_is_shown_where_it_was_asked_for(opened, ran):

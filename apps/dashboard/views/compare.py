@@ -9,7 +9,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import against_entries
+from kvsim.analysis.summaries import COSTS, against_entries
 from kvsim.errors import PolicyError
 from kvsim.schema import LABELS, visible
 
@@ -181,15 +181,20 @@ def _differences(comparison: Comparison) -> None:
 
 
 def _front(comparison: Comparison) -> None:
-    """Show output error and wipe-out against the entries that rows see."""
+    """Show output error and wipe-out against what the cache costs: entries or bytes."""
     st.subheader("Cost", anchor=False)
     st.markdown(
         "Budgets bind policies differently, so this picture shows the entries that rows really "
-        "saw. Filled points are on the front: no other policy is better with as few entries."
+        "saw, or the bytes that the cache took or rows read. Filled points are on the front: no "
+        "other policy is better at as low a cost."
     )
-    names = ("entries_seen", "output_error", "wipeout")
-    costs = comparison.means({name: METRICS[name].main for name in names})
-    points = {name: against_entries(costs, name) for name in names[1:]}
+    names = ("output_error", "wipeout")
+    means = comparison.means({name: METRICS[name].main for name in (*COSTS, *names)})
+    offered = [name for name in COSTS if name in means["metric"]]
+    cost = offered[0] if offered else "entries_seen"
+    if len(offered) > 1:
+        cost = st.selectbox("Against", offered, key="cost", bind="query-params")
+    points = {name: against_entries(means, name, cost) for name in names}
     panels = {line_charts.label(name): part for name, part in points.items() if part.height}
     if not panels:
         st.info(
@@ -198,7 +203,9 @@ def _front(comparison: Comparison) -> None:
         return
     # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
     scaled = [line_charts.label("output_error")] if comparison.logarithmic else []
-    line_charts.against_entries(panels, comparison.styles, key="pareto", logarithmic=scaled)
+    line_charts.against_entries(
+        panels, comparison.styles, key="pareto", cost=COSTS[cost], logarithmic=scaled
+    )
     elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))
     _fidelity(both)
