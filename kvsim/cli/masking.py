@@ -9,7 +9,7 @@ import typer
 
 from kvsim.cli import show, values
 from kvsim.cli.values import OptionError
-from kvsim.errors import suggest
+from kvsim.errors import PolicyError, suggest
 from kvsim.files import check_output
 
 
@@ -56,7 +56,16 @@ def masks(
             closest = suggest(name, names)
             raise OptionError(f"--policy {name!r} is not in {run}{closest}; it has {names}")
     chosen = [record for record in records if record.policy in (policy or names)]
-    every = [Masks.of(record, defect or ()) for record in chosen]
+    every, refused = [], dict[str, PolicyError]()
+    for record in chosen:
+        try:
+            every.append(Masks.of(record, defect or ()))
+        except PolicyError as error:
+            refused.setdefault(record.policy, error)
+    if refused:
+        error, rest = next(iter(refused.values())), {x.labels["policy"]: x for x in every}
+        advice = f"; leave it out with --policy {','.join(rest)}" if rest else ""
+        raise OptionError(f"{error}{advice}") from error
     write_masks(out, every, overwrite=overwrite)
     if as_json:
         show.echo_json({"file": str(out), "masks": [each.labels for each in every]})

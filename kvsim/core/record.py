@@ -95,7 +95,8 @@ class Record(Displayed):
     evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
     entry that never leaves has the int32 maximum. In layers that a row p of the prompt was not
     propagated to, no row sees it: evicted_at[p] = p - 1. `layers` are the trace layers that were
-    replayed, in order. With `per_query_head` the head axis counts query heads.
+    replayed, in order, and `layer_ids` their numbers in the model. With `per_query_head` the head
+    axis counts query heads.
     """
 
     evicted_at: NDArray[np.int32]
@@ -130,6 +131,8 @@ class Record(Displayed):
     reads: Reads | None = None
     #: as what entries are stored; None for as recorded
     codec: Codec | Spec | None = None
+    #: numbers in the model of `layers`; None in records of earlier versions, which lack them
+    layer_ids: tuple[int, ...] | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
@@ -206,7 +209,9 @@ def record_of(
 ) -> Record:
     """Return the record of a `record_document`; bits: of what was read, if anything says so."""
     stored: dict[str, Any] = {name: document[name] for name in _STORED if name in document}
-    stored["layers"] = tuple(stored["layers"])
+    for name in ("layers", "layer_ids"):
+        if stored.get(name) is not None:
+            stored[name] = tuple(stored[name])
     if "selection" in document:
         chosen = document["selection"]
         pairs = {name: tuple(chosen[name]) for name in ("dropped", "counts")}

@@ -157,6 +157,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
         selection=None if descent is None else descent.selection,
         reads=reads,
         codec=policy.codec,
+        layer_ids=tuple(trace.layer_ids[layer] for layer in chosen),
         internals=tuple(plans),
     )
 

@@ -45,7 +45,7 @@ class Masks:
     """Which entries each row sees, for the layers and heads of a record.
 
     last_row: int32 [layer, head, pos], the last row that sees a position; the int32 maximum where
-    all later rows do. layers: their numbers in the trace. labels: where the record comes from.
+    all later rows do. layers: their numbers in the model. labels: where the record comes from.
     """
 
     last_row: Tensor
@@ -78,7 +78,8 @@ class Masks:
         names = ("trace", "digest", "policy", "budget", "interval", "prefill", "prompt_len")
         labels = {name: getattr(record, name) for name in names}
         labels |= {"params": dict(record.params), "defects": sorted(defects)}
-        return cls(torch.from_numpy(last_row.copy()), record.layers, labels)
+        layers = record.layers if record.layer_ids is None else record.layer_ids
+        return cls(torch.from_numpy(last_row.copy()), layers, labels)
 
     @property
     def n_pos(self) -> int:
@@ -164,12 +165,24 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
 
     One sequence of the record's tokens at a time, in one forward without a cache. Layers that the
     masks do not have, and sliding windows, keep the model's own. Raises CaptureError for a model
-    that cannot be recorded, PolicyError for another length.
+    that cannot be recorded and for a batch of sequences, PolicyError for another length and for
+    masks of layers that the model does not have.
     """
-    from kvsim.recorder.hooks import intercepting, kernel_name  # noqa: PLC0415  transformers
+    from kvsim.recorder.hooks import (  # noqa: PLC0415  transformers
+        attention_modules,
+        intercepting,
+        kernel_name,
+    )
 
     added = kernel_name(model) == "eager"
     index = {layer: at for at, layer in enumerate(masks.layers)}
+    missing = sorted({*index} - {*attention_modules(model)})
+    if missing:
+        raise PolicyError(
+            f"the masks of {masks.labels.get('trace')} are of layers {list(masks.layers)}, and "
+            f"{type(model).__name__} has no layer {missing[0]}; expected masks of a record of this "
+            "model"
+        )
     masks = masks.to(model.device)
 
     def mask(layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:

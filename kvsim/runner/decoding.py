@@ -422,6 +422,7 @@ class Decoding:
             closed=True,
             reads=None if self._reads is None else self._reads.record(n),
             codec=policy.codec,
+            layer_ids=self.layers,
         )
 
 

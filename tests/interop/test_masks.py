@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.attention import flex_attention as flex
 
 import kvsim
 from kvsim.analysis.output.error import output_error
-from kvsim.errors import OutputError, PolicyError
+from kvsim.errors import CaptureError, OutputError, PolicyError
 from kvsim.interop.masks import DEFECTS, Masks, masking, read_masks, write_masks
 from kvsim.runner.masked import masked_logits
 from kvsim.sweeps.run import replay_all
@@ -127,6 +128,35 @@ def test_a_masked_model_has_the_logits_of_the_runner(trace, record, kernel):
         model.set_attn_implementation(before)
 
 
+def test_masks_are_of_the_layers_of_the_model(trace, record):
+    """The record of a trace of layer 1 masks layer 1 of the model, and no other."""
+    some = kvsim.Trace.from_arrays(
+        *(getattr(trace, name)[1:] for name in "qkv"),
+        prompt_len=PROMPT,
+        rope=trace.rope,
+        layer_ids=[1],
+    )
+    policy = kvsim.policy("adakv+snapkv", window=4)
+    masks = Masks.of(kvsim.replay(some, policy, BUDGET, interval=INTERVAL, prefill=True))
+    assert masks.layers == (1,)
+    assert (masks.last_row[0] == Masks.of(record).last_row[1]).all()
+    second = replace(Masks.of(record), last_row=Masks.of(record).last_row[1:], layers=(1,))
+    model, logits = small(), []
+    for each in (masks, second, replace(second, layers=(0,))):
+        with torch.inference_mode(), masking(model, each):
+            logits.append(model(trace.tokens[None]).logits)
+    assert (logits[0] == logits[1]).all()
+    assert not torch.allclose(logits[0], logits[2], atol=1e-3)
+    with pytest.raises(PolicyError, match="LlamaForCausalLM has no layer 2"):
+        masking(model, replace(second, layers=(2,))).__enter__()
+
+
+def test_a_batch_of_sequences_is_refused(trace, record):
+    """The masks are those of one sequence, so two in one forward are an error."""
+    with masking(small(), Masks.of(record)), pytest.raises(CaptureError, match="one sequence"):
+        small()(trace.tokens.expand(2, -1))
+
+
 def test_the_lag_of_the_release(record):
     """Sets stored before each event show what it evicts up to the next one."""
     lagging = Masks.of(record, ["lag"])
@@ -198,3 +228,18 @@ def test_the_command_writes_the_masks_of_a_run(trace, tmp_path, run):
         status, _, err = run(*new, wrong, "tov")
         assert status == 2
         assert message in err
+
+
+def test_a_run_with_a_record_that_no_mask_can_say_names_the_others(trace, tmp_path, run):
+    """The error of a mixed run has the --policy that writes what can be written."""
+    policies = [kvsim.policy("tova"), kvsim.policy("tova+kivi"), kvsim.policy("knorm")]
+    replay_all([trace], policies, [BUDGET], interval=INTERVAL).save(tmp_path / "r")
+    command = ["masks", tmp_path / "r", "--out", tmp_path / "m.safetensors"]
+    status, _, err = run(*command)
+    assert status == 2
+    assert "tova+kivi" in err
+    assert "leave it out with --policy tova,knorm" in " ".join(err.split())
+    assert run(*command, "--policy", "tova,knorm")[0] == 0
+    status, _, err = run(*command, "--overwrite", "--policy", "tova+kivi")
+    assert status == 2
+    assert "leave it out" not in err
